@@ -1,0 +1,1 @@
+"""kvilt: an LLM runtime in which the KV cache is a value you hold."""

@@ -1,0 +1,89 @@
+"""Frozen run configuration, and the only place that reads environment variables.
+
+Refuses to know models: a value here is what a user may set, checked by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ParamError
+
+DEFAULT_MODEL = "smollm2"
+KV_DTYPES = ("float32", "float16", "bfloat16")
+BACKENDS = ("auto", "reference")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """How a model is run; the same names in `kvilt.load(...)` and on the command line."""
+
+    device: str = "cpu"
+    threads: int | None = None  # None: what torch chooses
+    kv_memory: int | None = None  # bytes; None: a quarter of the available memory
+    max_context: int | None = None  # tokens; None: the model's own
+    kv_dtype: str = "float32"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ParamError("threads", f"must be at least 1, not {self.threads}")
+        if self.kv_memory is not None and self.kv_memory < 1:
+            raise ParamError("kv_memory", f"must be a positive number of bytes, not {self.kv_memory}")
+        if self.max_context is not None and self.max_context < 1:
+            raise ParamError("max_context", f"must be at least 1 token, not {self.max_context}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ParamError("kv_dtype", f"must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
+        if self.backend not in BACKENDS:
+            raise ParamError("backend", f"must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+        if self.device != "cpu":
+            raise ParamError("device", f"only 'cpu' is supported in this version, not {self.device!r}")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes from `512M`, `2GiB`, `1.5g` or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ParamError("kv_memory", f"cannot read {text!r} as a size; write it like 512M or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def env_threads() -> int | None:
+    """KVILT_THREADS, for users who cannot reach the command line."""
+    text = os.environ.get("KVILT_THREADS", "").strip()
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ParamError("KVILT_THREADS", f"must be a whole number, not {text!r}")
+    return int(text)
+
+
+def cache_home() -> Path:
+    """The one folder for fetched models: KVILT_HOME, else the user's cache folder."""
+    if home := os.environ.get("KVILT_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvilt"
+
+
+def offline() -> bool:
+    """KVILT_OFFLINE=1 promises that nothing is fetched."""
+    return os.environ.get("KVILT_OFFLINE", "") not in ("", "0")
+
+
+def available_memory_bytes() -> int:
+    """Memory the system says a new process may use without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30

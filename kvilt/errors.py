@@ -1,0 +1,112 @@
+"""Every error kvilt raises on purpose, as one tree.
+
+Each message says what was asked, what is possible, and what to do. Nothing here knows HTTP or exit codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KviltError(Exception):
+    """The root: catching it catches everything kvilt raises on purpose."""
+
+
+class Unsupported(KviltError):
+    """Something real that this build, model or backend does not do."""
+
+
+class InputError(KviltError, ValueError):
+    """The caller's input cannot be used as it is."""
+
+
+class ParamError(InputError):
+    """A sampling or configuration field has a value it cannot have."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ContextOverflow(InputError):
+    """A prompt does not fit the context."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens and the context holds {limit}; shorten the prompt or raise max_context"
+        )
+        self.tokens = tokens
+        self.limit = limit
+
+
+class TokenizerError(KviltError):
+    """A tokenizer definition is damaged or of a kind kvilt does not know."""
+
+
+class TemplateError(InputError):
+    """A chat template is broken, refuses these messages, or went over its limits."""
+
+
+class WeightError(KviltError):
+    """A checkpoint is damaged, incomplete or not what it claims; `field` names the part that gave it away."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ModelNotFound(KviltError):
+    """No model answers to that name or path, or it cannot be fetched now."""
+
+
+class KVError(KviltError):
+    """A KV cache cannot do what was asked; it is unchanged."""
+
+
+class CacheClosed(KVError):
+    """The handle was closed; its pages belong to others now."""
+
+    def __init__(self) -> None:
+        super().__init__("this KV cache is closed; create, fork or load another one")
+
+
+class PoolExhausted(KVError):
+    """The page pool has fewer free pages than a step needs."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{needed} more KV pages are needed and {free} of {total} are free; "
+            "close caches you no longer need or raise kv_memory"
+        )
+        self.needed = needed
+        self.free = free
+        self.total = total
+
+
+class TruncateError(KVError, ValueError):
+    """A truncate asks for a length the cache cannot go back (or grow) to."""
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+class LayoutMismatch(KVError):
+    """Two caches, or a cache and a blob, hold KV of different shapes."""
+
+
+class BlobError(KVError):
+    """A serialized cache is foreign, damaged or too large; `field` names the part that gave it away."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class Cancelled(KviltError):
+    """The running call was cancelled; caches stand at their last committed length and stay usable."""
+
+    def __init__(self, tokens: Sequence[Sequence[int]] = ()) -> None:
+        done = sum(len(row) for row in tokens)
+        super().__init__(f"cancelled after {done} sampled tokens; the KV cache is at its last committed length")
+        self.tokens = [list(row) for row in tokens]
