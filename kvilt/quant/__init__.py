@@ -1,0 +1,1 @@
+"""What a packed block is, and the reference way to unpack it."""
