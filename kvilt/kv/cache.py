@@ -1,0 +1,241 @@
+"""The KV cache as a value: fork, cut, select, broadcast, copy, store and load it.
+
+A `KVCache` is a handle on rows of pages in a pool. Refuses to know requests, text and models.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, LayoutMismatch
+from .codec import pack, unpack
+from .layout import KVLayout
+from .pool import PagePool
+from .row import CacheRow, RowImage, Token, held, rows_from_images
+
+
+class KVCache:
+    """The keys and values of `batch_size` sequences. Close it, or use it as a context manager."""
+
+    def __init__(self, pool: PagePool, batch_size: int = 1, capacity: int | None = None) -> None:
+        if batch_size < 1:
+            raise InputError(f"batch_size must be at least 1, not {batch_size}")
+        room = pool.pages * pool.layout.page_tokens
+        if capacity is not None and capacity < 1:
+            raise InputError(f"capacity must be at least 1 token, not {capacity}")
+        self._pool = pool
+        self._capacity = min(capacity or room, room)
+        self._rows = [CacheRow(pool) for _ in range(batch_size)]
+        self._finalizer = weakref.finalize(self, _forgotten, pool, self._rows)
+        self._finalizer.atexit = False
+
+    # What it holds.
+
+    @property
+    def num_entries(self) -> int:
+        """Entries held per layer: the longest row's length."""
+        return max(self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each row."""
+        return tuple(row.length for row in self.rows())
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows())
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row may hold."""
+        return self._capacity
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._pool.layout
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def tokens(self, row: int = 0) -> list[Token]:
+        """The exact tokens of a row; an embedding row counts by the hash of its bytes."""
+        return self.row(row).tokens()
+
+    def pages(self) -> tuple[tuple[int, ...], ...]:
+        """Page ids this handle holds in each layer group, shared or not, each once."""
+        groups = range(len(self.layout.groups))
+        return tuple(tuple(dict.fromkeys(p for row in self.rows() for p in held(row.tables[g]))) for g in groups)
+
+    # Extending: find room, let the executor write, advance.
+
+    def reserve(self, extra: int | Sequence[int]) -> None:
+        """Make room for `extra` more tokens in each row (or one number per row), or change nothing."""
+        rows = self.rows()
+        counts = self._per_row(extra)
+        for row, count in zip(rows, counts, strict=True):
+            if row.length + count > self._capacity:
+                raise ContextOverflow(row.length + count, self._capacity)
+        needs = [row.pages_needed(count) for row, count in zip(rows, counts, strict=True)]
+        spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)])
+        for row, count in zip(rows, counts, strict=True):
+            row.reserve(count, spare)
+        for group, pages in enumerate(spare):  # two rows shared a tail, and the first copy set the second free
+            self._pool.drop(group, pages)
+
+    def commit(self, tokens: Sequence[Sequence[Token]]) -> None:
+        """Advance each row over tokens whose KV was written into reserved room."""
+        for row, new in zip(self.rows(), tokens, strict=True):
+            row.commit(new)
+
+    # The verbs.
+
+    def fork(self) -> KVCache:
+        """A second handle on the same content; whoever writes first copies the page it writes to."""
+        return self._sibling([row.fork() for row in self.rows()])
+
+    def forks(self, n: int) -> list[KVCache]:
+        """`n` forks."""
+        if n < 0:
+            raise InputError(f"n must not be negative, not {n}")
+        return [self.fork() for _ in range(n)]
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Go back to `length` tokens in every row (or one length per row)."""
+        rows, lengths = self.rows(), self._per_row(length)
+        for row, count in zip(rows, lengths, strict=True):
+            row.check_truncate(count)
+        for row, count in zip(rows, lengths, strict=True):
+            row.truncate(count)
+
+    def select_and_copy_from(self, other: KVCache, batch_index: int) -> None:
+        """Row `batch_index` of `other` becomes the one row of this cache."""
+        if self.batch_size != 1:
+            raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
+        self._replace(self._rows_like([other.row(batch_index)], other))
+
+    def broadcast_and_copy_from(self, other: KVCache) -> None:
+        """The one row of `other` becomes every row of this cache; costs page ids, not bytes."""
+        if other.batch_size != 1:
+            raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
+        self._replace(self._rows_like([other.row(0)] * self.batch_size, other))
+
+    def deep_copy(self) -> KVCache:
+        """The same content on pages of its own. Expensive; `fork` is what you usually want."""
+        return self._sibling(rows_from_images(self._pool, self._images()))
+
+    def close(self) -> None:
+        """Give every page back. Closing twice is fine, using a closed cache is not."""
+        if self._finalizer.detach() is not None:
+            for row in self._rows:
+                row.close()
+
+    # Bytes.
+
+    def serialize(self) -> bytes:
+        """All rows as self-describing, checksummed bytes."""
+        return pack(self._images(), self.layout, self._pool.identity())
+
+    def load(self, data: bytes, accept_numerics: bool = False) -> None:
+        """Become what `data` holds, or raise a BlobError and stay as it was."""
+        images = unpack(data, self.layout, self._pool.identity(), self._capacity, accept_numerics)
+        if len(images) != self.batch_size:
+            raise BlobError("rows", f"{len(images)} rows do not fit a cache of batch size {self.batch_size}")
+        self._replace(rows_from_images(self._pool, images))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `serialize()` to a file that is either complete or not there."""
+        target = Path(path)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
+            try:
+                out.write(self.serialize())
+                out.flush()
+                os.fsync(out.fileno())
+                Path(out.name).replace(target)
+            except BaseException:
+                Path(out.name).unlink(missing_ok=True)
+                raise
+
+    # For the batch, and for this room.
+
+    def row(self, index: int) -> CacheRow:
+        """One row's bookkeeping."""
+        rows = self.rows()
+        if not 0 <= index < len(rows):
+            raise InputError(f"row {index} does not exist; this cache has rows 0 to {len(rows) - 1}")
+        return rows[index]
+
+    def rows(self) -> list[CacheRow]:
+        if self.closed:
+            raise CacheClosed()
+        return self._rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "KVCache(closed)"
+        return f"KVCache(lengths={list(self.lengths)}, pages={sum(map(len, self.pages()))})"
+
+    def _images(self) -> list[RowImage]:
+        return [row.image() for row in self.rows()]
+
+    def _sibling(self, rows: list[CacheRow]) -> KVCache:
+        twin = KVCache(self._pool, len(rows), self._capacity)
+        twin._rows[:] = rows
+        return twin
+
+    def _replace(self, rows: list[CacheRow]) -> None:
+        for row in self.rows():
+            row.close()
+        self._rows[:] = rows
+
+    def _rows_like(self, rows: Sequence[CacheRow], owner: KVCache) -> list[CacheRow]:
+        """Rows with the same content in this cache's pool: shared pages at home, copies from abroad."""
+        self.rows()
+        if owner._pool is not self._pool:
+            self._check_kin(owner)
+        for row in rows:
+            if row.length > self._capacity:
+                raise ContextOverflow(row.length, self._capacity)
+        if owner._pool is self._pool:
+            return [row.fork() for row in rows]
+        (first, *rest) = rows
+        (copied,) = rows_from_images(self._pool, [first.image()])
+        return [copied, *(copied.fork() for _ in rest)]
+
+    def _check_kin(self, other: KVCache) -> None:
+        if self.layout.describe() != other.layout.describe():
+            raise LayoutMismatch("the two caches hold KV of different shapes; they belong to different models")
+        if self._pool.identity() != other._pool.identity():
+            raise LayoutMismatch("the two caches were made by different models; KV cannot move between them")
+
+    def _per_row(self, value: int | Sequence[int]) -> list[int]:
+        rows = len(self.rows())
+        values = [value] * rows if isinstance(value, int) else list(value)
+        if len(values) != rows:
+            raise InputError(f"{len(values)} numbers were given for {rows} rows")
+        return values
+
+
+def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:
+    """Runs when a handle is collected without close(): its pages go back, and the owner hears of it."""
+    for row in rows:
+        for group, table in enumerate(row.tables):
+            pool.abandon(group, held(table))
+    warnings.warn("a KVCache was dropped without close(); its pages were released", ResourceWarning, stacklevel=2)

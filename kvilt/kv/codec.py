@@ -1,0 +1,193 @@
+"""The bytes of a serialized cache: self-describing, versioned, checksummed.
+
+    magic 8 | version u32 | header length u64 | header (JSON) | payload | sha256 of all before
+
+Payload, row by row: token ids (int64), hashes of embedding rows (32 bytes each), then per layer group the keys and the
+values as [layer, token, head, dim] in the layout's dtype, all little endian. Refuses to know pages and pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..errors import BlobError
+from ..ops.contract import KeysValues, PageShape
+from .identity import Identity
+from .layout import KVLayout
+from .row import EMBEDDED, RowImage
+
+MAGIC = b"KVILTKV\0"
+VERSION = 1
+DIGEST_BYTES = 32
+HASH_BYTES = 32
+_PREFIX = struct.Struct("<8sIQ")
+_MAX_HEADER_BYTES = 1 << 26
+_IDENTITY_FIELDS = ("model", "adapter", "origin", "salt")
+
+
+@dataclass(frozen=True, slots=True)
+class _RowHeader:
+    length: int
+    embeds: list[int]  # positions of embedding rows, ascending
+    firsts: list[int]
+
+
+def pack(images: Sequence[RowImage], layout: KVLayout, identity: Identity) -> bytes:
+    """The bytes of these rows."""
+    rows = [_RowHeader(image.length, sorted(image.embeds), list(image.firsts)) for image in images]
+    fields = {"identity": asdict(identity), "layout": layout.describe(), "rows": [asdict(row) for row in rows]}
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    parts = [_PREFIX.pack(MAGIC, VERSION, len(header)), header]
+    for image in images:
+        parts.append(image.ids.tobytes())
+        parts += [image.embeds[position] for position in sorted(image.embeds)]
+        for kv in image.groups:
+            parts += [_to_bytes(kv.keys), _to_bytes(kv.values)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return b"".join([*parts, digest.digest()])
+
+
+def unpack(
+    data: bytes, layout: KVLayout, identity: Identity, capacity: int, accept_numerics: bool = False
+) -> list[RowImage]:
+    """The rows in these bytes, if every doubt about them is settled; otherwise a BlobError that names the field."""
+    fields, payload = _open(data)
+    _check_identity(fields.get("identity"), identity, accept_numerics)
+    if fields.get("layout") != layout.describe():
+        raise BlobError("layout", "KV of another shape than this model's; it belongs to another model")
+    rows = [_row_header(row, layout, capacity) for row in _list(fields, "rows")]
+    expected = sum(_row_bytes(row, layout) for row in rows)
+    if expected != len(payload):
+        raise BlobError("payload", f"the header promises {expected} bytes and {len(payload)} are there")
+    images, at = [], 0
+    for row in rows:
+        images.append(_row_image(row, layout, payload[at : at + _row_bytes(row, layout)]))
+        at += _row_bytes(row, layout)
+    return images
+
+
+def _open(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Header fields and payload of a blob whose frame and checksum are right."""
+    view = memoryview(data)
+    if len(view) < _PREFIX.size + DIGEST_BYTES:
+        raise BlobError("size", f"{len(view)} bytes are too few for a serialized KV cache")
+    magic, version, header_bytes = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise BlobError("magic", "these bytes are not a serialized KV cache")
+    if version != VERSION:
+        raise BlobError("version", f"format {version} cannot be read here, only {VERSION}; compute the KV again")
+    body = len(view) - _PREFIX.size - DIGEST_BYTES
+    if header_bytes > min(body, _MAX_HEADER_BYTES):
+        raise BlobError("header", f"a header of {header_bytes} bytes does not fit; the blob is cut short or damaged")
+    if hashlib.sha256(view[:-DIGEST_BYTES]).digest() != bytes(view[-DIGEST_BYTES:]):
+        raise BlobError("checksum", "the bytes were damaged after they were written; compute the KV again")
+    header = bytes(view[_PREFIX.size : _PREFIX.size + header_bytes])
+    try:
+        fields = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise BlobError("header", f"not readable as JSON ({type(error).__name__})") from None
+    if not isinstance(fields, dict):
+        raise BlobError("header", "not an object")
+    return fields, view[_PREFIX.size + header_bytes : -DIGEST_BYTES]
+
+
+def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
+    expected = asdict(own)
+    if not isinstance(found, dict) or found.keys() != expected.keys():
+        raise BlobError("identity", "missing or incomplete")
+    for field in _IDENTITY_FIELDS:
+        if found[field] != expected[field]:
+            raise BlobError(f"identity.{field}", "this KV was made by another model, adapter, recipe or tenant")
+    if not accept_numerics and found["numerics"] != expected["numerics"]:
+        raise BlobError(
+            "identity.numerics",
+            f"made with {found['numerics']}, this is {expected['numerics']}; "
+            "open it through the executor to compute it again, or accept it as it is",
+        )
+
+
+def _row_header(entry: Any, layout: KVLayout, capacity: int) -> _RowHeader:
+    length, embeds, firsts = _row_fields(entry, len(layout.groups))
+    if length > capacity:
+        raise BlobError("rows.length", f"{length} tokens are more than this cache may hold ({capacity})")
+    for group, first in zip(layout.groups, firsts, strict=True):
+        if first > group.first_needed(length):
+            raise BlobError("rows.firsts", f"KV from position {first} on is too little for length {length}")
+    return _RowHeader(length, embeds, firsts)
+
+
+def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
+    if not isinstance(entry, dict):
+        raise BlobError("rows", "a row is not an object")
+    length = entry.get("length")
+    if not _count(length, 1 << 40):
+        raise BlobError("rows.length", "not a length")
+    embeds, firsts = _list(entry, "embeds"), _list(entry, "firsts")
+    if not all(_count(p, length - 1) for p in embeds) or embeds != sorted(set(embeds)):
+        raise BlobError("rows.embeds", "not ascending positions inside the row")
+    if len(firsts) != groups or not all(_count(first, length) for first in firsts):
+        raise BlobError("rows.firsts", "not one position inside the row for each layer group")
+    return length, embeds, firsts
+
+
+def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview) -> RowImage:
+    ids = array("q", bytes(payload[: 8 * row.length]))
+    at = 8 * row.length
+    embeds = {}
+    for position in row.embeds:
+        embeds[position] = bytes(payload[at : at + HASH_BYTES])
+        at += HASH_BYTES
+    if any((token == EMBEDDED) != (i in embeds) or token < EMBEDDED for i, token in enumerate(ids)):
+        raise BlobError("payload.tokens", "a token id is negative")
+    groups = []
+    for group, first in zip(layout.groups, row.firsts, strict=True):
+        sizes = _part_bytes(group.shape, row.length - first)
+        keys = _from_bytes(payload[at : at + sizes[0]], group.shape, group.shape.key_dim)
+        at += sizes[0]
+        values = _from_bytes(payload[at : at + sizes[1]], group.shape, group.shape.value_dim)
+        at += sizes[1]
+        groups.append(KeysValues(keys, values))
+    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups))
+
+
+def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:
+    held = zip(layout.groups, row.firsts, strict=True)
+    kv_bytes = sum(sum(_part_bytes(group.shape, row.length - first)) for group, first in held)
+    return 8 * row.length + HASH_BYTES * len(row.embeds) + kv_bytes
+
+
+def _part_bytes(shape: PageShape, tokens: int) -> tuple[int, int]:
+    unit = shape.layers * tokens * shape.kv_heads * shape.dtype.itemsize
+    return unit * shape.key_dim, unit * shape.value_dim
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _from_bytes(data: memoryview, shape: PageShape, dim: int) -> Tensor:
+    if not len(data):
+        return torch.empty((shape.layers, 0, shape.kv_heads, dim), dtype=shape.dtype)
+    return torch.frombuffer(bytearray(data), dtype=shape.dtype).view(shape.layers, -1, shape.kv_heads, dim)
+
+
+def _count(value: Any, limit: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= limit
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise BlobError(name, "missing or not a list")
+    return value

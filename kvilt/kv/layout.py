@@ -1,0 +1,117 @@
+"""What KV looks like: groups of layers that share a reach and a page table.
+
+Refuses to know why a layer reaches as far as it does; a model's spec decides that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ops.contract import PageShape
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every query sees every earlier key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A query at p sees the keys in (p - tokens, p]; older pages are given back."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """One compressed vector per token stands for keys and values; its last `rope_dims` are rotated."""
+
+    rope_dims: int
+
+
+Reach = Full | Window | Latent
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer's KV lives: which group, and which of the group's layers it is."""
+
+    group: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with one reach and one shape; they share a page table."""
+
+    reach: Reach
+    layers: tuple[int, ...]
+    shape: PageShape
+
+    def first_needed(self, length: int) -> int:
+        """The oldest position that a query at `length` or later can see."""
+        match self.reach:
+            case Window(tokens):
+                return max(0, length - tokens + 1)
+            case _:
+                return 0
+
+    def smallest_length(self, first_held: int) -> int:
+        """The smallest length above 0 to go back to when positions below `first_held` are gone."""
+        match self.reach:
+            case Window(tokens) if first_held > 0:
+                return first_held + tokens - 1
+            case _:
+                return 0
+
+    def describe(self) -> dict[str, Any]:
+        """The group as plain data: all that decides the meaning of its canonical bytes."""
+        reach: dict[str, Any]
+        match self.reach:
+            case Full():
+                reach = {"kind": "full"}
+            case Window(tokens):
+                reach = {"kind": "window", "tokens": tokens}
+            case Latent(rope_dims):
+                reach = {"kind": "latent", "rope_dims": rope_dims}
+        return {
+            "reach": reach,
+            "layers": list(self.layers),
+            "kv_heads": self.shape.kv_heads,
+            "key_dim": self.shape.key_dim,
+            "value_dim": self.shape.value_dim,
+            "dtype": str(self.shape.dtype).removeprefix("torch."),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All layer groups of a model; pages of every group hold the same number of tokens."""
+
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def page_tokens(self) -> int:
+        return self.groups[0].shape.page_tokens
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in every group together."""
+        return sum(group.shape.page_bytes for group in self.groups)
+
+    def places(self) -> tuple[Place, ...]:
+        """For each layer of the model, where its KV lives."""
+        found = {layer: Place(g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return tuple(found[layer] for layer in range(self.num_layers))
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """The layout as plain data; page size is left out, because canonical bytes do not depend on it."""
+        return {"groups": [group.describe() for group in self.groups]}

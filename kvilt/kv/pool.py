@@ -1,0 +1,116 @@
+"""The page pool: page ids with reference counts, one set per layer group.
+
+Refuses to know sequences: it hands pages out, counts who shares them and takes them back.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import PoolExhausted
+from ..ops.contract import Ops
+from .identity import Identity
+from .layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Pages of all groups together."""
+
+    total: int
+    used: int
+    shared: int  # used by more than one handle, counted once
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+
+class PagePool:
+    """Pages for every layer group of one layout; `pages` of each group."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pages: int,
+        ops: Ops,
+        identity: Callable[[], Identity],
+        device: torch.device | None = None,
+    ) -> None:
+        self.layout = layout
+        self.pages = pages
+        self.ops = ops
+        # A callable: hashing a model's weights takes a while, and only KV that leaves the process needs it.
+        self.identity = identity
+        self.device = device or torch.device("cpu")
+        self.stores = tuple(ops.new_pages(group.shape, pages, self.device) for group in layout.groups)
+        self._refs = [array("I", bytes(4 * pages)) for _ in layout.groups]
+        # A stack with the lowest id on top: pages touched before are used again before fresh memory is.
+        self._free = [list(range(pages - 1, -1, -1)) for _ in layout.groups]
+        self._lock = threading.RLock()
+        # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
+        self._abandoned: deque[tuple[int, list[int]]] = deque()
+
+    def take(self, counts: Sequence[int]) -> list[list[int]]:
+        """`counts[g]` pages of each group g, all of them or none."""
+        with self._lock:
+            self._settle()
+            for free, count in zip(self._free, counts, strict=True):
+                if count > len(free):
+                    raise PoolExhausted(count, len(free), self.pages)
+            taken = [[free.pop() for _ in range(count)] for free, count in zip(self._free, counts, strict=True)]
+            for refs, pages in zip(self._refs, taken, strict=True):
+                for page in pages:
+                    refs[page] = 1
+            return taken
+
+    def share(self, group: int, pages: Iterable[int]) -> None:
+        """One more handle holds these pages."""
+        with self._lock:
+            for page in pages:
+                assert self._refs[group][page] > 0, "a free page cannot be shared"
+                self._refs[group][page] += 1
+
+    def drop(self, group: int, pages: Iterable[int]) -> None:
+        """One handle fewer holds these pages; the last one frees them."""
+        with self._lock:
+            refs, free = self._refs[group], self._free[group]
+            for page in pages:
+                assert refs[page] > 0, "a page was dropped more often than it was held"
+                refs[page] -= 1
+                if refs[page] == 0:
+                    free.append(page)
+
+    def abandon(self, group: int, pages: list[int]) -> None:
+        """Drop from a finalizer: takes no lock, takes effect before the next count."""
+        self._abandoned.append((group, pages))
+
+    def holders(self, group: int, page: int) -> int:
+        """How many handles hold a page."""
+        with self._lock:
+            self._settle()
+            return self._refs[group][page]
+
+    def free_pages(self) -> tuple[int, ...]:
+        """Free pages of each group."""
+        with self._lock:
+            self._settle()
+            return tuple(len(free) for free in self._free)
+
+    def usage(self) -> PoolUsage:
+        """How full the pool is."""
+        with self._lock:
+            self._settle()
+            total = self.pages * len(self._free)
+            shared = sum(count > 1 for refs in self._refs for count in refs)
+            return PoolUsage(total, total - sum(len(free) for free in self._free), shared)
+
+    def _settle(self) -> None:
+        while self._abandoned:
+            self.drop(*self._abandoned.popleft())

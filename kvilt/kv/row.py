@@ -1,0 +1,214 @@
+"""One row of a cache: its length, its tokens and a page table per layer group.
+
+All bookkeeping of pages is here, so that `KVCache` reads as verbs. Private to this room.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import TruncateError
+from ..ops.contract import KeysValues
+from .pool import PagePool
+
+# A token is its id, or the hash of its bytes where an embedding row stood in its place.
+Token = int | bytes
+EMBEDDED = -1  # what `ids` holds where `embeds` has a hash
+GONE = -1  # what a table holds where a window gave a page back
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """A row outside any pool: tokens, and the KV it holds in canonical order."""
+
+    ids: array[int]
+    embeds: dict[int, bytes]
+    firsts: tuple[int, ...]  # per group, the oldest position held
+    groups: tuple[KeysValues, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+class CacheRow:
+    """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
+
+    __slots__ = ("_pool", "embeds", "firsts", "ids", "tables")
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.ids: array[int] = array("q")
+        self.embeds: dict[int, bytes] = {}
+        self.tables: list[list[int]] = [[] for _ in pool.layout.groups]
+        self.firsts = [0] * len(pool.layout.groups)
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def reserved(self) -> int:
+        """Positions that may be written now: [length, reserved)."""
+        return len(self.tables[0]) * self._pool.layout.page_tokens
+
+    def tokens(self) -> list[Token]:
+        """The exact tokens this row holds."""
+        return [self.embeds[i] if token == EMBEDDED else token for i, token in enumerate(self.ids)]
+
+    # Writing: find room, then advance.
+
+    def pages_needed(self, extra: int) -> list[int]:
+        """Pages per group to take before positions [length, length + extra) can be written."""
+        want = self._pool.layout.pages_for(self.length + extra)
+        return [max(0, want - len(table)) + len(self._to_copy(g, extra)) for g, table in enumerate(self.tables)]
+
+    def reserve(self, extra: int, spare: list[list[int]]) -> None:
+        """Make [length, length + extra) writable with pages from `spare` (one list per group)."""
+        want = self._pool.layout.pages_for(self.length + extra)
+        for g, table in enumerate(self.tables):
+            for index in self._to_copy(g, extra):
+                page = spare[g].pop()
+                store = self._pool.stores[g]
+                self._pool.ops.copy_pages(store, [table[index]], store, [page])
+                self._pool.drop(g, [table[index]])
+                table[index] = page
+            while len(table) < want:
+                table.append(spare[g].pop())
+
+    def _to_copy(self, group: int, extra: int) -> list[int]:
+        """Table places in the write range whose page another handle holds too."""
+        if extra == 0:
+            return []
+        table = self.tables[group]
+        first = self.length // self._pool.layout.page_tokens
+        return [i for i in range(first, len(table)) if self._pool.holders(group, table[i]) > 1]
+
+    def writable(self, positions: Sequence[int]) -> bool:
+        """Whether all these positions are reserved, above the length, and in pages nobody else holds."""
+        if not positions:
+            return True
+        low, high = min(positions), max(positions)
+        if low < self.length or high >= self.reserved:
+            return False
+        size = self._pool.layout.page_tokens
+        span = range(low // size, high // size + 1)
+        return all(self._pool.holders(g, table[i]) == 1 for g, table in enumerate(self.tables) for i in span)
+
+    def commit(self, tokens: Sequence[Token]) -> None:
+        """Advance over tokens whose KV has been written, and give back what windows no longer see."""
+        assert self.length + len(tokens) <= self.reserved, "commit past what was reserved"
+        for token in tokens:
+            if isinstance(token, bytes):
+                self.embeds[self.length] = token
+                token = EMBEDDED
+            self.ids.append(token)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        size = self._pool.layout.page_tokens
+        for g, group in enumerate(self._pool.layout.groups):
+            # One page of slack, so that taking back the last few tokens stays possible.
+            keep = max(0, group.first_needed(self.length) - size) // size
+            table = self.tables[g]
+            for index in range(self.firsts[g] // size, keep):
+                self._pool.drop(g, [table[index]])
+                table[index] = GONE
+                self.firsts[g] = (index + 1) * size
+
+    # Cutting, sharing, leaving.
+
+    def check_truncate(self, length: int) -> None:
+        """Raise unless the row can go back to `length`."""
+        if not 0 <= length <= self.length:
+            raise TruncateError(
+                f"cannot truncate to {length}: the row holds {self.length} tokens; choose 0 to {self.length}", 0
+            )
+        groups = self._pool.layout.groups
+        smallest = max(group.smallest_length(first) for group, first in zip(groups, self.firsts, strict=True))
+        if 0 < length < smallest:
+            raise TruncateError(
+                f"cannot truncate to {length}: a sliding window gave older KV back; "
+                f"the smallest possible length is {smallest} (or 0, which empties the row)",
+                smallest,
+            )
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from `length` on; also drops pages that were only reserved."""
+        keep = self._pool.layout.pages_for(length)
+        for g, table in enumerate(self.tables):
+            self._pool.drop(g, [page for page in table[keep:] if page != GONE])
+            del table[keep:]
+        if length == 0:
+            self.firsts = [0] * len(self.firsts)
+        for position in [p for p in self.embeds if p >= length]:
+            del self.embeds[position]
+        del self.ids[length:]
+
+    def fork(self) -> CacheRow:
+        """A row that shares every page up to the length; costs page ids, not bytes."""
+        child = CacheRow(self._pool)
+        child.ids = self.ids[:]
+        child.embeds = dict(self.embeds)
+        child.firsts = list(self.firsts)
+        keep = self._pool.layout.pages_for(self.length)
+        for g, table in enumerate(self.tables):
+            child.tables[g] = table[:keep]
+            self._pool.share(g, held(child.tables[g]))
+        return child
+
+    def close(self) -> None:
+        for g, table in enumerate(self.tables):
+            self._pool.drop(g, held(table))
+            table.clear()
+
+    # Leaving the pool and entering it.
+
+    def slots(self, group: int, first: int, stop: int) -> Tensor:
+        """Flat slots of positions [first, stop) in a group."""
+        size = self._pool.layout.page_tokens
+        at = torch.arange(first, stop)
+        table = torch.tensor(self.tables[group] or [0])
+        return table[at // size] * size + at % size
+
+    def image(self) -> RowImage:
+        """A copy of the row's content in canonical order."""
+        pool = self._pool
+        groups = tuple(
+            pool.ops.read_slots(pool.stores[g], self.slots(g, first, self.length).to(pool.device))
+            for g, first in enumerate(self.firsts)
+        )
+        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups)
+
+
+def held(table: list[int]) -> list[int]:
+    """The pages a table really holds."""
+    return [page for page in table if page != GONE]
+
+
+def rows_from_images(pool: PagePool, images: Sequence[RowImage]) -> list[CacheRow]:
+    """New rows with the images' content on pages of their own, all of them or none."""
+    layout = pool.layout
+    counts = [
+        sum(layout.pages_for(image.length) - image.firsts[g] // layout.page_tokens for image in images)
+        for g in range(len(layout.groups))
+    ]
+    spare = pool.take(counts)
+    return [_row_from_image(pool, image, spare) for image in images]
+
+
+def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> CacheRow:
+    row = CacheRow(pool)
+    row.ids, row.embeds, row.firsts = image.ids[:], dict(image.embeds), list(image.firsts)
+    for g, first in enumerate(image.firsts):
+        gone = first // pool.layout.page_tokens
+        count = pool.layout.pages_for(image.length) - gone
+        row.tables[g] = [GONE] * gone + [spare[g].pop() for _ in range(count)]
+        slots = row.slots(g, first, image.length).to(pool.device)
+        pool.ops.write_slots(pool.stores[g], slots, image.groups[g])
+    return row

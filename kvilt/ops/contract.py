@@ -1,0 +1,141 @@
+"""The operations a backend provides, and the few values they exchange.
+
+Refuses to know models, caches and requests: an operation sees tensors, page ids and numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..quant.tensor import Weight
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What one page of a layer group holds: `page_tokens` tokens of every layer of the group."""
+
+    layers: int
+    page_tokens: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int  # 0 where values are part of the keys (latent attention)
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes in all layers of the group."""
+        return self.layers * self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_tokens
+
+
+class PageStore(Protocol):
+    """The pages of one layer group; the order of bytes inside belongs to the backend."""
+
+    @property
+    def shape(self) -> PageShape: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """Where the rows of a step find and put their KV in one layer group."""
+
+    tables: Tensor  # [rows, pages] int64, -1 where a window gave the page back
+    slots: Tensor  # [tokens] int64: page * page_tokens + offset that each token writes
+    starts: tuple[int, ...]  # rows + 1 offsets: the tokens of row r are starts[r]:starts[r + 1]
+    positions: Tensor  # [tokens] int64, each token's own position
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMask:
+    """Which keys a query at position p sees: (p - window, p], all of 0..p when window is 0."""
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0  # 0: none; otherwise scores become cap * tanh(score / cap)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of a step's positions, shared by all layers with the same rope."""
+
+    cos: Tensor  # [tokens, pairs]
+    sin: Tensor  # [tokens, pairs]
+    pairing: Pairing
+
+
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """KV bytes in the canonical order, whatever order the backend keeps."""
+
+    keys: Tensor  # [layers, tokens, kv_heads, key_dim]
+    values: Tensor  # [layers, tokens, kv_heads, value_dim]
+
+
+class Ops(Protocol):
+    """A backend. Every method is pure except those that write pages."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def numerics(self) -> str:
+        """Names everything that decides the bits of a result: backend, instruction set, revision."""
+        ...
+
+    def prepare(self, weight: Weight) -> Weight:
+        """Bring a weight into the form this backend multiplies with, once, at load."""
+        ...
+
+    def embed(self, table: Weight, ids: Tensor) -> Tensor:
+        """Rows of `table` [vocab, hidden] for `ids` [tokens], as float32 [tokens, hidden]."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis, times `weight`."""
+        ...
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotary embedding of `x` [tokens, heads, dim]; dims past 2 * pairs pass through."""
+        ...
+
+    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up."""
+        ...
+
+    def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+        """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
+        ...
+
+    def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
+        """Room for `pages` pages; their content is noise until written."""
+        ...
+
+    def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
+        ...
+
+    def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
+        """Copy whole pages, all layers; the two stores may belong to different pools."""
+        ...
+
+    def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
+        """The KV in `slots`, all layers, in canonical order on the CPU."""
+        ...
+
+    def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
+        """The inverse of `read_slots`."""
+        ...

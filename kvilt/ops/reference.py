@@ -1,0 +1,154 @@
+"""Every operation in plain torch, obviously right: the oracle of every other backend.
+
+Refuses to be clever: weights are float32 copies made at load, attention is a loop over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from torch import Tensor
+
+from ..quant.tensor import QuantTensor, Weight
+from ..quant.unpack import dequantize
+from .contract import Activation, AttentionMask, KeysValues, PageShape, PageStore, Paging, Rotation
+
+QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
+
+_ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePages:
+    """Pages as two plain tensors, so that a slot is an index into a flat token axis."""
+
+    shape: PageShape
+    keys: Tensor  # [layers, pages * page_tokens, kv_heads, key_dim]
+    values: Tensor  # [layers, pages * page_tokens, kv_heads, value_dim]
+
+
+class ReferenceOps:
+    """Plain torch on any device."""
+
+    name = "reference"
+
+    @property
+    def numerics(self) -> str:
+        return f"reference-1/torch-{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}"
+
+    def prepare(self, weight: Weight) -> Weight:
+        if isinstance(weight, QuantTensor):
+            return dequantize(weight)
+        return weight.to(torch.float32)
+
+    def embed(self, table: Weight, ids: Tensor) -> Tensor:
+        return F.embedding(ids, _plain(table))
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, _plain(weight), bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)  # [tokens, 1, pairs]
+        dims = 2 * cos.shape[-1]
+        turned, rest = x[..., :dims], x[..., dims:]
+        if rotation.pairing == "half":
+            a, b = turned.chunk(2, dim=-1)
+            out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](gate) * up
+
+    def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+        pages = _own(store)
+        out = torch.empty(
+            (query.shape[0], query.shape[1], pages.values.shape[-1]), dtype=query.dtype, device=query.device
+        )
+        for row in range(len(paging.starts) - 1):
+            for start in range(paging.starts[row], paging.starts[row + 1], QUERY_BLOCK):
+                block = slice(start, min(start + QUERY_BLOCK, paging.starts[row + 1]))
+                out[block] = _attend_block(
+                    query[block], pages, layer, paging.tables[row], paging.positions[block], mask
+                )
+        return out
+
+    def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> ReferencePages:
+        slots = (shape.layers, pages * shape.page_tokens, shape.kv_heads)
+        # Not zeroed: the system hands memory out when a page is first written, so unused room costs nothing.
+        return ReferencePages(
+            shape,
+            torch.empty((*slots, shape.key_dim), dtype=shape.dtype, device=device),
+            torch.empty((*slots, shape.value_dim), dtype=shape.dtype, device=device),
+        )
+
+    def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        pages = _own(store)
+        pages.keys[layer].index_copy_(0, slots, keys.to(pages.keys.dtype))
+        pages.values[layer].index_copy_(0, slots, values.to(pages.values.dtype))
+
+    def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
+        here, there = _own(source), _own(target)
+        size = here.shape.page_tokens
+        for a, b in zip(sources, targets, strict=True):
+            there.keys[:, b * size : (b + 1) * size] = here.keys[:, a * size : (a + 1) * size]
+            there.values[:, b * size : (b + 1) * size] = here.values[:, a * size : (a + 1) * size]
+
+    def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
+        pages = _own(store)
+        return KeysValues(pages.keys[:, slots].cpu(), pages.values[:, slots].cpu())
+
+    def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
+        pages = _own(store)
+        pages.keys[:, slots] = kv.keys.to(pages.keys.device)
+        pages.values[:, slots] = kv.values.to(pages.values.device)
+
+
+def _attend_block(
+    query: Tensor, pages: ReferencePages, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+) -> Tensor:
+    """One block of one row's queries over exactly the keys that some query of the block may see."""
+    high = int(positions.max()) + 1
+    low = max(0, int(positions.min()) - mask.window + 1) if mask.window else 0
+    at = torch.arange(low, high, device=query.device)
+    size = pages.shape.page_tokens
+    slots = table[at // size] * size + at % size
+    keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots].float()
+
+    tokens, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    # Heads that share keys stand together: [kv_heads, group * tokens, dim].
+    q = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores = torch.matmul(q, keys.permute(1, 2, 0)).view(kv_heads, -1, tokens, high - low) * mask.scale
+    if mask.soft_cap:
+        scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
+    hidden = at > positions.unsqueeze(1)  # [tokens, keys]
+    if mask.window:
+        hidden |= at <= positions.unsqueeze(1) - mask.window
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))
+    return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+
+
+def _plain(weight: Weight) -> Tensor:
+    return dequantize(weight) if isinstance(weight, QuantTensor) else weight
+
+
+def _own(store: PageStore) -> ReferencePages:
+    assert isinstance(store, ReferencePages)
+    return store
