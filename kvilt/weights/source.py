@@ -16,6 +16,12 @@ from typing import Any, Literal, Protocol, Self
 from ..errors import ModelNotFound, WeightError
 from ..quant.tensor import Weight
 from .gguf import GGUFFile
+from .json_file import read_object
+from .safetensors import SafetensorsFiles
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class TensorSource(Protocol):
@@ -61,13 +67,45 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file or a folder that holds one."""
-    if not path.exists():
-        raise ModelNotFound(f"there is nothing at {str(path)!r}; check the path")
-    if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
-        if len(found) != 1:
-            raise WeightError("folder", f"{path.name} holds {len(found)} GGUF files; name one of them")
-        path = found[0]
+    """Open a GGUF file, a safetensors file beside its config.json, or a folder that holds one of these."""
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        if not path.exists():
+            raise ModelNotFound(f"there is nothing at {str(path)!r}; check the path")
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{str(path)!r} cannot be looked at ({error}); check the path") from error
+    if not path.is_file():
+        raise WeightError("file", f"{path.name} is not a regular file")
+    if path.suffix in _PICKLES:
+        raise WeightError("file", f"{path.name} may hold a pickle, which is never read; convert it to safetensors")
+    if path.suffix == ".safetensors":
+        return _open_hf(path.parent, path)
+    return _open_gguf(path)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors*")):
+        return _open_hf(folder, folder)
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return _open_gguf(found[0])
+    if found:
+        raise WeightError("folder", f"{folder.name!r} holds {len(found)} GGUF files; pass the path of one of them")
+    if any(file.suffix in _PICKLES for file in folder.iterdir()):
+        raise WeightError("folder", f"{folder.name!r} may hold pickles, which are never read; convert to safetensors")
+    raise ModelNotFound(f"{str(folder)!r} holds neither a GGUF file nor {CONFIG} with safetensors; check the path")
+
+
+def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile.open(path)
     return Checkpoint(path, "gguf", file.metadata, MappingProxyType({}), file)
+
+
+def _open_hf(folder: Path, weights: Path) -> Checkpoint:
+    if not (folder / CONFIG).is_file():
+        raise WeightError(CONFIG, f"must lie beside {weights.name}; it says what the tensors mean")
+    config = read_object(folder / CONFIG)
+    generation = read_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    tensors = SafetensorsFiles.open_folder(weights) if weights.is_dir() else SafetensorsFiles.open(weights)
+    return Checkpoint(weights, "hf", MappingProxyType(config), MappingProxyType(generation), tensors)

@@ -1,0 +1,40 @@
+"""JSON objects from files that are not trusted: bounded in size and depth, and an object or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import WeightError
+
+_MAX_BYTES = 64 << 20
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; raises WeightError with the file's name as the field."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise WeightError(path.name, f"is larger than {_MAX_BYTES >> 20} MiB, which no configuration needs")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise WeightError(path.name, f"cannot be read ({error.strerror or error})") from error
+    return parse_object(raw, path.name)
+
+
+def parse_object(raw: bytes, field: str) -> dict[str, Any]:
+    """The JSON object in `raw`; no key may stand twice in one object."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise WeightError(field, f"is not sound JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise WeightError(field, "must be a JSON object")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
