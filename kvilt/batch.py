@@ -1,0 +1,270 @@
+"""Row, Batch and Logits: one step of the executor as complete, frozen values.
+
+A row is one sequence's share of a step. `Batch.of(rows)` is the only constructor and leaves nothing to fill in later.
+Refuses to know requests, models and sampling.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .kv.cache import KVCache
+from .kv.pool import PagePool
+from .ops.contract import Paging
+
+# Where a row's hidden states come from.
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Token ids."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Embeds:
+    """Token ids with embedding rows in some places: `vectors[i]` stands at index `at[i]`."""
+
+    ids: Sequence[int]  # the id at an embedded place is not looked at
+    at: Sequence[int]
+    vectors: Tensor  # [len(at), hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states of a row that starts at a later layer."""
+
+    states: Tensor  # [tokens, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Ids still on the device, so that a step can be prepared before the last one is read."""
+
+    ids: Tensor  # [tokens] int64
+
+
+Source = Ids | Embeds | Hidden | Sampled
+
+# What a row wants back.
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """Only the KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Logits of the last `k` positions."""
+
+    k: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probability of `targets[i]` as the token after position i, and the `top` likeliest ones."""
+
+    targets: Sequence[int]
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenOut:
+    """The hidden states after the last layer of the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMass:
+    """Attention that each key receives, for query-driven selection."""
+
+
+Want = Nothing | Last | Score | HiddenOut | KeyMass
+
+# Which weights a row runs on.
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model as it was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The model with a loaded adapter."""
+
+    adapter_id: int
+    scale: float = 1.0
+
+
+Adapter = Base | Adapted
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """Layers [start, stop); a stop past the model's end means its end."""
+
+    start: int = 0
+    stop: int = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: what enters, where it stands, how far it runs, what comes back."""
+
+    source: Source
+    positions: Sequence[int]  # ascending, at or above the cache's length, in reserved room
+    cache: KVCache
+    cache_row: int = 0
+    layers: LayerSpan = LayerSpan()
+    want: Want = Last()
+    adapter: Adapter = Base()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of layers through which the same rows go together."""
+
+    start: int
+    stop: int
+    tokens: Tensor | None  # [n] indices into the batch's tokens; None: all of them
+    positions: Tensor  # [n] int64
+    paging: tuple[Paging, ...]  # one per layer group
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one step, ready for the device."""
+
+    rows: tuple[Row, ...]
+    starts: tuple[int, ...]  # rows + 1 offsets into the token axis
+    segments: tuple[Segment, ...]
+    pool: PagePool
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Batch:
+        """Check the rows against each other and their caches, and lay out the step."""
+        if not rows:
+            raise InputError("a batch needs at least one row")
+        pool = rows[0].cache.pool
+        layers = pool.layout.num_layers
+        seen: dict[tuple[int, int], None] = {}
+        for row in rows:
+            _check_row(row, pool, layers)
+            if (key := (id(row.cache), row.cache_row)) in seen:
+                raise InputError("two rows of a batch write to the same row of a cache")
+            seen[key] = None
+        return Batch(tuple(rows), _starts(rows), _segments(rows, pool, layers), pool)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a Score row gets back."""
+
+    logprobs: Tensor  # [targets] float32
+    top_ids: Tensor  # [targets, top] int64
+    top_logprobs: Tensor  # [targets, top] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Results of a step. Rows of `values` stand in batch order."""
+
+    values: Tensor  # [n, vocab] float32: the wanted positions of all Last rows
+    starts: tuple[int, ...]  # rows + 1 offsets into values
+    scores: Mapping[int, Scores]  # by row
+    hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]
+
+    def of_row(self, row: int) -> Tensor:
+        """[k, vocab] of one row."""
+        return self.values[self.starts[row] : self.starts[row + 1]]
+
+
+def token_count(source: Source) -> int:
+    """Tokens a source stands for."""
+    match source:
+        case Ids(ids) | Embeds(ids=ids):
+            return len(ids)
+        case Hidden(states):
+            return int(states.shape[0])
+        case Sampled(tensor):
+            return int(tensor.shape[0])
+
+
+def _check_row(row: Row, pool: PagePool, layers: int) -> None:
+    if row.cache.pool is not pool:
+        raise InputError("the caches of a batch must belong to one executor")
+    tokens = token_count(row.source)
+    if tokens == 0 or tokens != len(row.positions):
+        raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")
+    if any(b <= a for a, b in pairwise(row.positions)):
+        raise InputError("the positions of a row must ascend")
+    if not row.cache.row(row.cache_row).writable(row.positions):
+        raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
+    span = row.layers
+    if not 0 <= span.start < min(span.stop, layers):
+        raise InputError(f"layers {span.start} to {span.stop} are not a span of this model's {layers} layers")
+    if isinstance(row.source, Hidden) != (span.start > 0):
+        raise InputError("a row that starts at a later layer needs Hidden states, and only such a row takes them")
+    if span.stop < layers and not isinstance(row.want, Nothing | HiddenOut):
+        raise InputError("a row that ends before the last layer has no logits; want HiddenOut or Nothing")
+    match row.want:
+        case Last(k) if not 0 < k <= tokens:
+            raise InputError(f"the last {k} of {tokens} positions do not exist")
+        case Score(targets) if len(targets) != tokens:
+            raise InputError(f"{len(targets)} targets were given for {tokens} positions")
+
+
+def _starts(rows: Sequence[Row]) -> tuple[int, ...]:
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.positions))
+    return tuple(starts)
+
+
+def _segments(rows: Sequence[Row], pool: PagePool, layers: int) -> tuple[Segment, ...]:
+    """Cut the layers where some row enters or leaves; between two cuts the set of rows is fixed."""
+    spans = [(row.layers.start, min(row.layers.stop, layers)) for row in rows]
+    cuts = sorted({cut for span in spans for cut in span})
+    segments = []
+    for start, stop in pairwise(cuts):
+        inside = [i for i, (a, b) in enumerate(spans) if a <= start and stop <= b]
+        if inside:
+            segments.append(_segment(start, stop, inside, rows, pool))
+    return tuple(segments)
+
+
+def _segment(start: int, stop: int, inside: list[int], rows: Sequence[Row], pool: PagePool) -> Segment:
+    chosen = [rows[i] for i in inside]
+    positions = torch.tensor([p for row in chosen for p in row.positions], dtype=torch.int64, device=pool.device)
+    tokens = None
+    if len(inside) < len(rows):
+        offsets = _starts(rows)
+        tokens = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in inside]).to(pool.device)
+    starts = _starts(chosen)
+    paging = tuple(_paging(g, chosen, starts, positions, pool) for g in range(len(pool.layout.groups)))
+    return Segment(start, stop, tokens, positions, paging)
+
+
+def _paging(group: int, rows: list[Row], starts: tuple[int, ...], positions: Tensor, pool: PagePool) -> Paging:
+    tables = [row.cache.row(row.cache_row).tables[group] for row in rows]
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], device=pool.device)
+    owner = torch.repeat_interleave(
+        torch.arange(len(rows), device=pool.device), torch.tensor(starts, device=pool.device).diff()
+    )
+    size = pool.layout.page_tokens
+    slots = padded[owner, positions // size] * size + positions % size
+    return Paging(padded, slots, starts, positions)

@@ -1,0 +1,156 @@
+"""From a checkpoint to a decoder: read the spec, match every tensor, prepare the weights for a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import WeightError
+from ..kv.layout import KVLayout, Place
+from ..ops.contract import Ops
+from ..quant.tensor import QuantTensor, Weight
+from ..weights.names import Needed, match
+from ..weights.source import Checkpoint
+from .attention import Attention
+from .decoder import Decoder, Layer
+from .families.family import Dialect
+from .families.registry import recognise
+from .layers import FeedForward, Linear, Norm
+from .rope import frequencies
+from .spec import LayerSpec, ModelSpec
+
+Progress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """The architecture of a checkpoint, without touching its weights."""
+    return recognise(checkpoint).dialect.spec(checkpoint)
+
+
+def assemble(
+    checkpoint: Checkpoint, spec: ModelSpec, layout: KVLayout, ops: Ops, progress: Progress | None = None
+) -> Decoder:
+    """A decoder with this checkpoint's weights; raises a report if a tensor is missing, extra or misshapen."""
+    dialect = recognise(checkpoint).dialect
+    needed = dict(_needed(spec, dialect))
+    found = match(needed, checkpoint.tensors, dialect.ignored + ((dialect.names["head"],) if spec.tied_head else ()))
+    loader = _Loader(checkpoint, found, ops, dialect.norm_shift, spec.norm_eps, progress)
+    embedding = loader.weight("embedding")
+    places = layout.places()
+    return Decoder(
+        spec=spec,
+        ops=ops,
+        embedding=embedding,
+        layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
+        norm=loader.norm("norm"),
+        head=Linear(embedding if spec.tied_head else loader.weight("head")),
+        frequencies={layer.attention.rope: frequencies(layer.attention.rope) for layer in spec.layers},
+    )
+
+
+def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, Needed]]:
+    """Every tensor the spec asks for, by our name."""
+    width = spec.hidden_size
+    yield "embedding", Needed(dialect.names["embedding"], (spec.vocab_size, width))
+    yield "norm", Needed(dialect.names["norm"], (width,))
+    if not spec.tied_head:
+        yield "head", Needed(dialect.names["head"], (spec.vocab_size, width))
+    for i, layer in enumerate(spec.layers):
+        for name, shape in _layer_shapes(layer, width).items():
+            if name not in dialect.names:
+                raise WeightError("config", f"asks for {name}, which checkpoints of this kind do not have")
+            yield f"{i}.{name}", Needed(dialect.names[name].format(i=i), shape)
+
+
+def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
+    attention, inner = layer.attention, layer.feed_forward.hidden
+    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (width,),
+        "q": (q, width),
+        "k": (kv, width),
+        "v": (kv, width),
+        "out": (width, q),
+        "feed_forward_norm": (width,),
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+    }
+    if attention.qkv_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if attention.out_bias:
+        shapes |= {"out_bias": (width,)}
+    if attention.qk_norm:
+        shapes |= {"q_norm": (attention.head_dim,), "k_norm": (attention.head_dim,)}
+    if layer.feed_forward.bias:
+        shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (width,)}
+    if layer.post_norms:
+        shapes |= {"post_attention_norm": (width,), "post_feed_forward_norm": (width,)}
+    return shapes
+
+
+@dataclass(slots=True)
+class _Loader:
+    """Takes tensors out of a checkpoint by our names, in the form the backend wants."""
+
+    checkpoint: Checkpoint
+    found: Mapping[str, str]
+    ops: Ops
+    norm_shift: float
+    norm_eps: float
+    progress: Progress | None
+    done: int = 0
+
+    def _take(self, name: str) -> Weight:
+        tensor = self.checkpoint.tensors.tensor(self.found[name])
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, len(self.found))
+        return tensor
+
+    def weight(self, name: str) -> Weight:
+        return self.ops.prepare(self._take(name))
+
+    def vector(self, name: str) -> Tensor:
+        tensor = self._take(name)
+        if isinstance(tensor, QuantTensor):
+            raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
+        return tensor.to(torch.float32)
+
+    def linear(self, name: str) -> Linear:
+        bias = f"{name}_bias"
+        return Linear(self.weight(name), self.vector(bias) if bias in self.found else None)
+
+    def norm(self, name: str) -> Norm:
+        weight = self.vector(name)
+        return Norm(weight + self.norm_shift if self.norm_shift else weight, self.norm_eps)
+
+    def maybe_norm(self, name: str) -> Norm | None:
+        return self.norm(name) if name in self.found else None
+
+
+def _layer(loader: _Loader, index: int, spec: LayerSpec, place: Place) -> Layer:
+    def at(name: str) -> str:
+        return f"{index}.{name}"
+
+    attention = Attention(
+        spec.attention,
+        place,
+        q=loader.linear(at("q")),
+        k=loader.linear(at("k")),
+        v=loader.linear(at("v")),
+        out=loader.linear(at("out")),
+        q_norm=loader.maybe_norm(at("q_norm")),
+        k_norm=loader.maybe_norm(at("k_norm")),
+    )
+    return Layer(
+        loader.norm(at("attention_norm")),
+        attention,
+        loader.norm(at("feed_forward_norm")),
+        FeedForward(spec.feed_forward, *(loader.linear(at(name)) for name in ("gate", "up", "down"))),
+        loader.maybe_norm(at("post_attention_norm")),
+        loader.maybe_norm(at("post_feed_forward_norm")),
+    )

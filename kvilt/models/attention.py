@@ -1,0 +1,50 @@
+"""Grouped-query attention over pages: project, rotate, write, attend, project back.
+
+Keys and values are read from pages only, also those written in this very step, so that a row's result does not depend
+on how its prompt was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..kv.layout import Place, Window
+from ..ops.contract import AttentionMask
+from .layers import Context, Linear, Norm
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Weights of one layer's attention, and the place of its KV."""
+
+    spec: AttentionSpec
+    place: Place
+    q: Linear
+    k: Linear
+    v: Linear
+    out: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        """`x` [tokens, hidden] to [tokens, hidden]; writes this layer's keys and values."""
+        ops, spec = context.ops, self.spec
+        rotation = context.rotations[spec.rope]
+        store, paging = context.stores[self.place.group], context.paging[self.place.group]
+        q = self.q(x, ops).view(-1, spec.heads, spec.head_dim)
+        k = self.k(x, ops).view(-1, spec.kv_heads, spec.head_dim)
+        v = self.v(x, ops).view(-1, spec.kv_heads, spec.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, ops), self.k_norm(k, ops)
+        q, k = ops.rotate(q, rotation), ops.rotate(k, rotation)
+        ops.write(store, self.place.layer, paging.slots, k, v)
+        mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
+        return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops)
+
+    def mask(self) -> AttentionMask:
+        """Which keys a query sees, as the backend wants to hear it."""
+        window = self.spec.reach.tokens if isinstance(self.spec.reach, Window) else 0
+        return AttentionMask(self.spec.scale, window, self.spec.soft_cap)

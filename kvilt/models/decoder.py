@@ -1,0 +1,127 @@
+"""The decoder, written once for all families: spans of layers over a batch.
+
+Prefill, decode, verification and blending are batches with different rows; nothing here tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Source
+from ..ops.contract import Ops
+from ..quant.tensor import Weight
+from .attention import Attention
+from .layers import Context, FeedForward, Linear, Norm
+from .rope import rotation
+from .spec import ModelSpec, RopeSpec
+
+SCORE_BLOCK_BYTES = 32 << 20  # logits held at a time while scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, then feed-forward, each added to the stream it reads."""
+
+    attention_norm: Norm
+    attention: Attention
+    feed_forward_norm: Norm
+    feed_forward: FeedForward
+    post_attention_norm: Norm | None = None
+    post_feed_forward_norm: Norm | None = None
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        ops = context.ops
+        mixed = self.attention(self.attention_norm(x, ops), context)
+        x = x + (self.post_attention_norm(mixed, ops) if self.post_attention_norm else mixed)
+        moved = self.feed_forward(self.feed_forward_norm(x, ops), context)
+        return x + (self.post_feed_forward_norm(moved, ops) if self.post_feed_forward_norm else moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model: its spec, its weights and the operations they run on."""
+
+    spec: ModelSpec
+    ops: Ops
+    embedding: Weight
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
+
+    def __call__(self, batch: Batch, before_layer: Callable[[int], None]) -> Logits:
+        """Run every row through its span. `before_layer` may raise to stop between two layers."""
+        x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
+        for segment in batch.segments:
+            rotations = {rope: rotation(rope, freq, segment.positions) for rope, freq in self.frequencies.items()}
+            context = Context(self.ops, batch.pool.stores, segment.paging, rotations)
+            part = x if segment.tokens is None else x[segment.tokens]
+            for index in range(segment.start, segment.stop):
+                before_layer(index)
+                part = self.layers[index](part, context)
+            if segment.tokens is None:
+                x = part
+            else:
+                x[segment.tokens] = part
+        return self._leave(batch, x)
+
+    def _enter(self, source: Source, device: torch.device) -> Tensor:
+        """The hidden states a row starts with, [tokens, hidden]."""
+        match source:
+            case Hidden(states):
+                return states.to(device)
+            case Sampled(ids):
+                return self._embed(ids)
+            case Ids(ids):
+                return self._embed(torch.tensor(ids, dtype=torch.int64, device=device))
+            case Embeds(ids, at, vectors):
+                states = self._embed(torch.tensor(ids, dtype=torch.int64, device=device))
+                states[torch.tensor(at, device=device)] = vectors.to(device, states.dtype)
+                return states
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        states = self.ops.embed(self.embedding, ids)
+        return states if self.spec.embed_scale == 1.0 else states * self.spec.embed_scale
+
+    def _leave(self, batch: Batch, x: Tensor) -> Logits:
+        """What each row wants of its last hidden states."""
+        wanted: list[Tensor] = []
+        starts, scores, hidden = [0], {}, {}
+        for index, row in enumerate(batch.rows):
+            states = x[batch.starts[index] : batch.starts[index + 1]]
+            kept = 0
+            match row.want:
+                case Last(k):
+                    wanted.append(states[-k:])
+                    kept = k
+                case Score(targets, top):
+                    scores[index] = self._score(states, targets, top)
+                case HiddenOut():
+                    hidden[index] = states
+            starts.append(starts[-1] + kept)
+        values = self.logits(torch.cat(wanted)) if wanted else x.new_empty((0, self.spec.vocab_size))
+        return Logits(values, tuple(starts), scores, hidden)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[tokens, hidden] to float32 [tokens, vocab]."""
+        values = self.head(self.norm(states, self.ops), self.ops).float()
+        cap = self.spec.final_soft_cap
+        return torch.tanh(values / cap) * cap if cap else values
+
+    def _score(self, states: Tensor, targets: Sequence[int], top: int) -> Scores:
+        """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
+        wanted = torch.as_tensor(targets, dtype=torch.int64, device=states.device)
+        block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
+        logprobs, top_ids, top_logprobs = [], [], []
+        for start in range(0, len(wanted), block):
+            values = self.logits(states[start : start + block])
+            values -= values.logsumexp(dim=-1, keepdim=True)
+            logprobs.append(values.gather(1, wanted[start : start + block].unsqueeze(1)).squeeze(1))
+            best = values.topk(top, dim=-1)
+            top_ids.append(best.indices)
+            top_logprobs.append(best.values)
+        return Scores(torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs))

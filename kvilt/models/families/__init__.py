@@ -1,0 +1,1 @@
+"""One file per model family: how its checkpoints are configured and named."""

@@ -1,0 +1,44 @@
+"""The table of families, and which of them a checkpoint belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import Unsupported, WeightError
+from ...weights.source import Checkpoint
+from .family import Dialect, Family
+from .gemma import GEMMA
+from .llama import LLAMA
+from .qwen2 import QWEN2
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, GEMMA)
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """The family of a checkpoint and the way it is written."""
+
+    family: Family
+    dialect: Dialect
+
+
+def recognise(checkpoint: Checkpoint) -> Recognised:
+    """The family a checkpoint says it is of."""
+    architecture = _architecture(checkpoint)
+    for family in FAMILIES:
+        for dialect in family.dialects:
+            if dialect.kind == checkpoint.kind and architecture in dialect.architectures:
+                return Recognised(family, dialect)
+    known = [name for f in FAMILIES for d in f.dialects if d.kind == checkpoint.kind for name in d.architectures]
+    raise Unsupported(f"the architecture {architecture!r} is not supported; kvilt runs {', '.join(known)}")
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    if checkpoint.kind == "gguf":
+        field, value = "general.architecture", checkpoint.config.get("general.architecture")
+    else:
+        field, named = "architectures", checkpoint.config.get("architectures")
+        value = named[0] if isinstance(named, list) and named else None
+    if not isinstance(value, str):
+        raise WeightError(field, "the checkpoint does not say what architecture it is")
+    return value

@@ -1,0 +1,61 @@
+"""The pieces of a transformer layer: linear maps, norms and the feed-forward block.
+
+Reads like the equation; names no backend and no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..ops.contract import Ops, PageStore, Paging, Rotation
+from ..quant.tensor import Weight
+from .spec import FeedForwardSpec, RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the layers of one segment share: where KV goes and how positions rotate."""
+
+    ops: Ops
+    stores: tuple[PageStore, ...]  # one per layer group
+    paging: tuple[Paging, ...]  # one per layer group
+    rotations: Mapping[RopeSpec, Rotation]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [out, in] and perhaps a bias [out]."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm with a learned scale."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """down(activation(gate(x)) * up(x))."""
+
+    spec: FeedForwardSpec
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        ops = context.ops
+        return self.down(ops.gate(self.gate(x, ops), self.up(x, ops), self.spec.activation), ops)
