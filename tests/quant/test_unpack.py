@@ -1,0 +1,99 @@
+"""Every dequantizer against the gguf package, bit for bit, on random blocks with awkward scales."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvilt.errors import Unsupported
+from kvilt.quant.formats import FORMATS, FORMATS_BY_ID
+from kvilt.quant.tensor import QuantTensor
+from kvilt.quant.unpack import UNPACKED_FORMATS, dequantize, to_float
+
+# Where each block keeps its float16 scales; random bytes there would be NaN or infinite now and then.
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)} | {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "F16": (0,),
+}
+AWKWARD = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0, -0.333], dtype=np.float16)
+
+
+def _random_blocks(name: str, rows: int, blocks: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Rows of random blocks: [rows, blocks * block_bytes]."""
+    generator = np.random.default_rng(seed)
+    size = FORMATS[name].block_bytes
+    raw = generator.integers(0, 256, (rows * blocks, size), dtype=np.uint8)
+    for at in SCALES.get(name, ()):
+        scales = generator.standard_normal(rows * blocks).astype(np.float16)
+        scales[: len(AWKWARD)] = AWKWARD[: len(scales)]
+        raw[:, at : at + 2] = generator.permutation(scales).view(np.uint8).reshape(-1, 2)
+    if name in ("F32", "BF16"):  # clear one bit of the exponent: every value is finite
+        raw[:, -1] &= 0xBF
+    return raw.reshape(rows, blocks * size)
+
+
+def _packed(name: str, raw: npt.NDArray[np.uint8]) -> QuantTensor:
+    format_ = FORMATS[name]
+    columns = raw.shape[1] // format_.block_bytes * format_.block_elements
+    return QuantTensor(format_, (raw.shape[0], columns), torch.from_numpy(raw))
+
+
+@pytest.mark.parametrize("name", UNPACKED_FORMATS)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (3, 5), (70, 9)])
+def test_a_format_unpacks_to_the_bits_of_the_gguf_package(name: str, rows: int, blocks: int) -> None:
+    raw = _random_blocks(name, rows, blocks, seed=rows)
+    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float32).reshape(rows, -1)
+    mine = dequantize(_packed(name, raw)).numpy()
+    assert mine.shape == expected.shape
+    assert np.array_equal(mine.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_a_tensor_of_several_slabs_and_a_rest_unpacks_whole(name: str) -> None:
+    raw = _random_blocks(name, 301, 2048 // FORMATS[name].block_elements, seed=7)
+    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
+    assert np.array_equal(dequantize(_packed(name, raw)).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_narrower_result_is_the_float32_result_rounded_once(dtype: torch.dtype) -> None:
+    weight = _packed("Q4_K", _random_blocks("Q4_K", 500, 3, seed=1))
+    assert torch.equal(dequantize(weight, dtype), dequantize(weight).to(dtype))
+
+
+def test_leading_axes_keep_their_shape() -> None:
+    raw = _random_blocks("Q8_0", 6, 2, seed=3)
+    stacked = QuantTensor(FORMATS["Q8_0"], (2, 3, 64), torch.from_numpy(raw))
+    assert torch.equal(dequantize(stacked), dequantize(_packed("Q8_0", raw)).view(2, 3, 64))
+
+
+def test_unpacking_leaves_the_packed_bytes_alone() -> None:
+    raw = _random_blocks("Q5_0", 4, 4, seed=4)
+    before = raw.copy()
+    dequantize(_packed("Q5_0", raw))
+    assert np.array_equal(raw, before)
+
+
+def test_an_ordinary_tensor_that_fits_is_not_copied() -> None:
+    tensor = torch.randn(3, 4)
+    assert to_float(tensor).data_ptr() == tensor.data_ptr()
+    assert to_float(tensor.half()).dtype == torch.float32
+
+
+def test_a_format_without_a_dequantizer_is_refused_by_name_with_those_that_work() -> None:
+    raw = np.zeros((1, FORMATS["IQ4_XS"].block_bytes), dtype=np.uint8)
+    with pytest.raises(Unsupported, match=r"IQ4_XS.*Q4_0.*Q6_K"):
+        dequantize(_packed("IQ4_XS", raw))
+
+
+def test_every_size_in_the_table_is_that_of_the_gguf_package() -> None:
+    for format_ in FORMATS.values():
+        kind = gguf.GGMLQuantizationType[format_.name]
+        assert format_.ggml_id == kind
+        assert (format_.block_elements, format_.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+        assert FORMATS_BY_ID[format_.ggml_id] is format_
