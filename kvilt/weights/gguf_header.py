@@ -116,14 +116,17 @@ class Cursor:
         data, size, position = self._data, self._size, self.position
         unpack = _U64.unpack_from
         found: list[str] = []
-        for _ in range(count):
-            start = position + 8
-            if start > size:
-                raise WeightError(field, f"the file ends inside string {len(found)} of {count}; it is cut short")
-            position = start + unpack(data, position)[0]
-            if position > size:
-                raise WeightError(field, f"string {len(found)} of {count} is longer than the file")
-            found.append(_decode(data[start:position], field, errors))
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + unpack(data, position)[0]
+                if position > size:
+                    raise WeightError(field, f"string {len(found)} of {count} is longer than the file")
+                found.append(str(data[start:position], "utf-8", errors))
+        except struct.error:  # no room left for a length
+            raise WeightError(field, f"the file ends before string {len(found)} of {count}; it is cut short") from None
+        except UnicodeDecodeError as error:
+            raise WeightError(field, f"string {len(found)} is not valid UTF-8 at byte {error.start}") from None
         self.position = position
         return found
 

@@ -73,9 +73,9 @@ def resolve(name: str, progress: Progress | None = None, models: Mapping[str, Na
     if model := models.get(name):
         cached = _cached(model)
         return cached if cached is not None else pull(name, progress, models)
-    path = Path(name).expanduser()
-    with suppress(OSError, ValueError):  # a name too long, or with a NUL in it, is no file either
-        if path.exists():
+    with suppress(OSError, ValueError, RuntimeError):  # too long, with a NUL, or ~nobody: no file either
+        path = Path(name).expanduser()
+        if name and path.exists():
             return path
     raise ModelNotFound(_unknown(name, models))
 
@@ -103,7 +103,7 @@ def pull(name: str, progress: Progress | None = None, models: Mapping[str, Named
 
 def _unknown(name: str, models: Mapping[str, NamedModel]) -> str:
     known = ", ".join(models)
-    return f"no model is called {name!r} and no file is there; known names: {known}; or pass the path of a model"
+    return f"no model is called {name[:200]!r} and no file is there; known names: {known}; or pass the path of a model"
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
