@@ -110,3 +110,15 @@ class Cancelled(KviltError):
         done = sum(len(row) for row in tokens)
         super().__init__(f"cancelled after {done} sampled tokens; the KV cache is at its last committed length")
         self.tokens = [list(row) for row in tokens]
+
+
+class NumericsError(KviltError):
+    """Some rows of a batch have logits that no token can be chosen from; the other rows are fine."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        named = ", ".join(str(row) for row in rows)
+        super().__init__(
+            f"the logits of row {named} are NaN, infinite or empty; "
+            "drop these rows and sample the others again, and check the weights"
+        )
+        self.rows = tuple(rows)

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, transforms, counter-based noise and the sampler."""

@@ -1,0 +1,228 @@
+"""What a caller may ask of the sampler, checked field by field the moment it is written down.
+
+Refuses to know models and text: ids are checked against a vocabulary only when `validate_vocab` is given its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ParamError
+
+MAX_TOKENS = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 1024
+# Outside these a float32 logit divided by the temperature may overflow, and 0 already means greedy.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
+
+# field -> smallest, largest, and what the field may be, in words
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1 (1 is off)"),
+    "min_p": (0.0, 1.0, "between 0 (off) and 1"),
+    "repetition_penalty": (0.01, 100.0, "between 0.01 and 100 (1 is off)"),
+    "presence_penalty": (-2.0, 2.0, "between -2 and 2 (0 is off)"),
+    "frequency_penalty": (-2.0, 2.0, "between -2 and 2 (0 is off)"),
+}
+
+
+class TokenBias(Mapping[int, float]):
+    """An immutable, hashable map from token id to the number added to its logit, in ascending order of ids."""
+
+    __slots__ = ("_pairs", "_values")
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self._values = {token: values[token] for token in sorted(values)}
+        self._pairs = tuple(self._values.items())
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; the defaults are greedy, and every invalid value is refused by name."""
+
+    max_tokens: int | None = None  # None: until a stop or the end of the context
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=lambda: TokenBias({}))
+    logprobs: int | None = None  # None: off; 0: the chosen token's; n: and the n likeliest
+    seed: int | None = None  # None: drawn by with_seed()
+    n: int = 1
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self._set("temperature", _temperature(self.temperature))
+        _whole("top_k", self.top_k, 0, None)
+        for name, (low, high, meaning) in _RANGES.items():
+            self._set(name, _real(name, getattr(self, name), low, high, meaning))
+        self._set("logit_bias", _bias(self.logit_bias))
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _whole("seed", self.seed, None, None)
+        _whole("n", self.n, 1, MAX_SAMPLES)
+        self._set("stop", _stops(self.stop))
+        self._set("stop_token_ids", _token_ids(self.stop_token_ids))
+        _flag("ignore_eos", self.ignore_eos)
+        _flag("include_stop_str_in_output", self.include_stop_str_in_output)
+
+    def _set(self, name: str, value: object) -> None:
+        """Normalise a field while the object is being made."""
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, params: SamplingParams | None = None, **fields: object) -> SamplingParams:
+        """`params` (or the defaults) with `fields` replaced; a field that does not exist is refused by name."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ParamError("params", f"must be a SamplingParams, not {_kind(params)}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ParamError(name, f"is not a sampling field; the fields are {', '.join(known)}")
+        return dataclasses.replace(params or cls(), **fields)  # type: ignore[arg-type]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the history of tokens changes the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_seed(self) -> SamplingParams:
+        """These params with a seed: their own, or a fresh one drawn from the system."""
+        if self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=secrets.randbits(63))
+
+    def validate_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids that this vocabulary does not have."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise ParamError(name, f"token id {token} is past the vocabulary of {vocab_size} tokens")
+
+
+def _kind(value: object) -> str:
+    """The type of a wrong value: never the value, which may be a gigabyte."""
+    return type(value).__name__
+
+
+def _whole(name: str, value: object, low: int | None, high: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParamError(name, f"must be a whole number, not {_kind(value)}")
+    if low is not None and value < low:
+        raise ParamError(name, f"must be at least {low}, not {_shown(value)}")
+    if high is not None and value > high:
+        raise ParamError(name, f"must be at most {high}, not {_shown(value)}")
+    return value
+
+
+def _shown(value: int | float) -> str:
+    """A refused number as text, cut where the text would be unreasonable (str of a huge int even raises)."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
+
+
+def _real(name: str, value: object, low: float, high: float, meaning: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParamError(name, f"must be a number {meaning}, not {_kind(value)}")
+    if not low <= value <= high:  # NaN and the infinities fail here too
+        raise ParamError(name, f"must be {meaning}, not {_shown(value)}")
+    return float(value)
+
+
+def _temperature(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == 0:
+        return 0.0
+    meaning = f"0 (greedy) or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
+    return _real("temperature", value, MIN_TEMPERATURE, MAX_TEMPERATURE, meaning)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ParamError(name, f"must be True or False, not {_kind(value)}")
+
+
+def _bias(value: object) -> TokenBias:
+    if isinstance(value, TokenBias):
+        return value
+    if not isinstance(value, Mapping):
+        raise ParamError("logit_bias", f"must map token ids to numbers, not {_kind(value)}")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise ParamError("logit_bias", f"may name at most {MAX_BIASED_TOKENS} tokens, not {len(value)}")
+    return TokenBias({_token_id("logit_bias", token): _bias_value(bias) for token, bias in value.items()})
+
+
+def _bias_value(value: object) -> float:
+    return _real("logit_bias", value, -100.0, 100.0, "between -100 and 100 for every token")
+
+
+def _token_id(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParamError(name, f"token ids must be whole numbers, not {_kind(value)}")
+    if not 0 <= value < 2**31:
+        raise ParamError(name, f"token ids must be between 0 and the size of the vocabulary, not {_shown(value)}")
+    return value
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise ParamError("stop_token_ids", f"must be a list of token ids, not {_kind(value)}")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise ParamError("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(value)}")
+    return tuple(_token_id("stop_token_ids", token) for token in value)
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    """A tuple of stop strings; one string alone is a list of one."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise ParamError("stop", f"must be a string or a list of strings, not {_kind(value)}")
+    if len(texts) > MAX_STOPS:
+        raise ParamError("stop", f"may hold at most {MAX_STOPS} strings, not {len(texts)}")
+    return tuple(_stop(text) for text in texts)
+
+
+def _stop(text: object) -> str:
+    if not isinstance(text, str):
+        raise ParamError("stop", f"must hold strings only, not {_kind(text)}")
+    if not text:
+        raise ParamError("stop", "must not hold an empty string, which would stop before the first token")
+    if len(text) > MAX_STOP_CHARS:
+        raise ParamError("stop", f"strings may have at most {MAX_STOP_CHARS} characters, not {len(text)}")
+    return text

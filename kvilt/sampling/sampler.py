@@ -1,0 +1,225 @@
+"""Logits and requests' sampling states in, one token per row out.
+
+A row's token depends on its own logits, state and position alone. Refuses to know caches and batches, and changes no
+state: a state advances only when its owner commits the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, NumericsError
+from .history import History
+from .noise import fold_seed, gumbel, row_key
+from .params import SamplingParams
+from .transforms import Filters, Touched, add_bias, filter_rows, penalize, take_rows, temper
+
+# Rows whose whole vocabulary gets noise go through in pieces of about this many float64 values.
+_NOISE_VALUES = 1 << 18
+
+
+class SampleState:
+    """What one sample of one request remembers between tokens; it advances only by `advance`."""
+
+    __slots__ = ("_folded", "history", "params", "sample_index", "seed")
+
+    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int] = (), sample_index: int = 0) -> None:
+        if sample_index < 0:
+            raise InputError(f"a sample index counts from 0, so it cannot be {sample_index}")
+        self.params = params.with_seed()
+        assert self.params.seed is not None
+        self.seed = self.params.seed
+        self.sample_index = sample_index
+        self.history = History(prompt_ids)
+        self._folded = fold_seed(self.seed)
+
+    def advance(self, token: int) -> None:
+        """Commit a token that was drawn (or given) for the next position."""
+        self.history.append(token)
+
+    def fork(self, sample_index: int | None = None) -> SampleState:
+        """The same state for another sample, or for drafts that may be rejected."""
+        index = self.sample_index if sample_index is None else sample_index
+        other = SampleState(self.params, sample_index=index)
+        other.history = self.history.fork()
+        return other
+
+    def noise_key(self, position: int) -> int:
+        """The key of this sample's noise for the token at `position`."""
+        return row_key(self._folded, self.sample_index, position)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities under the raw logits, before any transform."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest; among equals the lower id comes first
+    top_ids: tuple[int, ...]  # likeliest first
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row, and its log-probabilities where the row's params ask for them."""
+
+    tokens: Tensor  # [rows] int64
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+def sample(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
+    """Choose a token for every row of logits [rows, vocab]; `positions` are the places the tokens will take."""
+    _check(logits, states, positions)
+    logits = logits.float()
+    peak, tokens = logits.max(-1)  # ties go to the lowest id; NaN wins over everything
+    _refuse(peak, range(len(states)))
+    rows = [row for row, state in enumerate(states) if not _is_argmax(state.params)]
+    if rows:
+        tokens[rows] = _choose(
+            take_rows(logits, rows), rows, [states[row] for row in rows], [positions[row] for row in rows]
+        )
+    return Sampled(tokens, _logprobs(logits, tokens, states))
+
+
+def _check(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> None:
+    if logits.dim() != 2 or not len(states) == len(positions) == len(logits):
+        raise InputError(
+            f"sample takes logits [rows, vocab] with one state and one position per row, "
+            f"not {tuple(logits.shape)} with {len(states)} states and {len(positions)} positions"
+        )
+    for position in positions:
+        if position < 0:
+            raise InputError(f"a position counts from 0, so it cannot be {position}")
+
+
+def _refuse(peak: Tensor, rows: Sequence[int]) -> None:
+    """Raise for rows whose largest score is no number: NaN, +inf, or -inf everywhere."""
+    good = peak.isfinite()
+    if not bool(good.all()):
+        raise NumericsError([row for row, fine in zip(rows, good.tolist(), strict=True) if not fine])
+
+
+def _is_argmax(params: SamplingParams) -> bool:
+    return params.greedy and not params.penalized and not params.logit_bias
+
+
+def _choose(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState], positions: Sequence[int]) -> Tensor:
+    """The tokens of rows that need more than the argmax of their logits [rows]."""
+    scores = _adjust(scores, states)
+    drawn = [i for i, state in enumerate(states) if not state.params.greedy]
+    greedy = [i for i, state in enumerate(states) if state.params.greedy]
+    tokens = torch.empty(len(states), dtype=torch.int64, device=scores.device)
+    if greedy:
+        tokens[greedy] = take_rows(scores, greedy).argmax(-1)
+    if drawn:
+        picked = [states[i] for i in drawn]
+        tempered = temper(take_rows(scores, drawn), _column([s.params.temperature for s in picked], scores))
+        _refuse(tempered.amax(-1), [rows[i] for i in drawn])
+        keys = [state.noise_key(positions[i]) for i, state in zip(drawn, picked, strict=True)]
+        tokens[drawn] = _draw(tempered, [s.params for s in picked], torch.tensor(keys, device=scores.device))
+    return tokens
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+
+def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
+    """Bias, then penalties, on the rows that have them."""
+    entries = [(i, token, bias) for i, state in enumerate(states) for token, bias in state.params.logit_bias.items()]
+    if entries:
+        for state in states:
+            if state.params.logit_bias:
+                state.params.validate_vocab(scores.shape[-1])
+        rows, ids, values = zip(*entries, strict=True)
+        index = torch.tensor([rows, ids], device=scores.device)
+        scores = add_bias(scores, index[0], index[1], _column(values, scores))
+    if any(state.params.penalized for state in states):
+        scores = penalize(scores, _touched(scores, states))
+    return scores
+
+
+def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
+    """The histories of the penalized rows, end to end."""
+    rows = [i for i, state in enumerate(states) if state.params.penalized]
+    params = [states[i].params for i in rows]
+    tallies = [states[i].history.tally(scores.shape[-1]) for i in rows]
+    lengths = torch.tensor([len(ids) for ids, _ in tallies], device=scores.device)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(lengths)
+
+    return Touched(
+        rows=spread(torch.tensor(rows, device=scores.device)),
+        ids=torch.cat([ids for ids, _ in tallies]).to(scores.device),
+        counts=torch.cat([counts for _, counts in tallies]).to(scores.device),
+        repetition=spread(_column([p.repetition_penalty for p in params], scores)),
+        frequency=spread(_column([p.frequency_penalty for p in params], scores)),
+        presence=spread(_column([p.presence_penalty for p in params], scores)),
+    )
+
+
+def _draw(scores: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
+    """Gumbel-max over tempered scores [rows, vocab]: the argmax of score plus noise is a draw from their softmax."""
+    vocab = scores.shape[-1]
+    filtered = [0 < p.top_k < vocab or p.top_p < 1 or p.min_p > 0 for p in params]
+    tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
+    if whole := [i for i, on in enumerate(filtered) if not on]:
+        tokens[whole] = _draw_whole(take_rows(scores, whole), keys[whole])
+    if narrow := [i for i, on in enumerate(filtered) if on]:
+        filters = Filters.of([params[i] for i in narrow], vocab, scores.device)
+        tokens[narrow] = _draw_filtered(take_rows(scores, narrow), filters, keys[narrow])
+    return tokens
+
+
+def _draw_whole(scores: Tensor, keys: Tensor) -> Tensor:
+    """Draws from the whole vocabulary, a few rows at a time, since noise is float64 [rows, vocab]."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    at_once = max(1, _NOISE_VALUES // len(ids))
+    pieces = [slice(start, start + at_once) for start in range(0, len(keys), at_once)]
+    return torch.cat([gumbel(keys[rows], ids).add_(scores[rows]).argmax(-1) for rows in pieces])
+
+
+def _draw_filtered(scores: Tensor, filters: Filters, keys: Tensor) -> Tensor:
+    """Draws from what the filters leave; noise is made for the candidates alone."""
+    tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    for group in filter_rows(scores, filters):
+        best = gumbel(keys[group.rows], group.ids).add_(group.scores).argmax(-1, keepdim=True)
+        tokens[group.rows] = group.ids.gather(1, best)[:, 0]
+    return tokens
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SampleState]) -> tuple[TokenLogprobs | None, ...]:
+    """Log-probabilities for the rows that want them, one row at a time: rows seldom do."""
+    return tuple(
+        None if (top := state.params.logprobs) is None else token_logprobs(logits[row], int(tokens[row]), top)
+        for row, state in enumerate(states)
+    )
+
+
+def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """The log-probability and rank of a token under raw logits [vocab], with the `top` likeliest beside it."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs[token]
+    ahead = (logprobs > chosen).sum() + (logprobs[:token] == chosen).sum()
+    ids = _likeliest(logprobs, min(top, len(logprobs)))
+    return TokenLogprobs(
+        token=token,
+        logprob=float(chosen),
+        rank=int(ahead) + 1,
+        top_ids=tuple(ids.tolist()),
+        top_logprobs=tuple(logprobs[ids].tolist()),
+    )
+
+
+def _likeliest(logprobs: Tensor, count: int) -> Tensor:
+    """The ids of the `count` largest, and among equals the lower ids first: topk alone promises no order."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=logprobs.device)
+    ids = (logprobs >= logprobs.topk(count).values[-1]).nonzero()[:, 0]
+    return ids[logprobs[ids].sort(descending=True, stable=True).indices[:count]]

@@ -1,0 +1,179 @@
+"""What stands between a model's logits and a draw, in Hugging Face's order, as pure functions over float32 rows.
+
+Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p. A row's result is the
+same bits whatever stands beside it, so nothing here reduces a row in an order that depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .params import SamplingParams
+
+# Rows with more candidates than this are filtered one by one, so that they do not widen their neighbours' padding.
+_NARROW = 4096
+_LOWEST = torch.finfo(torch.float32).min
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The tokens of some rows that history changes, one entry per (row, token); no pair stands twice."""
+
+    rows: Tensor  # [entries] int64
+    ids: Tensor  # [entries] int64
+    counts: Tensor  # [entries] float32, how often the token was generated (0: it stands in the prompt alone)
+    repetition: Tensor  # [entries] float32
+    frequency: Tensor  # [entries] float32
+    presence: Tensor  # [entries] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which tokens each row may still draw from."""
+
+    top_k: Tensor  # [rows] int64, the size of the vocabulary where off
+    top_p: Tensor  # [rows] float64, 1 where off
+    min_p: Tensor  # [rows] float64, 0 where off
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | None = None) -> Filters:
+        """The filters of these params, one row each."""
+        ks = [min(p.top_k, vocab_size) or vocab_size for p in params]
+        return cls(
+            top_k=torch.tensor(ks, dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What the filters left of some rows: token ids in ascending order, `-inf` where a place holds no candidate."""
+
+    rows: Tensor  # [group] int64, which of the filtered rows these are
+    ids: Tensor  # [group, width] int64
+    scores: Tensor  # [group, width] float32
+
+
+def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of a tensor, in ascending order: the tensor itself, not a copy, when that is all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
+    """Logits [rows, vocab] with `bias` [entries] added at (rows, ids); no pair may stand twice."""
+    return logits.index_put((rows, ids), logits[rows, ids] + bias)
+
+
+def penalize(logits: Tensor, touched: Touched) -> Tensor:
+    """Logits [rows, vocab] with the repetition, then the frequency and presence penalties on the touched tokens."""
+    old = logits[touched.rows, touched.ids]
+    new = torch.where(old < 0, old * touched.repetition, old / touched.repetition)
+    new = new - touched.counts * touched.frequency
+    new = new - (touched.counts > 0) * touched.presence
+    return logits.index_put((touched.rows, touched.ids), new)
+
+
+def temper(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits [rows, vocab] divided by each row's temperature [rows]."""
+    return logits / temperatures[:, None]
+
+
+def filter_rows(scores: Tensor, filters: Filters) -> list[Candidates]:
+    """Top-k, then top-p, then min-p over tempered scores [rows, vocab]; each row is in exactly one group."""
+    peak = scores.amax(-1, keepdim=True)  # [rows, 1]
+    mass = _row_mass(scores, peak, filters)  # [rows]
+    floor = _floors(scores, peak[:, 0], mass, filters)
+    mask = scores >= floor[:, None]
+    return [_filter_group(scores, mask, mass, filters, rows) for rows in _groups(mask.sum(-1).tolist())]
+
+
+def _groups(widths: Sequence[int]) -> list[list[int]]:
+    """The narrow rows together, every wide row alone."""
+    narrow = [row for row, width in enumerate(widths) if width <= _NARROW]
+    wide = [[row] for row, width in enumerate(widths) if width > _NARROW]
+    return [narrow, *wide] if narrow else wide
+
+
+def _row_mass(scores: Tensor, peak: Tensor, filters: Filters) -> Tensor:
+    """Sum of exp(score - peak) in float64 for rows with top-p and no top-k [rows]; 0 for the rest, who need none.
+
+    By cumsum, since torch adds a cumsum strictly in order, but splits a sum among threads by the shape of the batch.
+    """
+    mass = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+    rows = _where((filters.top_p < 1) & (filters.top_k >= scores.shape[-1]))
+    if rows:
+        weights = (take_rows(scores, rows) - take_rows(peak, rows)).exp()
+        mass[rows] = weights.cumsum(-1, dtype=torch.float64)[:, -1]
+    return mass
+
+
+def _where(condition: Tensor) -> list[int]:
+    return [row for row, true in enumerate(condition.tolist()) if true]
+
+
+def _floors(scores: Tensor, peak: Tensor, mass: Tensor, filters: Filters) -> Tensor:
+    """A score per row that no survivor is below, so that only few tokens are ever sorted [rows].
+
+    Exact for top-k. For top-p: tokens below (1 - p) / vocab cannot together reach the mass that is cut. For min-p: its
+    own threshold. The last two leave a margin for rounding, and the exact comparison follows over what is left.
+    """
+    vocab = scores.shape[-1]
+    nucleus = ((1 - filters.top_p) * mass / vocab * 0.99).log()  # -inf where mass is 0
+    relative = torch.where(filters.top_p < 1, nucleus, filters.min_p.log() - 0.01)
+    floor = (peak + relative).float()
+    limited = _where(filters.top_k < vocab)
+    if limited:
+        ks = filters.top_k[limited]
+        best = take_rows(scores, limited).topk(int(ks.max()), dim=-1).values
+        floor[limited] = best.gather(1, ks[:, None] - 1)[:, 0]
+    return floor.clamp(min=_LOWEST)  # a token at -inf is out already
+
+
+def _filter_group(scores: Tensor, mask: Tensor, mass: Tensor, filters: Filters, rows: list[int]) -> Candidates:
+    """The exact top-p and min-p of some rows over the candidates that `mask` leaves them."""
+    ids, left = _compact(take_rows(scores, rows), take_rows(mask, rows))
+    top_p, min_p = filters.top_p[rows], filters.min_p[rows]
+    weights = (left - left.amax(-1, keepdim=True)).exp()  # [group, width], 0 where padded
+    out = weights < min_p.float()[:, None]
+    if bool((top_p < 1).any()):
+        out |= _below_nucleus(left, weights, mass[rows], top_p)
+    return Candidates(torch.tensor(rows, device=scores.device), ids, left.masked_fill(out, _NEVER))
+
+
+def _compact(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The masked tokens of every row moved to the left: ids [rows, width] ascending, and scores padded with -inf."""
+    rows, ids = mask.nonzero(as_tuple=True)  # row after row, ids ascending
+    if len(mask) == 1:
+        return ids[None], scores[:, ids]
+    widths = torch.bincount(rows, minlength=len(mask))
+    places = torch.arange(len(ids), device=ids.device) - (widths.cumsum(0) - widths)[rows]
+    shape = (len(mask), int(widths.max()))
+    packed = ids.new_zeros(shape)
+    left = scores.new_full(shape, _NEVER)
+    packed[rows, places] = ids
+    left[rows, places] = scores[rows, ids]
+    return packed, left
+
+
+def _below_nucleus(left: Tensor, weights: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """Which candidates lie in the lowest 1 - p of their row's probability [group, width].
+
+    Ascending like Hugging Face, and stable, so that which of several equal scores stays is settled by id. Padding comes
+    first and adds exact zeros, hence a row's sums do not depend on the width of its group.
+    """
+    order = left.sort(dim=-1, stable=True).indices
+    rising = weights.gather(1, order)
+    own = rising.cumsum(-1, dtype=torch.float64)[:, -1:]
+    total = torch.maximum(mass[:, None], own)  # candidates of top-k are all there is; those of a floor left a rest
+    below = (total - own) / total
+    probs = (rising / total).float()
+    out = (below + probs.cumsum(-1, dtype=torch.float64)).float() <= (1 - top_p).float()[:, None]
+    out[:, -1] = False
+    out &= (top_p < 1)[:, None]
+    return torch.zeros_like(out).scatter(1, order, out)

@@ -1,0 +1,68 @@
+"""A history's tally equals counting from scratch, after any appends and forks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvilt.errors import InputError
+from kvilt.sampling.history import History
+
+tokens = st.lists(st.integers(0, 200), max_size=300)
+
+
+def counted(history: History, vocab_size: int = 1_000) -> dict[int, float]:
+    ids, counts = history.tally(vocab_size)
+    assert ids.dtype == torch.int64 and counts.dtype == torch.float32
+    assert len(set(ids.tolist())) == len(ids)
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
+def expected(prompt: list[int], generated: list[int]) -> dict[int, float]:
+    return {**dict.fromkeys(prompt, 0.0), **Counter(generated)}
+
+
+@given(tokens, tokens, st.booleans())
+def test_the_tally_counts_generated_tokens_and_knows_the_prompt(
+    prompt: list[int], generated: list[int], early: bool
+) -> None:
+    history = History(prompt)
+    if early:
+        assert counted(history) == expected(prompt, [])
+    for token in generated:
+        history.append(token)
+    assert counted(history) == expected(prompt, generated)
+    assert history.ids == prompt + generated
+    assert history.generated == generated and len(history) == len(prompt) + len(generated)
+
+
+@given(tokens, tokens, tokens, st.booleans())
+def test_forks_go_their_own_ways(prompt: list[int], left: list[int], right: list[int], tallied: bool) -> None:
+    history = History(prompt)
+    if tallied:
+        history.tally(1_000)
+    fork = history.fork()
+    for token in left:
+        history.append(token)
+    for token in right:
+        fork.append(token)
+    assert counted(history) == expected(prompt, left)
+    assert counted(fork) == expected(prompt, right)
+
+
+def test_ids_past_the_logits_are_left_out() -> None:
+    history = History([5, 9, 100])
+    history.append(100)
+    assert counted(history, vocab_size=10) == {5: 0.0, 9: 0.0}
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**80])
+def test_what_cannot_be_a_token_id_is_refused(token: int) -> None:
+    with pytest.raises(InputError, match="is not a token id"):
+        History([token])
+    with pytest.raises(InputError, match="is not a token id"):
+        History().append(token)
