@@ -1,0 +1,1 @@
+"""The stateless executor: weights, kernels and the page pool, with one way for tensors to flow."""

@@ -1,0 +1,284 @@
+"""The executor: `run(batch)` is the only way tensors flow, and everything else here is made of it.
+
+It owns weights, kernels and the page pool, and remembers no sequence: all of that is in the `KVCache` passed in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..batch import Adapted, Batch, KeyMass, Last, Logits, Nothing, Row
+from ..errors import BlobError, Cancelled, ContextOverflow, InputError, Unsupported
+from ..kv.cache import KVCache
+from ..kv.codec import unpack
+from ..kv.layout import KVLayout
+from ..kv.pool import PagePool
+from ..models.decoder import Decoder
+from ..models.spec import ModelSpec
+from ..sampling.params import SamplingParams
+from ..sampling.sampler import Sampled, SampleState, sample
+from .inputs import NO_INPUT, InputsLike, RowInput, read_inputs
+
+STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
+
+
+class Executor:
+    """A model ready to run. Concurrent calls wait for each other; `cancel` may come from any thread."""
+
+    def __init__(
+        self, decoder: Decoder, pool: PagePool, max_context: int, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._max_context = max_context
+        self._on_close = on_close
+        self._lock = threading.RLock()
+        self._running: threading.Event | None = None  # set to stop the call in progress
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._pool.layout
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a sequence may have."""
+        return self._max_context
+
+    # The primitive.
+
+    def run(self, batch: Batch) -> Logits:
+        """One forward over the rows of a batch. Commits nothing: whoever owns the caches does, or does not."""
+        if batch.pool is not self._pool:
+            raise InputError("the caches of this batch belong to another executor")
+        for row in batch.rows:
+            if isinstance(row.adapter, Adapted):
+                raise Unsupported("LoRA adapters are not supported in this version")
+            if isinstance(row.want, KeyMass):
+                raise Unsupported("attention mass per key is not supported in this version")
+        with self._call() as stop, torch.no_grad():
+            return self._decoder(batch, lambda _layer: _observe(stop))
+
+    def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
+        """One token per row of `logits`; the states do not advance."""
+        with torch.no_grad():
+            return sample(logits, states, positions)
+
+    # Caches.
+
+    def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None) -> KVCache:
+        """An empty cache with this model's layout; `capacity` tokens per row, the context if not given."""
+        if capacity is not None and capacity > self._max_context:
+            raise ContextOverflow(capacity, self._max_context)
+        return KVCache(self._pool, batch_size, capacity or self._max_context)
+
+    def open_kv_cache(self, path: str | os.PathLike[str], accept_numerics: bool = False) -> KVCache:
+        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
+        data = Path(path).read_bytes()
+        identity = self._pool.identity()
+        images = unpack(data, self.layout, identity, self._max_context, accept_numerics=True)
+        if not images:
+            raise BlobError("rows", "the file holds no row")
+        kv = self.create_kv_cache(len(images))
+        try:
+            kv.load(data, accept_numerics)
+        except BlobError as error:
+            if error.field != "identity.numerics" or any(image.embeds for image in images):
+                kv.close()
+                raise
+            rows = [RowInput(tuple(image.ids), {}) if image.length else NO_INPUT for image in images]
+            with _closing_on_error(kv), self._call():
+                self._extend(rows, kv)
+        except BaseException:
+            kv.close()
+            raise
+        return kv
+
+    # The seeds' executor.
+
+    def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> None:
+        """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
+        with self._call():
+            self._extend(self._read(inputs, kv, lora_id), kv)
+
+    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> Tensor:
+        """One decode step for your own sampler: float32 logits [batch, vocab] after the input."""
+        with self._call():
+            rows = self._read(inputs, kv, lora_id)
+            kv.reserve([len(row) for row in rows])
+            with _settled(kv):
+                logits = self._forward(rows, kv, Last())
+                kv.commit([row.tokens() for row in rows])
+            return logits
+
+    def sample_tokens(
+        self,
+        num_steps: int,
+        inputs: InputsLike,
+        kv: KVCache,
+        lora_id: int | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """Up to `num_steps` sampled ids per row, without leaving the executor.
+
+        A row ends early at one of its stop tokens (which it returns) or at the end of its context. Afterwards the
+        cache holds the input and all sampled tokens but the last.
+        """
+        if num_steps < 1:
+            raise InputError(f"num_steps must be at least 1, not {num_steps}")
+        with self._call():
+            rows = self._read(inputs, kv, lora_id)
+            states = self._states(rows, kv, params)
+            # All room is found before any work, so that no step can fail for want of pages.
+            kv.reserve([_room(kv, index, len(row), num_steps) for index, row in enumerate(rows)])
+            with _settled(kv):
+                return self._sample_loop(num_steps, rows, states, kv)
+
+    def cancel(self) -> None:
+        """Stop the call in progress before its next layer; does nothing when there is none."""
+        if (running := self._running) is not None:
+            running.set()
+
+    def load_lora(self, assets: object) -> int:  # noqa: ARG002 (the contract's argument)
+        """Load an adapter and return its id."""
+        raise Unsupported("LoRA adapters are not supported in this version")
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Unload an adapter."""
+        raise InputError(f"there is no LoRA adapter with id {lora_id}")
+
+    def close(self) -> None:
+        """Let go of the checkpoint's files."""
+        self._on_close()
+
+    # How the above is made of `run`.
+
+    @contextmanager
+    def _call(self) -> Iterator[threading.Event]:
+        """One caller at a time; a call inside a call shares its stop signal."""
+        with self._lock:
+            if self._running is not None:
+                yield self._running
+                return
+            self._running = threading.Event()
+            try:
+                yield self._running
+            finally:
+                self._running = None
+
+    def _read(self, inputs: InputsLike, kv: KVCache, lora_id: int | None) -> list[RowInput]:
+        if lora_id is not None:
+            raise InputError(f"there is no LoRA adapter with id {lora_id}")
+        if kv.pool is not self._pool:
+            raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
+        return read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
+
+    def _extend(self, rows: Sequence[RowInput], kv: KVCache) -> None:
+        kv.reserve([len(row) for row in rows])
+        with _settled(kv):
+            self._forward(rows, kv, Nothing())
+            kv.commit([row.tokens() for row in rows])
+
+    def _forward(self, rows: Sequence[RowInput], kv: KVCache, want: Last | Nothing) -> Tensor:
+        """Run each row's input in reserved room behind its cache row; [non-empty rows, vocab] if logits are wanted.
+
+        A long input runs in several steps, but positions are explicit, so nothing needs to be committed in between
+        and a failure half way leaves the cache as it was.
+        """
+        lengths, done = kv.lengths, [0] * len(rows)
+        logits: dict[int, Tensor] = {}
+        while waiting := [i for i, row in enumerate(rows) if done[i] < len(row)]:
+            share = max(1, STEP_TOKENS // len(waiting))
+            step = []
+            for i in waiting:
+                start, stop = done[i], min(done[i] + share, len(rows[i]))
+                positions = range(lengths[i] + start, lengths[i] + stop)
+                ends = stop == len(rows[i])
+                step.append(Row(rows[i].source(start, stop), positions, kv, i, want=want if ends else Nothing()))
+                done[i] = stop
+            result = self.run(Batch.of(step))
+            logits |= {i: result.of_row(n) for n, i in enumerate(waiting) if done[i] == len(rows[i])}
+        return torch.cat([logits[i] for i in sorted(logits)])
+
+    def _states(
+        self, rows: Sequence[RowInput], kv: KVCache, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SampleState]:
+        given = SamplingParams() if params is None else params
+        each = [given] * len(rows) if isinstance(given, SamplingParams) else list(given)
+        if len(each) != len(rows):
+            raise InputError(f"{len(each)} sampling params were given for {len(rows)} rows")
+        for one in each:
+            one.validate_vocab(self.spec.vocab_size)
+        histories = [[*kv.tokens(i), *row.tokens()] for i, row in enumerate(rows)]
+        return [
+            SampleState(one, [token for token in history if isinstance(token, int)])
+            for one, history in zip(each, histories, strict=True)
+        ]
+
+    def _sample_loop(
+        self, num_steps: int, rows: list[RowInput], states: list[SampleState], kv: KVCache
+    ) -> list[list[int]]:
+        sampled: list[list[int]] = [[] for _ in rows]
+        pending = list(rows)
+        try:
+            for _ in range(num_steps):
+                active = [i for i, row in enumerate(pending) if len(row)]
+                if not active:
+                    break
+                logits = self._forward(pending, kv, Last())
+                places = [kv.lengths[i] + len(pending[i]) for i in active]
+                drawn = self.sample(logits, [states[i] for i in active], places)
+                kv.commit([row.tokens() for row in pending])
+                pending = [NO_INPUT] * len(rows)
+                for i, token in zip(active, drawn.tokens.tolist(), strict=True):
+                    sampled[i].append(token)
+                    states[i].advance(token)
+                    if token not in states[i].params.stop_token_ids and kv.lengths[i] < kv.capacity:
+                        pending[i] = RowInput((token,), {})
+        except Cancelled:
+            raise Cancelled(sampled) from None
+        return sampled
+
+
+def _observe(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Cancelled()
+
+
+def _room(kv: KVCache, row: int, tokens: int, num_steps: int) -> int:
+    """Tokens a row may grow by in `num_steps` steps: its input and all sampled tokens but the last."""
+    if kv.lengths[row] + tokens > kv.capacity:
+        return tokens  # reserve will say so
+    return min(tokens + num_steps - 1, kv.capacity - kv.lengths[row])
+
+
+@contextmanager
+def _settled(kv: KVCache) -> Iterator[None]:
+    """Whatever happens inside, the cache ends at its committed lengths and holds no spare page."""
+    try:
+        yield
+    finally:
+        kv.truncate(kv.lengths)
+
+
+@contextmanager
+def _closing_on_error(kv: KVCache) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        kv.close()
+        raise

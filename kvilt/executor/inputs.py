@@ -1,0 +1,118 @@
+"""What callers hand to an executor: token ids, or ids mixed with embedding rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Embeds, Ids
+from ..errors import InputError
+from ..kv.row import Token
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One sequence's input: ids, and perhaps embedding rows (of an image, say) that stand at the indices `at`."""
+
+    ids: Sequence[int]
+    at: Sequence[int] = ()
+    embeddings: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [len(at), hidden]
+
+    def __post_init__(self) -> None:
+        if len(self.at) != self.embeddings.shape[0]:
+            raise InputError(f"{self.embeddings.shape[0]} embedding rows were given for {len(self.at)} places")
+        if list(self.at) != sorted(set(self.at)) or any(not 0 <= i < len(self.ids) for i in self.at):
+            raise InputError("the places of embedding rows must ascend and lie inside the ids")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+# One sequence, and what every method of an executor takes: one for a cache of batch 1, a list of them otherwise.
+RowLike = Inputs | Sequence[int] | Tensor
+InputsLike = RowLike | Sequence[RowLike]
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One row's checked input, ready to be cut into pieces."""
+
+    ids: tuple[int, ...]
+    embeds: dict[int, Tensor]  # by index into ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def source(self, start: int, stop: int) -> Ids | Embeds:
+        """The part [start, stop) as a row's source."""
+        ids = self.ids[start:stop]
+        at = [i for i in self.embeds if start <= i < stop]
+        if not at:
+            return Ids(ids)
+        return Embeds(ids, [i - start for i in at], torch.stack([self.embeds[i] for i in at]))
+
+    def tokens(self) -> list[Token]:
+        """What a cache remembers of this input; an embedding row counts by the hash of its bytes."""
+        return [_digest(self.embeds[i]) if i in self.embeds else token for i, token in enumerate(self.ids)]
+
+
+NO_INPUT = RowInput((), {})
+
+
+def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size: int) -> list[RowInput]:
+    """One checked input per row of a cache."""
+    rows = list(_per_row(value, batch_size))
+    if len(rows) != batch_size:
+        raise InputError(f"{len(rows)} inputs were given for a cache of {batch_size} rows")
+    return [_read_row(row, vocab_size, hidden_size) for row in rows]
+
+
+def _per_row(value: InputsLike, batch_size: int) -> Iterator[Inputs | list[Any]]:
+    if isinstance(value, Inputs):
+        yield value
+        return
+    items: list[Any] = list(value)
+    if batch_size == 1 and all(_is_id(item) for item in items):
+        yield items
+        return
+    for item in items:
+        if _is_id(item):
+            raise InputError(f"a cache of {batch_size} rows takes one sequence of token ids for each row")
+        yield item if isinstance(item, Inputs) else list(item)
+
+
+def _is_id(item: object) -> bool:
+    return item.dim() == 0 if isinstance(item, Tensor) else hasattr(item, "__index__")
+
+
+def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> RowInput:
+    inputs = row if isinstance(row, Inputs) else Inputs(row)
+    if len(inputs) == 0:
+        raise InputError("the input is empty; give at least one token")
+    embeds = {}
+    if inputs.at:
+        if tuple(inputs.embeddings.shape[1:]) != (hidden_size,):
+            raise InputError(f"embedding rows must have {hidden_size} numbers each")
+        if not bool(torch.isfinite(inputs.embeddings).all()):
+            raise InputError("embedding rows must be finite numbers")
+        embeds = {i: inputs.embeddings[n].detach().float() for n, i in enumerate(inputs.at)}
+    ids = tuple(0 if i in embeds else _id(token, vocab_size) for i, token in enumerate(inputs.ids))
+    return RowInput(ids, embeds)
+
+
+def _id(token: object, vocab_size: int) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise InputError(f"a token id must be a whole number, not {token!r}")
+    value = int(token.__index__())
+    if not 0 <= value < vocab_size:
+        raise InputError(f"token id {value} is outside the vocabulary (0 to {vocab_size - 1})")
+    return value
+
+
+def _digest(row: Tensor) -> bytes:
+    return hashlib.sha256(row.cpu().contiguous().numpy().tobytes()).digest()

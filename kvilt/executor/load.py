@@ -1,0 +1,61 @@
+"""From a checkpoint and a run configuration to a ready executor. One of the two places that build things."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..config import RunConfig, available_memory_bytes, env_threads
+from ..errors import ParamError
+from ..kv.identity import Identity
+from ..kv.pool import PagePool
+from ..models.assemble import Progress, assemble, read_spec
+from ..models.spec import ModelSpec, kv_layout
+from ..ops.contract import Ops
+from ..ops.select import select
+from ..weights.source import Checkpoint, open_checkpoint
+from .executor import Executor
+
+PAGE_TOKENS = 32
+
+
+def load_executor(path: Path, config: RunConfig | None = None, progress: Progress | None = None) -> Executor:
+    """An executor for the checkpoint at `path`."""
+    checkpoint = open_checkpoint(path)
+    try:
+        return build_executor(checkpoint, config or RunConfig(), progress)
+    except BaseException:
+        checkpoint.tensors.close()
+        raise
+
+
+def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None) -> Executor:
+    """An executor for an open checkpoint, which it closes in the end."""
+    if threads := config.threads or env_threads():
+        torch.set_num_threads(threads)
+    ops = select(config.backend)
+    spec = read_spec(checkpoint)
+    max_context = _max_context(spec, config)
+    layout = kv_layout(spec, PAGE_TOKENS, getattr(torch, config.kv_dtype))
+    decoder = assemble(checkpoint, spec, layout, ops, progress)
+    budget_bytes = config.kv_memory or available_memory_bytes() // 4
+    pages = budget_bytes // layout.page_bytes
+    if pages < 1:
+        raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
+    pool = PagePool(layout, pages, ops, cache(lambda: _identity(checkpoint, spec, ops)), torch.device(config.device))
+    return Executor(decoder, pool, max_context, checkpoint.tensors.close)
+
+
+def _max_context(spec: ModelSpec, config: RunConfig) -> int:
+    if config.max_context is not None and config.max_context > spec.context:
+        raise ParamError("max_context", f"this model reads at most {spec.context} tokens, not {config.max_context}")
+    return config.max_context or spec.context
+
+
+def _identity(checkpoint: Checkpoint, spec: ModelSpec, ops: Ops) -> Identity:
+    """Weights by content; the spec beside them, because rope and reach decide what keys mean."""
+    model = hashlib.sha256(f"{checkpoint.fingerprint}\n{spec!r}".encode()).hexdigest()
+    return Identity(model=model, numerics=ops.numerics)
