@@ -327,3 +327,4 @@ def test_among_equal_logprobs_the_lower_id_ranks_first() -> None:
     assert entry.top_ids == (1, 3, 0, 2)
     assert entry.rank == 4
     assert token_logprobs(logits, token=5, top=0).logprob == -INF
+    assert token_logprobs(torch.zeros(5_000), token=30, top=20).top_ids == tuple(range(20))

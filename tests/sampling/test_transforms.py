@@ -59,6 +59,7 @@ def assert_same_filter(ours: Tensor, theirs: Tensor, scores: Tensor, params: Sam
     sets are compared as values; where no two scores are equal that is the same as comparing ids.
     """
     kept = ours > -INF
+    assert bool(kept.any()), "something is always left to draw"
     assert torch.equal(ours[kept], scores[kept])
     mine, other = ours[kept].sort(descending=True).values, theirs[theirs > -INF].sort(descending=True).values
     common = min(len(mine), len(other))
