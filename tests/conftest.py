@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tiny models gain nothing from threads, and on a shared machine waiting threads cost a lot.
+torch.set_num_threads(1)
 
 DEV_WEIGHTS = Path("~/.cache/kvilt-dev").expanduser()
 

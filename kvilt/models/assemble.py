@@ -118,7 +118,7 @@ class _Loader:
         tensor = self._take(name)
         if isinstance(tensor, QuantTensor):
             raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
-        return tensor.to(torch.float32)
+        return tensor.to(torch.float32, copy=True)
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}_bias"

@@ -49,7 +49,8 @@ class ReferenceOps:
     def prepare(self, weight: Weight) -> Weight:
         if isinstance(weight, QuantTensor):
             return dequantize(weight)
-        return weight.to(torch.float32)
+        # A copy, never a view of the mapped file: aligned memory, and no forward that depends on the file staying whole.
+        return weight.to(torch.float32, copy=True)
 
     def embed(self, table: Weight, ids: Tensor) -> Tensor:
         return F.embedding(ids, _plain(table))

@@ -89,7 +89,6 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
         config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         RopeSpec(wide.theta, head_dim, scaling=wide.scaling),
         qk_norm=True,
-        soft_cap=config.number("attn_logit_softcapping") if config.has("attn_logit_softcapping") else 0.0,
     )
     hidden = config.integer("hidden_size")
     return ModelSpec(

@@ -1,0 +1,86 @@
+"""Small random checkpoints of every family, written by Hugging Face transformers. Adding a family adds an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,  # large, so that a wrong mask or rope moves the logits by a lot
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _llama(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: LlamaForCausalLM(LlamaConfig(**SMALL | changes))
+
+
+def _gemma(**changes: Any) -> Callable[[], PreTrainedModel]:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    own = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": kinds}
+    return lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | own | changes))
+
+
+def _qwen2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL | changes))
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama(),
+    "llama-tied": _llama(tie_word_embeddings=True),
+    "llama-biases": _llama(attention_bias=True, mlp_bias=True),
+    "llama-wide-heads": _llama(head_dim=16),
+    "llama3-rope": _llama(rope_parameters=LLAMA3_ROPE),
+    "linear-rope": _llama(rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL | {"sliding_window": 9, "head_dim": 8})),
+    "mistral-full": lambda: MistralForCausalLM(MistralConfig(**SMALL | {"sliding_window": None, "head_dim": 8})),
+    "qwen2": _qwen2(),
+    "qwen2-windows": _qwen2(use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "gemma3": _gemma(),
+    "gemma3-capped": _gemma(final_logit_softcapping=5.0),
+}
+
+
+def random_model(name: str) -> PreTrainedModel:
+    """A model of that family with random weights, the same ones every time."""
+    torch.manual_seed(sum(name.encode()))
+    model = FAMILIES[name]().eval()
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            if "norm" in tensor_name or tensor_name.endswith("bias"):  # not the trivial values they start with
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model
+
+
+def write_checkpoint(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """The model as a folder on disk."""
+    model.save_pretrained(folder, **options)
+    return folder

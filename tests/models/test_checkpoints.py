@@ -1,0 +1,113 @@
+"""Checkpoints as people have them: sharded, in older spellings, damaged, of the wrong kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import random_model, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from kvilt.config import RunConfig
+from kvilt.errors import KviltError, Unsupported, WeightError
+from kvilt.executor.load import load_executor
+from kvilt.models.assemble import read_spec
+from kvilt.weights.source import open_checkpoint
+
+TINY_POOL = RunConfig(kv_memory=1 << 22)
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def test_shards_give_the_same_logits_as_one_file(tmp_path: Path) -> None:
+    model = random_model("llama")
+    one = load_executor(write_checkpoint(model, tmp_path / "one"), TINY_POOL)
+    folder = write_checkpoint(model, tmp_path / "many", max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    many = load_executor(folder, TINY_POOL)
+    with one.create_kv_cache() as a, many.create_kv_cache() as b:
+        assert torch.equal(one.step([1, 2, 3], a), many.step([1, 2, 3], b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_checkpoints_compute_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = random_model("llama").to(dtype)
+    folder = write_checkpoint(model, tmp_path)
+    oracle = type(model).from_pretrained(folder, dtype=torch.float32)
+    executor = load_executor(folder, TINY_POOL)
+    with executor.create_kv_cache() as kv, torch.no_grad():
+        theirs = oracle(torch.tensor([[1, 2, 3]])).logits[0, -1]
+        torch.testing.assert_close(executor.step([1, 2, 3], kv)[0], theirs, rtol=1e-4, atol=2e-4)
+
+
+def older_llama(config: dict[str, Any]) -> None:
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+
+
+def older_gemma(config: dict[str, Any]) -> None:
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["full_attention"]["rope_theta"]
+    config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    config["rope_scaling"] = None
+    config.pop("layer_types")
+    config["sliding_window_pattern"] = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [("llama", older_llama), ("llama3-rope", older_llama), ("linear-rope", older_llama), ("gemma3", older_gemma)],
+)
+def test_the_older_spelling_of_a_config_means_the_same(
+    tmp_path: Path, name: str, older: Callable[[dict[str, Any]], None]
+) -> None:
+    folder = write_checkpoint(random_model(name), tmp_path)
+    spec = read_spec(open_checkpoint(folder))
+    edit_config(folder, older)
+    assert read_spec(open_checkpoint(folder)) == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "says"),
+    [
+        ("architectures", ["BertForMaskedLM"], Unsupported, "BertForMaskedLM"),
+        ("architectures", [], WeightError, "architectures"),
+        ("num_attention_heads", 0, WeightError, "num_attention_heads"),
+        ("num_attention_heads", 3, WeightError, "head_count_kv"),
+        ("num_hidden_layers", -1, WeightError, "num_hidden_layers"),
+        ("num_hidden_layers", 10**9, WeightError, "num_hidden_layers"),
+        ("hidden_size", "32", WeightError, "hidden_size"),
+        ("rms_norm_eps", float("nan"), WeightError, "rms_norm_eps"),
+        ("rms_norm_eps", None, WeightError, "rms_norm_eps"),
+        ("hidden_act", "relu6", Unsupported, "relu6"),
+        ("attention_bias", True, WeightError, "missing"),
+        ("vocab_size", 96, WeightError, "embed_tokens"),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, Unsupported, "dynamic"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_name(
+    tmp_path: Path, field: str, value: object, error: type[KviltError], says: str
+) -> None:
+    folder = write_checkpoint(random_model("llama"), tmp_path)
+    edit_config(folder, lambda config: config.update({field: value}))
+    with pytest.raises(error, match=says):
+        load_executor(folder, TINY_POOL)
+
+
+def test_missing_and_unexpected_tensors_are_reported_together(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("qwen2"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.7.stray.weight"] = tensors.pop("model.layers.1.self_attn.k_proj.bias")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=r"1 missing \(.*k_proj.bias\); 1 unexpected \(.*stray"):
+        load_executor(folder, TINY_POOL)
