@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, streaming text, stop strings, chat templates. Knows no tensor and no model."""

@@ -1,0 +1,240 @@
+"""Chat messages to text and ids through a model's template, in which only the template writes special tokens.
+
+Text from users is guarded where it could hold or complete one. Refuses to know generation and history.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import TemplateError
+from .budget import Limits
+from .specials import SpecialTexts
+from .tokenizer import Tokenizer, clean
+
+Message = Mapping[str, Any]
+ROLES: Mapping[str, str] = {  # as given: as the template sees it
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_OURS = (
+    "messages tools documents add_generation_prompt raise_exception strftime_now range dict namespace loop self caller "
+    "varargs kwargs context environment bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
+)
+_RESERVED = frozenset(_OURS.split())
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U0010fffd]")
+_MAX_DEPTH = 64
+
+
+class ChatTemplate:
+    """One model's template, compiled once; rendering keeps no state, so threads may share it."""
+
+    def __init__(
+        self,
+        source: str | None,
+        named: Mapping[str, str] | None = None,
+        special: Mapping[str, int] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """`named` are the tokens templates know by name (bos_token, ...), `special` the control tokens by text."""
+        if source is None:
+            raise TemplateError("this model has no chat template; use generate with a plain prompt")
+        from .sandbox import CompiledTemplate  # jinja2 is loaded by the first template, not by the import
+
+        self._limits = limits or Limits()
+        self._named = dict(named or {})
+        self._texts = SpecialTexts(special or {})
+        self._used = frozenset(_PRIVATE.findall("".join([source, *self._named.values(), *self._texts.ids])))
+        self._compiled = CompiledTemplate(clean(source), self._limits)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, limits: Limits | None = None) -> ChatTemplate:
+        """The template that came with a tokenizer; TemplateError when none did."""
+        return cls(tokenizer.chat_template, tokenizer.named, tokenizer.special, limits)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt as text; other keywords go to the template if it reads them."""
+        guard = self._guarded(messages, tools, documents, kwargs)
+        return guard.restore(self._rendered(guard, add_generation_prompt))
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The prompt as ids: special tokens where the template wrote them, all other text as it is."""
+        guard = self._guarded(messages, tools, documents, kwargs, tokenizer.texts)
+        parts = tokenizer.texts.split(self._rendered(guard, add_generation_prompt))
+        return tokenizer.encode_parts([part if isinstance(part, int) else guard.restore(part) for part in parts])
+
+    def _guarded(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        documents: Any,
+        kwargs: Mapping[str, Any],
+        texts: SpecialTexts | None = None,
+    ) -> _Guard:
+        self._check_keywords(kwargs)
+        values = {
+            **kwargs,
+            "messages": _checked_messages(messages),
+            "tools": _checked_objects(tools, "tools"),
+            "documents": _checked_objects(documents, "documents"),
+        }
+        return _Guard(_copied(values, self._limits), texts or self._texts, self._used)
+
+    def _rendered(self, guard: _Guard, add_generation_prompt: bool) -> str:
+        given = {"add_generation_prompt": bool(add_generation_prompt)}
+        return self._compiled.render({**self._named, **guard.values, **given})
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        for name in kwargs:
+            if name in _RESERVED or name in self._named or not name.isidentifier() or name.startswith("_"):
+                raise TemplateError(f"{name!r} is set by kvilt and cannot be given to the chat template")
+            if name not in self._compiled.variables:
+                known = ", ".join(sorted(self._compiled.variables - _RESERVED)) or "none"
+                raise TemplateError(f"the chat template does not read {name!r}; the options it reads are: {known}")
+
+
+class _Guard:
+    """User values in which no special token can arise, and the way back to what the user wrote."""
+
+    def __init__(self, values: dict[str, Any], texts: SpecialTexts, used: frozenset[str]) -> None:
+        strings = list(_strings(values))
+        weak = sorted({text[i] for text in strings for i in texts.weak_points(text)})
+        if not weak:
+            self.values, self._back = values, {}
+            return
+        taken = used.union(*(_PRIVATE.findall(text) for text in strings))
+        stand_ins = dict(zip(weak, _free(taken), strict=False))
+        if len(stand_ins) < len(weak):
+            raise TemplateError(
+                "the messages use every private-use character, so their special tokens cannot be guarded"
+            )
+
+        def guarded(text: str) -> str:
+            points = texts.weak_points(text)
+            starts, ends = [0, *(i + 1 for i in points)], [*points, len(text)]
+            pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+            marks = [*(stand_ins[text[i]] for i in points), ""]
+            return "".join(piece + mark for piece, mark in zip(pieces, marks, strict=True))
+
+        self.values = {name: _mapped(value, guarded) for name, value in values.items()}
+        self._back = {ord(stand_in): char for char, stand_in in stand_ins.items()}
+
+    def restore(self, text: str) -> str:
+        """Put the user's own characters back."""
+        return text.translate(self._back) if self._back else text
+
+
+def _free(taken: frozenset[str]) -> Iterator[str]:
+    """Private-use characters that nobody else used."""
+    for block in (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)):
+        yield from (chr(code) for code in block if chr(code) not in taken)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text a user may have written, keys included; roles are ours."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from () if _is_role(key, inner) else _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): inner if _is_role(key, inner) else _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mapped(inner, change) for inner in value]
+    return value
+
+
+def _is_role(key: str, value: Any) -> bool:
+    """A role is one of a few words that were checked, and templates build special tokens around it."""
+    return key == "role" and isinstance(value, str) and value in ROLES
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages with a known role each, and reasoning under every name templates use for it."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TemplateError("messages must be a list of objects with a role and a content")
+    if not messages:
+        raise TemplateError("messages is empty; give at least one message")
+    found = []
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or role not in ROLES:
+            raise TemplateError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
+        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        aliases = {} if reasoning is None else {"thinking": reasoning}
+        found.append({**aliases, **message, "role": ROLES[role]})
+        if reasoning is not None:
+            found[-1]["reasoning_content"] = reasoning
+    return found
+
+
+def _checked_objects(values: Any, name: str) -> list[Any] | None:
+    if values is None:
+        return None
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
+        raise TemplateError(f"{name} must be a list of objects")
+    if not all(isinstance(value, Mapping) for value in values):
+        raise TemplateError(f"{name} must hold objects")
+    return list(values)
+
+
+def _copied(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The values rebuilt out of plain JSON types, within the limits."""
+    left = [limits.text_chars, limits.items]
+
+    def copy(value: Any, depth: int) -> Any:
+        left[1] -= 1
+        if left[1] < 0 or depth > _MAX_DEPTH:
+            raise TemplateError(f"the messages hold more than {limits.items} values or nest deeper than {_MAX_DEPTH}")
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, str):
+            left[0] -= len(value)
+            if left[0] < 0:
+                raise TemplateError(f"the messages hold more than {limits.text_chars} characters")
+            return clean(str.__str__(value))
+        if isinstance(value, Mapping):
+            return {_key(key): copy(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+            return [copy(inner, depth + 1) for inner in value]
+        raise TemplateError(f"the messages hold a {type(value).__name__}; only text, numbers, lists and objects can be")
+
+    return {name: copy(value, 0) for name, value in values.items()}
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TemplateError(f"the messages hold an object with the key {key!r}; keys must be strings")
+    return clean(key)

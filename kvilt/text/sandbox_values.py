@@ -1,0 +1,272 @@
+"""The values a chat template may touch: what they weigh, how they read as text, and the methods they offer.
+
+Every function that can make something large asks the budget first. Refuses to know template syntax.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2.runtime import Undefined
+from jinja2.utils import Namespace
+
+from ..errors import TemplateError
+from .budget import Budget
+
+MAX_WIDTH = 1000  # of padding, indentation and number formats
+MAX_INT_BITS = 4096
+Bounded = Callable[..., Any]  # (budget, value, *args, **kwargs)
+
+_SCALARS = (str, int, float, bool, type(None), Undefined)
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?[hlL]?(.)", re.DOTALL)
+_FIELD = re.compile(r"\w*\Z")
+_SPEC = re.compile(r"[^{}]*\Z")
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+class TemplateNamespace(Namespace):
+    """`namespace()` of a template: holds values, never other namespaces, so that nothing can contain itself."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        if isinstance(value, Namespace):
+            raise TemplateError("the chat template puts a namespace into a namespace, which is not allowed")
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+def check_name(name: Any) -> None:
+    """Names with a leading underscore lead out of the sandbox."""
+    if isinstance(name, str) and name.startswith("_"):
+        raise TemplateError(f"the chat template uses {name[:40]!r}, which is not allowed")
+
+
+def weigh(budget: Budget, value: Any) -> Any:
+    """Give `value` back if all that it contains, counted as a tree, stays within the limits."""
+    limits = budget.limits
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    items = chars = 0
+    while stack:
+        part, depth = stack.pop()
+        if isinstance(part, str):
+            chars += len(part)
+        elif isinstance(part, (list, tuple, dict)):
+            items += len(part)
+            if items > limits.items or depth > limits.depth:
+                raise TemplateError("the chat template makes a value that is too large or too deeply nested")
+            inside = part if not isinstance(part, dict) else [*part.keys(), *part.values()]
+            stack.extend((inner, depth + 1) for inner in inside)
+        elif not isinstance(part, _SCALARS):
+            raise TemplateError(f"the chat template puts a {type(part).__name__} into a list, which is not allowed")
+    budget.tick(1 + items // 8)
+    if chars > limits.text_chars:
+        raise TemplateError(f"the chat template makes a value of more than {limits.text_chars} characters")
+    return value
+
+
+def kept(budget: Budget, value: Any) -> Any:
+    """A result of a filter or method as the template may keep it: weighed, and never lazy."""
+    if isinstance(value, str):
+        budget.make(len(value))
+        return value if type(value) is str else str.__str__(value)
+    if isinstance(value, (list, tuple, dict)):
+        return weigh(budget, value)
+    if isinstance(value, (*_SCALARS, Namespace)):
+        budget.tick()
+        return value
+    if hasattr(value, "__next__"):
+        return weigh(budget, _listed(budget, value))
+    raise TemplateError(f"the chat template gets a {type(value).__name__}, which is not allowed")
+
+
+def _listed(budget: Budget, values: Any) -> list[Any]:
+    found = []
+    for value in values:
+        budget.tick()
+        found.append(value)
+        if len(found) > budget.limits.items:
+            budget.hold(len(found))
+    return found
+
+
+def text_of(budget: Budget, value: Any) -> str:
+    """How a value reads in the output."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, _SCALARS):
+        return str(value)
+    if isinstance(value, (list, tuple, dict)):
+        return str(weigh(budget, value))
+    raise TemplateError(f"the chat template writes out a {type(value).__name__}, which is not allowed")
+
+
+def concat(budget: Budget, parts: Any) -> str:
+    """The texts of `parts` joined, after their length was accounted for."""
+    texts = [text_of(budget, part) for part in parts]
+    budget.make(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def join(budget: Budget, separator: str, values: Any) -> str:
+    """`separator.join` over the texts of `values`."""
+    if isinstance(values, str):
+        budget.hold(len(values))
+    texts = [text_of(budget, value) for value in values]
+    budget.make(sum(map(len, texts)) + len(separator) * len(texts))
+    return separator.join(texts)
+
+
+def replace(budget: Budget, text: str, old: str, new: str, count: int = -1) -> str:
+    """`str.replace`, its result measured beforehand."""
+    old, new = text_of(budget, old), text_of(budget, new)
+    places = text.count(old) if count is None or count < 0 else min(count, text.count(old))
+    budget.make(len(text) + max(0, places * (len(new) - len(old))))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1, *, right: bool = False) -> list[str]:
+    """`str.split` or `str.rsplit` into a bounded number of parts."""
+    most = budget.limits.items if maxsplit < 0 else min(maxsplit, budget.limits.items)
+    parts = text.rsplit(sep, most) if right else text.split(sep, most)
+    budget.hold(len(parts))
+    budget.make(len(text))
+    return parts
+
+
+def rsplit(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+    """`str.rsplit` into a bounded number of parts."""
+    return split(budget, text, sep, maxsplit, right=True)
+
+
+def splitlines(budget: Budget, text: str, keepends: bool = False) -> list[str]:
+    """`str.splitlines` into a bounded number of lines."""
+    budget.hold(sum(text.count(end) for end in _LINE_ENDS) + 1)
+    budget.make(len(text))
+    return text.splitlines(keepends)
+
+
+def _padded(method: Callable[..., str]) -> Bounded:
+    def pad(budget: Budget, text: str, width: int = 80, *fill: str) -> str:
+        check_width(width)
+        budget.make(max(len(text), width))
+        return method(text, width, *fill)
+
+    return pad
+
+
+center, ljust, rjust, zfill = (_padded(method) for method in (str.center, str.ljust, str.rjust, str.zfill))
+
+
+def check_width(width: Any) -> None:
+    """Widths come from templates; a wide one is an attack."""
+    if not isinstance(width, int) or width > MAX_WIDTH:
+        raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
+
+
+def percent(budget: Budget, text: str, values: Any) -> str:
+    """`text % values` with bounded widths."""
+    fields = 0
+    for width, precision, _ in _PERCENT.findall(text):
+        fields += 1
+        if "*" in (width, precision) or any(len(n) > 4 or int(n or 0) > MAX_WIDTH for n in (width, precision)):
+            raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
+    weigh(budget, values)
+    budget.make(len(text) + fields * (MAX_WIDTH + _widest(values)))
+    return str(text % values)
+
+
+def brace(budget: Budget, text: str, *args: Any, **kwargs: Any) -> str:
+    """`text.format(...)` with plain field names and bounded widths."""
+    fields = 0
+    for _, name, spec, _ in string.Formatter().parse(text):
+        if name is None:
+            continue
+        fields += 1
+        if not _FIELD.match(name) or not _SPEC.match(spec or ""):
+            raise TemplateError("the chat template uses a format field that is more than a name")
+        if any(len(n) > 4 or int(n) > MAX_WIDTH for n in re.findall(r"\d+", spec or "")):
+            raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
+    weigh(budget, [list(args), kwargs])
+    budget.make(len(text) + fields * (MAX_WIDTH + _widest((*args, *kwargs.values()))))
+    return text.format(*args, **kwargs)
+
+
+def _widest(values: Any) -> int:
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return max((len(str(value)) for value in (values if isinstance(values, tuple) else (values,))), default=0)
+
+
+def tojson(
+    budget: Budget,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as chat templates expect it: nothing escaped for HTML."""
+    if indent is not None and (not isinstance(indent, int) or indent > 16):
+        raise TemplateError("the chat template asks tojson for an indent of more than 16")
+    separators = None if separators is None else tuple(separators)
+    encoder = json.JSONEncoder(
+        ensure_ascii=bool(ensure_ascii), indent=indent, separators=separators, sort_keys=bool(sort_keys)
+    )
+    parts = []
+    for part in encoder.iterencode(weigh(budget, value)):
+        budget.make(len(part))
+        parts.append(part)
+    return "".join(parts)
+
+
+def _plain(method: Callable[..., Any]) -> Bounded:
+    def call(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return kept(budget, method(value, *args, **kwargs))
+
+    return call
+
+
+def _view(method: Callable[[dict[Any, Any]], Any]) -> Bounded:
+    return lambda budget, value: weigh(budget, list(method(value)))
+
+
+_STR_PLAIN = (
+    "strip lstrip rstrip lower upper title capitalize startswith endswith find rfind index count isdigit isalpha "
+    "isalnum isspace isupper islower isnumeric isdecimal removeprefix removesuffix partition rpartition"
+)
+_STR: Mapping[str, Bounded] = {
+    **{name: _plain(getattr(str, name)) for name in _STR_PLAIN.split()},
+    "split": split,
+    "rsplit": rsplit,
+    "splitlines": splitlines,
+    "replace": replace,
+    "join": join,
+    "format": brace,
+    "center": center,
+    "ljust": ljust,
+    "rjust": rjust,
+    "zfill": zfill,
+}
+_DICT: Mapping[str, Bounded] = {
+    "items": _view(dict.items),
+    "keys": _view(dict.keys),
+    "values": _view(dict.values),
+    "get": lambda _budget, value, *args: dict.get(value, *args),
+    "copy": _plain(dict.copy),
+}
+_LIST: Mapping[str, Bounded] = {name: _plain(getattr(list, name)) for name in ("index", "count", "copy")}
+_TUPLE: Mapping[str, Bounded] = {name: _plain(getattr(tuple, name)) for name in ("index", "count")}
+
+
+def methods_of(value: Any) -> Mapping[str, Bounded]:
+    """The methods a template may call on `value`."""
+    for kind, table in ((str, _STR), (dict, _DICT), (list, _LIST), (tuple, _TUPLE)):
+        if isinstance(value, kind):
+            return table
+    return {}

@@ -1,0 +1,173 @@
+"""Text to token ids and back, the same way whether the vocabulary came from GGUF or from tokenizer.json.
+
+Refuses to know models and chats; special tokens in text given to `encode` are plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, TokenizerError
+from .specials import SpecialTexts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Core
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """One vocabulary and its rules; immutable, so threads may share it."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]  # every token that ends a generation, the model's own eos first
+    special: Mapping[str, int]  # control tokens by their text
+    named: Mapping[str, str]  # bos_token, eos_token, ... as templates call them
+    chat_template: str | None
+    core: Core = field(repr=False)  # cuts plain text; never yields a control token
+    inner: Core = field(repr=False)  # the same for text that follows a special token
+    spell: Callable[[int], bytes] = field(repr=False)
+    lookup: Callable[[str], int | None] = field(repr=False)
+    texts: SpecialTexts = field(repr=False)
+    head: tuple[int, ...] = ()  # what add_special puts before
+    tail: tuple[int, ...] = ()  # and after
+    drops_space: bool = False  # the first space of a decoded text was added by encode
+    _special_text: Mapping[int, str] = field(default_factory=dict, repr=False)
+
+    def encode(self, text: str | bytes, add_special: bool = True) -> list[int]:
+        """Ids of `text`, in which special tokens are plain text; broken UTF-8 becomes U+FFFD."""
+        ids = _ids(self.core, clean(text))
+        return [*self.head, *ids, *self.tail] if add_special else ids
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Ids of a text whose author may write special tokens, as a chat template does; adds none by itself."""
+        return self.encode_parts(self.texts.split(clean(text)))
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Ids of plain texts and ready ids in turn; the texts hold no special tokens."""
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids.extend(_ids(self.inner if i else self.core, clean(part)))
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        spell = self.token_bytes if skip_special else self.shown_bytes
+        text = b"".join(map(spell, ids)).decode("utf-8", "replace")
+        return text[1:] if self.drops_space and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token stands for; b"" for control tokens and for ids past the vocabulary."""
+        if token_id < 0:
+            raise InputError(f"{token_id} is no token id; ids start at 0")
+        return b"" if token_id in self._special_text else self.spell(token_id)
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Like `token_bytes`, with control tokens written out."""
+        text = self._special_text.get(token_id)
+        return self.token_bytes(token_id) if text is None else text.encode()
+
+    def id_of(self, token: str) -> int:
+        """The id of a token by its text in the vocabulary."""
+        found = self.special.get(token)
+        if found is None:
+            found = self.lookup(token)
+        if found is None:
+            raise InputError(f"{token!r} is no token of this vocabulary")
+        return found
+
+
+def make_tokenizer(**parts: Any) -> Tokenizer:
+    """A tokenizer from its parts, with the tables that follow from them."""
+    special = parts["special"]
+    parts.setdefault("texts", SpecialTexts(special))
+    return Tokenizer(**parts, _special_text={i: text for text, i in special.items()})
+
+
+def clean(text: str | bytes) -> str:
+    """`text` as a string that UTF-8 can write: invalid bytes and lone surrogates become U+FFFD."""
+    if isinstance(text, bytes):
+        return text.decode("utf-8", "replace")
+    if not isinstance(text, str):
+        raise InputError(f"text must be a string, not {type(text).__name__}")
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def from_file(path: Path | str) -> Tokenizer:
+    """The tokenizer of a Hugging Face checkpoint: its folder, or the tokenizer.json inside it."""
+    from .tokenizer_json import read_tokenizer_json
+
+    return read_tokenizer_json(Path(path))
+
+
+def from_gguf(path: Path | str) -> Tokenizer:
+    """The tokenizer inside a GGUF file."""
+    from ..weights.gguf import GGUFFile
+
+    with GGUFFile.open(Path(path)) as file:
+        return from_metadata(file.metadata)
+
+
+def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer described by GGUF metadata."""
+    from .assemble import build_core, spelling
+    from .pretokenize import rule_for
+    from .vocabulary import TokenType, end_ids, read_vocabulary
+
+    vocabulary = read_vocabulary(metadata)
+    add_bos = vocabulary.add_bos
+    if add_bos is None:
+        add_bos = rule_for(vocabulary.pre).add_bos
+    special = vocabulary.of_type(TokenType.CONTROL)
+    core = build_core(vocabulary)
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    return make_tokenizer(
+        vocab_size=len(vocabulary.tokens),
+        bos_id=vocabulary.bos_id,
+        eos_ids=end_ids(special, vocabulary.eos_id, vocabulary.turn_ids),
+        special=special,
+        named={name: vocabulary.tokens[i] for name, i in vocabulary.named.items()},
+        chat_template=vocabulary.template,
+        core=core,
+        inner=core,
+        spell=spelling(vocabulary),
+        lookup=ids.get,
+        head=_wanted(add_bos, vocabulary.bos_id, "bos"),
+        tail=_wanted(vocabulary.add_eos, vocabulary.eos_id, "eos"),
+        drops_space=vocabulary.space_prefix,
+    )
+
+
+def _wanted(add: bool, token_id: int | None, name: str) -> tuple[int, ...]:
+    if not add:
+        return ()
+    if token_id is None:
+        raise TokenizerError(f"tokenizer.ggml.add_{name}_token is true and the file names no {name} token")
+    return (token_id,)
+
+
+def _ids(core: Core, text: str) -> list[int]:
+    """Plain text to ids; other threads run meanwhile."""
+    if not text:
+        return []
+    try:
+        # The batch call lets go of the interpreter lock and keeps no offsets, unlike `encode`.
+        ids: list[int] = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the regular expression engine is no Exception
+        raise InputError(
+            f"a text of {len(text)} characters cannot be tokenized ({error}); shorten its runs of white space"
+        ) from error
+    return ids
