@@ -1,0 +1,1 @@
+"""The terminal. Each command imports what it needs when it runs, so that help is instant."""

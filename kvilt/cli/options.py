@@ -1,0 +1,33 @@
+"""Options that several commands share, with the names they have in `kvilt.load` and `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..config import DEFAULT_MODEL as DEFAULT_MODEL
+
+_SAMPLING = "Sampling"
+_RUNTIME = "Runtime"
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A model's name or the path of a checkpoint.")]
+
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[float, typer.Option(help="Keep tokens this likely against the best.", rich_help_panel=_SAMPLING)]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text; may be repeated.", rich_help_panel=_SAMPLING)]
+
+Device = Annotated[str, typer.Option(help="Where to run: cpu.", rich_help_panel=_RUNTIME)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default all.", rich_help_panel=_RUNTIME)]
+KVMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory for KV, like 2G; default a quarter of what is free.", rich_help_panel=_RUNTIME),
+]
+MaxContext = Annotated[int | None, typer.Option(help="Longest sequence in tokens.", rich_help_panel=_RUNTIME)]
+KVDtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.", rich_help_panel=_RUNTIME)]
+Backend = Annotated[str, typer.Option(help="auto or reference.", rich_help_panel=_RUNTIME)]

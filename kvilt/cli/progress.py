@@ -1,0 +1,34 @@
+"""Bars on stderr for work that takes a while; silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@dataclass(slots=True)
+class Bars:
+    """Progress of fetching and of loading, drawn as they come."""
+
+    _progress: Progress
+    _tasks: dict[str, TaskID] = field(default_factory=dict)
+
+    def fetching(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        """A hub.Progress: one bar per stage of a fetch."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total_bytes or None)
+        self._progress.update(self._tasks[stage], completed=done_bytes, total=total_bytes or None)
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    """Bars for the length of a block; they vanish from a terminal when it ends."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        yield Bars(progress)

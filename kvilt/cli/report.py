@@ -1,0 +1,37 @@
+"""What goes wrong, in one sentence and an exit code: 2 for a value the user can correct, 1 for the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from ..errors import InputError, KviltError
+
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Run a command's body; a known error becomes a sentence on stderr instead of a traceback."""
+    try:
+        yield
+    except KviltError as error:
+        _leave(str(error), USAGE if isinstance(error, InputError) else FAILURE)
+    except KeyboardInterrupt:
+        _leave("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our pipe has gone; keep Python from complaining again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILURE) from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        _leave(f"{error.strerror or error}{where}", FAILURE)
+
+
+def _leave(sentence: str, code: int) -> None:
+    print(f"kvilt: {sentence}", file=sys.stderr)
+    raise typer.Exit(code)
