@@ -115,7 +115,7 @@ class KVCache:
         """Go back to `length` tokens in every row (or one length per row)."""
         rows, lengths = self.rows(), self._per_row(length)
         for row, count in zip(rows, lengths, strict=True):
-            row.check_truncate(count)
+            row.check_truncate(count, self._common_floor() if isinstance(length, int) else row.floor)
         for row, count in zip(rows, lengths, strict=True):
             row.truncate(count)
 
@@ -224,6 +224,11 @@ class KVCache:
             raise LayoutMismatch("the two caches hold KV of different shapes; they belong to different models")
         if self._pool.identity() != other._pool.identity():
             raise LayoutMismatch("the two caches were made by different models; KV cannot move between them")
+
+    def _common_floor(self) -> int:
+        """The smallest length above 0 that every row can go back to, or 0 where only that suits all of them."""
+        floor = max(row.floor for row in self.rows())
+        return floor if floor <= min(self.lengths) else 0
 
     def _per_row(self, value: int | Sequence[int]) -> list[int]:
         rows = len(self.rows())

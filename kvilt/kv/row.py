@@ -123,19 +123,23 @@ class CacheRow:
 
     # Cutting, sharing, leaving.
 
-    def check_truncate(self, length: int) -> None:
-        """Raise unless the row can go back to `length`."""
+    @property
+    def floor(self) -> int:
+        """The smallest length above 0 that windows can still go back to; 0 where they gave nothing away."""
+        groups = self._pool.layout.groups
+        return max(group.smallest_length(first) for group, first in zip(groups, self.firsts, strict=True))
+
+    def check_truncate(self, length: int, floor: int) -> None:
+        """Raise unless the row can go back to `length`; the error advises `floor`."""
         if not 0 <= length <= self.length:
             raise TruncateError(
-                f"cannot truncate to {length}: the row holds {self.length} tokens; choose 0 to {self.length}", 0
+                f"cannot truncate to {length}: the row holds {self.length} tokens; choose 0 to {self.length}", floor
             )
-        groups = self._pool.layout.groups
-        smallest = max(group.smallest_length(first) for group, first in zip(groups, self.firsts, strict=True))
-        if 0 < length < smallest:
+        if 0 < length < self.floor:
+            choice = f"{floor} or more, or 0" if floor else "0"
             raise TruncateError(
-                f"cannot truncate to {length}: a sliding window gave older KV back; "
-                f"the smallest possible length is {smallest} (or 0, which empties the row)",
-                smallest,
+                f"cannot truncate to {length}: a sliding window gave older KV back; choose {choice} to empty the row",
+                floor,
             )
 
     def truncate(self, length: int) -> None:

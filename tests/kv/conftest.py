@@ -1,0 +1,159 @@
+"""A scribe that writes KV no two writes share, and knows what every position of a row must hold afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+
+from kvilt.kv.cache import KVCache
+from kvilt.kv.identity import Identity
+from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
+from kvilt.kv.pool import PagePool
+from kvilt.kv.row import Token, held
+from kvilt.ops.contract import KeysValues, PageShape
+from kvilt.ops.reference import ReferenceOps
+
+IDENTITY = Identity("weights-1", "reference-1")
+WINDOW = 6
+
+# A cell is a token and the seed of the KV that was written for it; a row of cells is the oracle of a cache's row.
+Cell = tuple[Token, bytes]
+
+
+class Scribe:
+    """Layouts, pools, and the two ends of every test: writing KV, and checking it."""
+
+    identity = IDENTITY
+    window = WINDOW
+
+    def full(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+        """Two layers that see everything."""
+        return KVLayout((LayerGroup(Full(), (0, 1), PageShape(2, page_tokens, 2, 4, 4, dtype)),))
+
+    def windowed(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+        """One layer that sees everything between two that see a window; keys and values of different sizes."""
+        return KVLayout(
+            (
+                LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, dtype)),
+                LayerGroup(Window(WINDOW), (0, 2), PageShape(2, page_tokens, 2, 4, 2, dtype)),
+            )
+        )
+
+    def layout(self, name: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+        return {"full": self.full, "windowed": self.windowed}[name](dtype, page_tokens)
+
+    def pool(self, layout: KVLayout | None = None, pages: int = 32, identity: Identity = IDENTITY) -> PagePool:
+        """A pool full of NaN: whoever reads what nobody wrote is found out."""
+        pool = PagePool(layout or self.full(), pages, ReferenceOps(), lambda: identity)
+        for store in pool.stores:
+            store.keys.fill_(float("nan"))
+            store.values.fill_(float("nan"))
+        return pool
+
+    def cells(self, tokens: Sequence[Token], before: Sequence[Cell] = (), salt: bytes = b"") -> list[Cell]:
+        """Cells for new tokens after `before`: like real KV, each depends on all tokens up to it (and on a salt)."""
+        seed, made = before[-1][1] if before else b"start", []
+        for token in tokens:
+            seed = hashlib.sha256(seed + repr(token).encode() + salt).digest()
+            made.append((token, seed))
+        return made
+
+    def write(self, cache: KVCache, cells: Sequence[Sequence[Cell]]) -> None:
+        """Write KV behind each row's length, the way a step does: layer by layer into reserved slots."""
+        pool = cache.pool
+        for row, new in zip(cache.rows(), cells, strict=True):
+            if not new:
+                continue
+            assert row.writable(range(row.length, row.length + len(new)))
+            for group, kv in enumerate(self.image(new, pool.layout)):
+                slots = row.slots(group, row.length, row.length + len(new))
+                for layer in range(kv.keys.shape[0]):
+                    pool.ops.write(pool.stores[group], layer, slots, kv.keys[layer].float(), kv.values[layer].float())
+
+    def extend(self, cache: KVCache, cells: Sequence[Sequence[Cell]]) -> None:
+        """A step that succeeds: reserve, write, commit."""
+        cache.reserve([len(new) for new in cells])
+        self.write(cache, cells)
+        cache.commit([[token for token, _ in new] for new in cells])
+
+    def grown(self, pool: PagePool, tokens: Sequence[Token], batch: int = 1) -> tuple[KVCache, list[list[Cell]]]:
+        """A cache whose rows all hold these tokens, each on pages of its own, and its oracle."""
+        cache, rows = KVCache(pool, batch), [self.cells(tokens) for _ in range(batch)]
+        self.extend(cache, rows)
+        return cache, rows
+
+    def image(self, cells: Sequence[Cell], layout: KVLayout) -> list[KeysValues]:
+        """What every group must hold for these cells, in canonical order."""
+        parts = [_cell_kv(seed, layout) for _, seed in cells]
+        return [
+            KeysValues(
+                torch.stack([part[g].keys for part in parts], dim=1),
+                torch.stack([part[g].values for part in parts], dim=1),
+            )
+            for g in range(len(layout.groups))
+        ]
+
+    def check(self, cache: KVCache, rows: Sequence[Sequence[Cell]]) -> None:
+        """The cache holds exactly these rows: lengths, tokens, and the KV of every position a query can see."""
+        assert cache.batch_size == len(rows)
+        assert cache.lengths == tuple(len(row) for row in rows)
+        assert cache.num_entries == max(len(row) for row in rows)
+        for index, cells in enumerate(rows):
+            assert cache.tokens(index) == [token for token, _ in cells]
+            self._check_kv(cache, index, cells)
+
+    def _check_kv(self, cache: KVCache, index: int, cells: Sequence[Cell]) -> None:
+        pool, row = cache.pool, cache.row(index)
+        for g, group in enumerate(pool.layout.groups):
+            first = row.firsts[g]
+            oldest_seen = max(0, len(cells) - WINDOW + 1) if isinstance(group.reach, Window) else 0
+            assert first <= oldest_seen, "a position that the next query sees is gone"
+            if first == len(cells):
+                continue
+            found = pool.ops.read_slots(pool.stores[g], row.slots(g, first, row.length))
+            expected = self.image(cells[first:], pool.layout)[g]
+            assert torch.equal(found.keys, expected.keys), f"keys of row {index}, group {g}"
+            assert torch.equal(found.values, expected.values), f"values of row {index}, group {g}"
+
+    def check_counts(self, pool: PagePool, caches: Sequence[KVCache]) -> None:
+        """Each page is counted exactly as often as the tables of these caches name it, and the rest is free."""
+        free = pool.free_pages()
+        for g in range(len(pool.layout.groups)):
+            tables = [row.tables[g] for cache in caches if cache.pool is pool for row in cache.rows()]
+            named = Counter(page for table in tables for page in held(table))
+            assert {page: pool.holders(g, page) for page in range(pool.pages)} == {
+                page: named[page] for page in range(pool.pages)
+            }
+            assert free[g] == pool.pages - len(named)
+
+
+@lru_cache(maxsize=4096)
+def _cell_kv(seed: bytes, layout: KVLayout) -> tuple[KeysValues, ...]:
+    """Small whole numbers, exact in every KV dtype, drawn from the seed: [layers, heads, dim] per group."""
+    made, stream = [], _numbers(seed, layout)
+    for group in layout.groups:
+        shape, (keys, stream) = group.shape, _cut(stream, group.shape, group.shape.key_dim)
+        values, stream = _cut(stream, shape, shape.value_dim)
+        made.append(KeysValues(keys.to(shape.dtype), values.to(shape.dtype)))
+    return tuple(made)
+
+
+def _numbers(seed: bytes, layout: KVLayout) -> torch.Tensor:
+    count = sum(g.shape.layers * g.shape.kv_heads * (g.shape.key_dim + g.shape.value_dim) for g in layout.groups)
+    raw = hashlib.shake_128(seed).digest(count)
+    return torch.frombuffer(bytearray(raw), dtype=torch.int8).float()
+
+
+def _cut(stream: torch.Tensor, shape: PageShape, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    size = shape.layers * shape.kv_heads * dim
+    return stream[:size].view(shape.layers, shape.kv_heads, dim), stream[size:]
+
+
+@pytest.fixture(scope="session")
+def scribe() -> Scribe:
+    return Scribe()
