@@ -84,6 +84,8 @@ class KVCache:
         """Make room for `extra` more tokens in each row (or one number per row), or change nothing."""
         rows = self.rows()
         counts = self._per_row(extra)
+        if min(counts) < 0:
+            raise InputError(f"room for {min(counts)} tokens was asked for; the number must not be negative")
         for row, count in zip(rows, counts, strict=True):
             if row.length + count > self._capacity:
                 raise ContextOverflow(row.length + count, self._capacity)
@@ -232,10 +234,12 @@ class KVCache:
 
     def _per_row(self, value: int | Sequence[int]) -> list[int]:
         rows = len(self.rows())
-        values = [value] * rows if isinstance(value, int) else list(value)
-        if len(values) != rows:
-            raise InputError(f"{len(values)} numbers were given for {rows} rows")
-        return values
+        each = [value] * rows if type(value) is int else value
+        if not isinstance(each, Sequence) or not all(type(number) is int for number in each):
+            raise InputError(f"a whole number, or one for each row, is needed, not {value!r}")
+        if len(each) != rows:
+            raise InputError(f"{len(each)} numbers were given for {rows} rows")
+        return list(each)
 
 
 def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:
