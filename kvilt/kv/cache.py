@@ -97,8 +97,13 @@ class KVCache:
             self._pool.drop(group, pages)
 
     def commit(self, tokens: Sequence[Sequence[Token]]) -> None:
-        """Advance each row over tokens whose KV was written into reserved room."""
-        for row, new in zip(self.rows(), tokens, strict=True):
+        """Advance each row over tokens whose KV was written into reserved room, or change nothing."""
+        rows = self.rows()
+        if len(tokens) != len(rows):
+            raise InputError(f"tokens of {len(tokens)} rows were given for {len(rows)} rows")
+        for row, new in zip(rows, tokens, strict=True):
+            row.check_commit(new)
+        for row, new in zip(rows, tokens, strict=True):
             row.commit(new)
 
     # The verbs.

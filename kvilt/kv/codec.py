@@ -23,12 +23,11 @@ from ..errors import BlobError
 from ..ops.contract import KeysValues, PageShape
 from .identity import Identity
 from .layout import KVLayout
-from .row import EMBEDDED, RowImage
+from .row import EMBEDDED, HASH_BYTES, RowImage
 
 MAGIC = b"KVILTKV\0"
 VERSION = 1
 DIGEST_BYTES = 32
-HASH_BYTES = 32
 _PREFIX = struct.Struct("<8sIQ")
 _MAX_HEADER_BYTES = 1 << 26
 _IDENTITY_FIELDS = ("model", "adapter", "origin", "salt")

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import TruncateError
+from ..errors import InputError, TruncateError
 from ..ops.contract import KeysValues
 from .pool import PagePool
 
 # A token is its id, or the hash of its bytes where an embedding row stood in its place.
 Token = int | bytes
 EMBEDDED = -1  # what `ids` holds where `embeds` has a hash
+HASH_BYTES = 32
 GONE = -1  # what a table holds where a window gave a page back
 
 
@@ -100,9 +101,17 @@ class CacheRow:
         span = range(low // size, high // size + 1)
         return all(self._pool.holders(g, table[i]) == 1 for g, table in enumerate(self.tables) for i in span)
 
+    def check_commit(self, tokens: Sequence[Token]) -> None:
+        """Raise unless there is reserved room for these tokens and each of them is one."""
+        if self.length + len(tokens) > self.reserved:
+            raise InputError(f"{len(tokens)} tokens do not fit the reserved room; reserve it before the step")
+        for token in tokens:
+            good = len(token) == HASH_BYTES if isinstance(token, bytes) else 0 <= token < 1 << 63
+            if not good:
+                raise InputError(f"{token!r} is neither a token id nor the {HASH_BYTES}-byte hash of an embedding row")
+
     def commit(self, tokens: Sequence[Token]) -> None:
         """Advance over tokens whose KV has been written, and give back what windows no longer see."""
-        assert self.length + len(tokens) <= self.reserved, "commit past what was reserved"
         for token in tokens:
             if isinstance(token, bytes):
                 self.embeds[self.length] = token

@@ -84,6 +84,26 @@ def test_one_number_per_row_means_exactly_that(scribe: Any, pool: Any, verb: str
         scribe.check(cache, rows)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [[1]],
+        [[1], [2], [3]],
+        [[1], [2, 3, 4, 5]],  # the second row has room for three
+        [[1], [-1]],
+        [[1], [2**63]],
+        [[1], [b"not a hash"]],
+    ],
+)
+def test_a_commit_that_cannot_be_advances_no_row(scribe: Any, pool: Any, tokens: Any) -> None:
+    cache, rows = scribe.grown(pool, range(5), batch=2)
+    with cache:
+        cache.reserve(3)
+        with pytest.raises(InputError):
+            cache.commit(tokens)
+        scribe.check(cache, rows)
+
+
 def test_a_row_past_its_capacity_is_refused_before_a_page_is_taken(scribe: Any, pool: Any) -> None:
     with KVCache(pool, 2, capacity=10) as cache:
         with pytest.raises(ContextOverflow) as refused:
