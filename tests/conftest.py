@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import write_tiny
+
+from kvilt.config import RunConfig
+from kvilt.executor.executor import Executor
+from kvilt.executor.load import load_executor
+from kvilt.weights.hub import resolve
 
 # Tiny models gain nothing from threads, and on a shared machine waiting threads cost a lot.
 torch.set_num_threads(1)
@@ -17,9 +23,15 @@ DEV_WEIGHTS = Path("~/.cache/kvilt-dev").expanduser()
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model, fetched once the way a user would."""
-    from kvilt.weights.hub import resolve
-
     return resolve("smollm2")
+
+
+@pytest.fixture(scope="session", params=["full", "window"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    """An executor over a tiny random model, once with full attention and once with a sliding window."""
+    window = 9 if request.param == "window" else None
+    folder = write_tiny(tmp_path_factory.mktemp(request.param), sliding_window=window)
+    return load_executor(folder, RunConfig(kv_memory=1 << 22))
 
 
 def _dev(name: str) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,28 +67,29 @@ NO_INPUT = RowInput((), {})
 
 def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size: int) -> list[RowInput]:
     """One checked input per row of a cache."""
-    rows = list(_per_row(value, batch_size))
+    rows = _per_row(value, batch_size)
     if len(rows) != batch_size:
         raise InputError(f"{len(rows)} inputs were given for a cache of {batch_size} rows")
     return [_read_row(row, vocab_size, hidden_size) for row in rows]
 
 
-def _per_row(value: InputsLike, batch_size: int) -> Iterator[Inputs | list[Any]]:
+def _per_row(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
+    """A list of rows, or one bare row for a cache of batch 1."""
     if isinstance(value, Inputs):
-        yield value
-        return
+        return [value]
     items: list[Any] = list(value)
-    if batch_size == 1 and all(_is_id(item) for item in items):
-        yield items
-        return
+    if batch_size == 1 and not any(_is_row(item) for item in items):
+        return [items]
     for item in items:
-        if _is_id(item):
+        if not _is_row(item):
             raise InputError(f"a cache of {batch_size} rows takes one sequence of token ids for each row")
-        yield item if isinstance(item, Inputs) else list(item)
+    return [item if isinstance(item, Inputs) else list(item) for item in items]
 
 
-def _is_id(item: object) -> bool:
-    return item.dim() == 0 if isinstance(item, Tensor) else hasattr(item, "__index__")
+def _is_row(item: object) -> bool:
+    if isinstance(item, Tensor):
+        return item.dim() > 0
+    return isinstance(item, Inputs) or (isinstance(item, Sequence) and not isinstance(item, str | bytes))
 
 
 def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> RowInput:
@@ -106,9 +108,10 @@ def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> Row
 
 
 def _id(token: object, vocab_size: int) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise InputError(f"a token id must be a whole number, not {token!r}")
-    value = int(token.__index__())
+    try:
+        value = operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"a token id must be a whole number, not {token!r}") from None
     if not 0 <= value < vocab_size:
         raise InputError(f"token id {value} is outside the vocabulary (0 to {vocab_size - 1})")
     return value

@@ -1,0 +1,160 @@
+"""The terminal as people use it: real processes, real pipes, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+
+KVILT = [sys.executable, "-m", "kvilt.cli.main"]
+
+
+def kvilt(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVILT, *args], input=stdin, capture_output=True, text=True, timeout=300, env={**os.environ, **env}
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
+    """One clear sentence, exit code 1 or 2, nothing on stdout, no traceback."""
+    assert done.returncode in (1, 2), done
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for words in says:
+        assert words in done.stderr
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> str:
+    return str(smollm2_path)
+
+
+def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
+    done = kvilt("run", "--raw", "The capital of France is", "--model", model, "--max-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" Paris")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "5 prompt tokens" in done.stderr
+    assert "3 generated" in done.stderr
+    assert "tok/s" in done.stderr
+
+
+def test_run_reads_a_pipe_and_answers_in_json(model: str) -> None:
+    done = kvilt("run", "--json", "--model", model, "--max-tokens", "40", stdin="What is the capital of France?\n")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert "Paris" in answer["text"]
+    assert answer["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
+    assert set(answer["timing"]) == {"first_token_s", "total_s", "load_s", "tokens_per_s"}
+
+
+def test_verbose_names_the_model_and_the_backend(model: str) -> None:
+    done = kvilt("run", "Hi", "--model", model, "--max-tokens", "2", "-v", "--system", "Be brief.")
+    assert done.returncode == 0, done.stderr
+    assert "llama, 30 layers" in done.stderr
+    assert "reference" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_traceback(model: str) -> None:
+    with subprocess.Popen(
+        [*KVILT, "run", "Tell me a story.", "--model", model, "--max-tokens", "40"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_missing_file() -> None:
+    refused(kvilt("run", "Hi", "--model", "./nothing-here.gguf"), "nothing-here.gguf")
+
+
+def test_an_unknown_name() -> None:
+    refused(kvilt("run", "Hi", "--model", "llama9"), "llama9", "smollm2")
+
+
+def test_not_a_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "letter.gguf"
+    path.write_text("Dear reader, this is not a model. " * 100)
+    refused(kvilt("run", "Hi", "--model", str(path)), "magic")
+
+
+def test_a_truncated_gguf(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "half.gguf"
+    with Path(model).open("rb") as whole:
+        path.write_bytes(whole.read(50_000_000))
+    refused(kvilt("run", "Hi", "--model", str(path)), "kvilt:")
+
+
+def test_a_wrong_architecture(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "other.gguf", "rwkv9")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(kvilt("run", "Hi", "--model", str(tmp_path / "other.gguf")), "kvilt:")
+
+
+def test_a_prompt_longer_than_the_context(model: str) -> None:
+    done = kvilt("run", "--model", model, "--max-context", "64", stdin="word " * 200)
+    refused(done, "tokens and the context holds 64", "shorten the prompt")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", "nan"), ("--top-p", "2"), ("--top-k", "-1"), ("--max-tokens", "0"), ("--stop", "")],
+)
+def test_a_bad_sampling_value_is_refused_before_the_model_is_loaded(option: str, value: str) -> None:
+    done = kvilt("run", "Hi", option, value, "--model", "./never-opened.gguf")
+    refused(done, option.strip("-").replace("-", "_"))
+    assert "never-opened" not in done.stderr
+
+
+def test_an_empty_pipe() -> None:
+    refused(kvilt("run", stdin="  \n"), "empty")
+
+
+def test_offline_and_not_there(tmp_path: Path) -> None:
+    refused(kvilt("pull", "smollm2", KVILT_HOME=str(tmp_path), KVILT_OFFLINE="1"), "KVILT_OFFLINE")
+
+
+def test_pull_prints_where_the_model_is(model: str) -> None:
+    done = kvilt("pull", "smollm2")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).samefile(model)
+
+
+def imported(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_does_not_import_torch() -> None:
+    done = kvilt("run", "--help")
+    assert done.returncode == 0
+    assert "--kv-memory" in done.stdout
+    modules = imported(
+        "import sys; sys.argv = ['kvilt', '--help']\n"
+        "from kvilt.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass"
+    )
+    assert not modules & {"torch", "numpy", "tokenizers", "jinja2"}
+
+
+def test_importing_kvilt_costs_little_beyond_torch() -> None:
+    assert "torch" not in imported("import kvilt")
+    extra = imported("from kvilt import load, Executor, KVCache") - imported("import torch, numpy")
+    heavy = {name.split(".")[0] for name in extra}
+    assert not heavy & {"transformers", "typer", "rich", "prompt_toolkit", "gguf", "jinja2", "pydantic", "fastapi"}

@@ -1,0 +1,58 @@
+"""A tiny random llama checkpoint, written without transformers: quick to make, real all the way through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 61, 24, 3, 4, 2, 40
+
+
+def write_tiny(folder: Path, **changes: Any) -> Path:
+    """A folder with config.json and model.safetensors; `changes` go into the config."""
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_tensors(config["vocab_size"]), folder / "model.safetensors")
+    return folder
+
+
+def _tensors(vocab: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(11)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=random) * 0.35
+
+    head = HIDDEN // HEADS
+    tensors = {"model.embed_tokens.weight": matrix(vocab, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        tensors |= {
+            f"{at}.input_layernorm.weight": torch.ones(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+            f"{at}.self_attn.q_proj.weight": matrix(HEADS * head, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": matrix(KV_HEADS * head, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": matrix(KV_HEADS * head, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head),
+            f"{at}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
+            f"{at}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
+            f"{at}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
+        }
+    return tensors
