@@ -38,7 +38,7 @@ def spelling(vocabulary: Vocabulary) -> Callable[[int], bytes]:
             return b""
         if kind == TokenType.USER_DEFINED:  # written as it is; SentencePiece files may still spell spaces their way
             text = tokens[token_id]
-            return (text.replace(SPACE, " ") if vocabulary.kind == "llama" else text).encode()
+            return _raw(text.replace(SPACE, " ") if vocabulary.kind == "llama" else text)
         return spell(tokens[token_id])
 
     return bytes_of
@@ -58,7 +58,12 @@ class ByteAlphabet:
         try:
             return bytes([self.byte_of[char] for char in token])
         except KeyError:
-            return token.encode()
+            return _raw(token)
+
+
+def _raw(text: str) -> bytes:
+    """UTF-8, and the very bytes of what was none in the file."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def spm_bytes(token: str) -> bytes:
@@ -68,11 +73,12 @@ def spm_bytes(token: str) -> bytes:
             return bytes([int(token[3:5], 16)])
         except ValueError:
             pass
-    return token.replace(SPACE, " ").encode()
+    return _raw(token.replace(SPACE, " "))
 
 
 def _byte_level(vocabulary: Vocabulary) -> Core:
     from tokenizers import Tokenizer as Core
+    from tokenizers import normalizers
     from tokenizers.models import BPE
 
     rule = rule_for(vocabulary.pre)
@@ -84,6 +90,8 @@ def _byte_level(vocabulary: Vocabulary) -> Core:
         raise TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     core = Core(model)
     core.pre_tokenizer = pre_tokenizer(rule)
+    if rule.nfc:
+        core.normalizer = normalizers.NFC()
     _add_user_defined(core, vocabulary.of_type(TokenType.USER_DEFINED))
     return core
 

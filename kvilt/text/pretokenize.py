@@ -23,6 +23,7 @@ class PreRule:
     splits: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token as a whole is taken without merging
     add_bos: bool = False  # what holds when the file does not say
+    nfc: bool = False  # letters and their accents are composed first, as the published tokenizer does
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -51,7 +52,7 @@ _HAN_HANGUL = "[一-龥\u0800-一가-\ud7ff]+"
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_HANGUL, r"\p{N}")
 # Letters of scripts with case, as that tokenizer lists them.
 _DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ"
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
     "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
     "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
@@ -85,8 +86,9 @@ PRE_RULES: Mapping[str, PreRule] = MappingProxyType(
         **_named(_DIGITS_RULE, "smollm starcoder refact command-r codeshell exaone minerva-7b"),
         **_named(_LLAMA3_RULE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
         **_named(PreRule((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe glm4"),
-        **_named(_QWEN2_RULE, "qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan grok-2"),
-        **_named(PreRule((_QWEN35,)), "qwen35"),
+        **_named(PreRule((_QWEN2,), nfc=True), "qwen2"),
+        **_named(_QWEN2_RULE, "deepseek-r1-qwen kormo megrez stablelm2 hunyuan grok-2"),
+        **_named(PreRule((_QWEN35,), nfc=True), "qwen35"),
         **_named(PreRule((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
         **_named(_GPT4O_RULE, "gpt-4o llama4 minimax-m2"),
         **_named(PreRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, TokenizerError
+from ..errors import InputError, KviltError, TokenizerError
 from .specials import SpecialTexts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Core
+
+    from .vocabulary import Vocabulary
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -130,7 +132,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     if add_bos is None:
         add_bos = rule_for(vocabulary.pre).add_bos
     special = vocabulary.of_type(TokenType.CONTROL)
-    core = build_core(vocabulary)
+    core = _built(build_core, vocabulary)
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     return make_tokenizer(
         vocab_size=len(vocabulary.tokens),
@@ -147,6 +149,15 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         tail=_wanted(vocabulary.add_eos, vocabulary.eos_id, "eos"),
         drops_space=vocabulary.space_prefix,
     )
+
+
+def _built(build: Callable[[Vocabulary], Core], vocabulary: Vocabulary) -> Core:
+    try:
+        return build(vocabulary)
+    except KviltError:
+        raise
+    except Exception as error:  # the library raises plain Exception for any damage
+        raise TokenizerError(f"no tokenizer can be built from this vocabulary: {error}") from error
 
 
 def _wanted(add: bool, token_id: int | None, name: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Refuses to know text: it says which tokens there are, not how text becomes token
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,6 +16,7 @@ from ..errors import TokenizerError
 MAX_TOKENS = 1 << 23
 MAX_TOKEN_CHARS = 1 << 14
 _PREFIX = "tokenizer.ggml."
+_ESCAPED = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as the file's reader keeps them
 # Texts that end a turn or a document when the vocabulary says they are control tokens.
 _ENDS = (
     "<|im_end|>",
@@ -67,7 +69,13 @@ class Vocabulary:
     def of_type(self, *types: TokenType) -> dict[str, int]:
         """Text to id of the tokens of these types, in id order."""
         wanted = set(types)
-        return {token: i for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in wanted}
+        found = {
+            token: i for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in wanted
+        }
+        if _ESCAPED.search("".join(found)) is None:
+            return found
+        # A token that is no UTF-8 has bytes to show and no text to be found by.
+        return {token: i for token, i in found.items() if _ESCAPED.search(token) is None}
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
