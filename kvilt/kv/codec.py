@@ -105,13 +105,15 @@ def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
     expected = asdict(own)
     if not isinstance(found, dict) or found.keys() != expected.keys():
         raise BlobError("identity", "missing or incomplete")
+    if not all(isinstance(value, str) for value in found.values()):
+        raise BlobError("identity", "not made of names")
     for field in _IDENTITY_FIELDS:
         if found[field] != expected[field]:
             raise BlobError(f"identity.{field}", "this KV was made by another model, adapter, recipe or tenant")
     if not accept_numerics and found["numerics"] != expected["numerics"]:
         raise BlobError(
             "identity.numerics",
-            f"made with {found['numerics']}, this is {expected['numerics']}; "
+            f"made with {found['numerics'][:80]!r}, this is {expected['numerics']!r}; "
             "open it through the executor to compute it again, or accept it as it is",
         )
 
@@ -132,7 +134,7 @@ def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
     length = entry.get("length")
     if not _count(length, 1 << 40):
         raise BlobError("rows.length", "not a length")
-    embeds, firsts = _list(entry, "embeds"), _list(entry, "firsts")
+    embeds, firsts = _list(entry, "embeds", "rows."), _list(entry, "firsts", "rows.")
     if not all(_count(p, length - 1) for p in embeds) or embeds != sorted(set(embeds)):
         raise BlobError("rows.embeds", "not ascending positions inside the row")
     if len(firsts) != groups or not all(_count(first, length) for first in firsts):
@@ -185,8 +187,8 @@ def _count(value: Any, limit: int) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= limit
 
 
-def _list(fields: dict[str, Any], name: str) -> list[Any]:
+def _list(fields: dict[str, Any], name: str, inside: str = "") -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
-        raise BlobError(name, "missing or not a list")
+        raise BlobError(inside + name, "missing or not a list")
     return value
