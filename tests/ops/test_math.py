@@ -1,0 +1,160 @@
+"""Norms, rotations, gates, embeddings and products against their definitions, number by number in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvilt.errors import Unsupported
+from kvilt.ops.contract import Ops, Rotation
+from kvilt.ops.select import BACKENDS, select
+from kvilt.quant.formats import FORMATS
+from kvilt.quant.tensor import QuantTensor
+
+
+def q8_0(values: Tensor) -> tuple[QuantTensor, Tensor]:
+    """Packed Q8_0 blocks by the format's definition (float16 scale, 32 signed bytes), and what they stand for."""
+    rows, columns = values.shape
+    blocks = values.view(rows, columns // 32, 32)
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+    whole = torch.round(blocks / scales.float()).clamp(-127, 127).to(torch.int8)
+    packed = torch.cat((scales.view(torch.uint8), whole.view(torch.uint8)), dim=-1)
+    truth = (whole.double() * scales.double()).view(rows, columns)
+    return QuantTensor(FORMATS["Q8_0"], (rows, columns), packed.view(rows, -1)), truth
+
+
+# Tables and choice.
+
+
+def test_a_backend_is_chosen_by_name_and_auto_takes_the_first() -> None:
+    assert select("auto").name == next(iter(BACKENDS))
+    assert [select(name).name for name in BACKENDS] == list(BACKENDS)
+    with pytest.raises(Unsupported, match="there is no backend 'abacus'"):
+        select("abacus")
+
+
+def test_numerics_name_the_backend(ops: Ops, backend: str) -> None:
+    assert ops.numerics.startswith(backend)
+    assert ops.numerics == BACKENDS[backend]().numerics
+
+
+# Norms and gates.
+
+
+@pytest.mark.parametrize(("shape", "eps"), [((3, 8), 1e-5), ((2, 4, 6), 1e-6), ((1, 1), 1e-5), ((5, 576), 1e-5)])
+def test_rms_norm(ops: Ops, near: Any, random_of: Any, shape: tuple[int, ...], eps: float) -> None:
+    x, weight = random_of(*shape) * 3, random_of(shape[-1])
+    truth = torch.empty(shape, dtype=torch.float64)
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in shape[:-1])).view(-1, len(shape) - 1).tolist():
+        row = [float(v) for v in x[tuple(place)]]
+        root = math.sqrt(math.fsum(v * v for v in row) / len(row) + eps)
+        truth[tuple(place)] = torch.tensor([v / root * float(w) for v, w in zip(row, weight, strict=True)]).double()
+    near(ops.rms_norm(x, weight, eps), truth)
+
+
+def test_rms_norm_of_zeros_is_zeros(ops: Ops) -> None:
+    assert torch.equal(ops.rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6), torch.zeros(2, 4))
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_is_activation_times_up(ops: Ops, near: Any, random_of: Any, activation: Any) -> None:
+    gate, up = random_of(4, 33) * 4, random_of(4, 33, seed=1)
+    each = [ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(gate.flatten(), up.flatten(), strict=True)]
+    near(ops.gate(gate, up, activation), torch.tensor(each, dtype=torch.float64).view(4, 33))
+
+
+# Rotation.
+
+
+def turned(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+    """Each pair as a complex number times exp(i * angle); dims past the pairs pass through."""
+    pairs = angles.shape[-1]
+    truth = x.double().clone()
+    for token in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            for pair in range(pairs):
+                a, b = (pair, pair + pairs) if pairing == "half" else (2 * pair, 2 * pair + 1)
+                number = complex(x[token, head, a], x[token, head, b])
+                angle = float(angles[token, pair])
+                number *= complex(math.cos(angle), math.sin(angle))
+                truth[token, head, a], truth[token, head, b] = number.real, number.imag
+    return truth
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (8, 3), (8, 1), (6, 3)])
+def test_rotate(ops: Ops, near: Any, random_of: Any, pairing: Any, dim: int, pairs: int) -> None:
+    x = random_of(5, 3, dim)
+    angles = torch.outer(torch.tensor([0.0, 1.0, 2.0, 7.0, 1000.0]).double(), 10000.0 ** -(torch.arange(pairs) / pairs))
+    rotation = Rotation(angles.cos().float(), angles.sin().float(), pairing)
+    out = ops.rotate(x, rotation)
+    near(out, turned(x, angles, pairing))
+    assert torch.equal(out[0], x[0])  # position 0 turns nothing
+    assert torch.equal(out[..., 2 * pairs :], x[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rotation_makes_products_depend_on_distance_alone(ops: Ops, near: Any, random_of: Any, pairing: Any) -> None:
+    q, k = random_of(1, 1, 8).expand(2, 1, 8), random_of(1, 1, 8, seed=1).expand(2, 1, 8)
+    base = torch.tensor([1.0, 0.1, 0.01, 0.001])
+    at = lambda positions: torch.outer(torch.tensor(positions), base)  # noqa: E731
+    here, there = (Rotation(a.cos(), a.sin(), pairing) for a in (at([5.0, 25.0]), at([2.0, 22.0])))
+    near_and_far = (ops.rotate(q, here) * ops.rotate(k, there)).sum(-1)
+    assert abs(float(near_and_far[0] - near_and_far[1])) < 1e-4
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "as loaded"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_embed_picks_rows(ops: Ops, near: Any, random_of: Any, packed: bool, prepared: bool) -> None:
+    table, truth = q8_0(random_of(7, 64)) if packed else (random_of(7, 64), random_of(7, 64).double())
+    ids = torch.tensor([6, 0, 3, 3])
+    near(ops.embed(ops.prepare(table) if prepared else table, ids), truth[ids])
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "as loaded"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_is_a_product_plus_a_bias(
+    ops: Ops, near: Any, random_of: Any, packed: bool, prepared: bool, biased: bool
+) -> None:
+    weight, truth = q8_0(random_of(5, 64)) if packed else (random_of(5, 64), random_of(5, 64).double())
+    x, bias = random_of(3, 64, seed=2), random_of(5) if biased else None
+    expected = torch.tensor(
+        [
+            [math.fsum(float(a) * float(b) for a, b in zip(row, column, strict=True)) for column in truth]
+            for row in x.double()
+        ],
+        dtype=torch.float64,
+    )
+    if bias is not None:
+        expected += bias.double()
+    near(ops.linear(x, ops.prepare(weight) if prepared else weight, bias), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_half_precision_weight_is_prepared_without_loss(
+    ops: Ops, near: Any, random_of: Any, dtype: torch.dtype
+) -> None:
+    table = random_of(7, 32).to(dtype)
+    near(ops.embed(ops.prepare(table), torch.arange(7)), table.double())
+
+
+def test_a_row_of_a_batch_equals_the_row_alone(ops: Ops, near: Any, random_of: Any) -> None:
+    x, weight = random_of(9, 64), random_of(5, 64)
+    together = ops.linear(x, weight)
+    for row in range(9):
+        near(ops.linear(x[row : row + 1], weight), together[row : row + 1].double())
