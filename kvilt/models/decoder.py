@@ -19,7 +19,7 @@ from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 
-SCORE_BLOCK_BYTES = 32 << 20  # logits held at a time while scoring
+SCORE_BLOCK_BYTES = 16 << 20  # logits held at a time while scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,15 @@ class Decoder:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
         wanted = torch.as_tensor(targets, dtype=torch.int64, device=states.device)
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
-        logprobs, top_ids, top_logprobs = [], [], []
+        # Results have their room before the first block: small leftovers between large blocks would keep the allocator
+        # from using that memory again.
+        logprobs = states.new_empty(len(wanted), dtype=torch.float32)
+        top_ids = wanted.new_empty((len(wanted), top))
+        top_logprobs = logprobs.new_empty((len(wanted), top))
         for start in range(0, len(wanted), block):
-            values = self.logits(states[start : start + block])
+            part = slice(start, start + block)
+            values = self.logits(states[part])
             values -= values.logsumexp(dim=-1, keepdim=True)
-            logprobs.append(values.gather(1, wanted[start : start + block].unsqueeze(1)).squeeze(1))
-            best = values.topk(top, dim=-1)
-            top_ids.append(best.indices)
-            top_logprobs.append(best.values)
-        return Scores(torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs))
+            logprobs[part] = values.gather(1, wanted[part].unsqueeze(1)).squeeze(1)
+            top_logprobs[part], top_ids[part] = values.topk(top, dim=-1)
+        return Scores(logprobs, top_ids, top_logprobs)

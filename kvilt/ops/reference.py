@@ -49,7 +49,7 @@ class ReferenceOps:
     def prepare(self, weight: Weight) -> Weight:
         if isinstance(weight, QuantTensor):
             return dequantize(weight)
-        # A copy, never a view of the mapped file: aligned memory, and no forward that depends on the file staying whole.
+        # A copy, never a view of the mapped file: memory is aligned, and no forward depends on the file staying whole.
         return weight.to(torch.float32, copy=True)
 
     def embed(self, table: Weight, ids: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def at_layer(executor: Executor, monkeypatch: pytest.MonkeyPatch, nth: int, act:
 
 
 def test_the_executor_is_stateless(tiny: Executor) -> None:
-    """"The executor is expected to be stateless." Two caches used in turn give what each gives alone."""
+    """ "The executor is expected to be stateless." Two caches used in turn give what each gives alone."""
     prompts = [PROMPT[:7], PROMPT[4:]]
     alone = [greedy_alone(tiny, prompt, 8) for prompt in prompts]
     with tiny.create_kv_cache() as a, tiny.create_kv_cache() as b:
@@ -55,7 +55,7 @@ def test_the_executor_is_stateless(tiny: Executor) -> None:
 
 
 def test_create_kv_cache(tiny: Executor) -> None:
-    """"Creates a KV cache with the appropriate configurations." """
+    """ "Creates a KV cache with the appropriate configurations." """
     with tiny.create_kv_cache(batch_size=3, capacity=40) as kv:
         assert (kv.batch_size, kv.capacity, kv.num_entries) == (3, 40, 0)
         assert kv.layout is tiny.layout
@@ -69,7 +69,7 @@ def test_create_kv_cache(tiny: Executor) -> None:
 
 
 def test_prefill_updates_the_cache(tiny: Executor) -> None:
-    """"Synchronous prefill operation. The executor is expected to update the KV Cache with the provided input data." """
+    """ "The executor is expected to update the KV Cache with the provided input data." """
     with tiny.create_kv_cache() as kv:
         assert tiny.prefill(PROMPT, kv) is None
         assert kv.lengths == (len(PROMPT),)
@@ -96,7 +96,7 @@ def test_input_that_is_no_input_is_an_error_and_changes_nothing(tiny: Executor, 
 
 
 def test_step_returns_logits_for_the_input(tiny: Executor) -> None:
-    """"Performs a single decode step synchronously. ... The returned value is logits for the provided input." """
+    """ "Performs a single decode step synchronously. ... The returned value is logits for the provided input." """
     with tiny.create_kv_cache() as kv, tiny.create_kv_cache() as other:
         tiny.prefill(PROMPT[:-1], kv)
         logits = tiny.step([PROMPT[-1]], kv)
@@ -108,7 +108,7 @@ def test_step_returns_logits_for_the_input(tiny: Executor) -> None:
 
 
 def test_sample_tokens(tiny: Executor) -> None:
-    """"Performs N decode steps synchronously. ... The function returns the sampled token ids." """
+    """ "Performs N decode steps synchronously. ... The function returns the sampled token ids." """
     with tiny.create_kv_cache() as kv, tiny.create_kv_cache() as own:
         sampled = tiny.sample_tokens(9, PROMPT, kv)
         assert [len(row) for row in sampled] == [9]
@@ -163,7 +163,7 @@ def test_no_steps_is_an_error(tiny: Executor, steps: int) -> None:
 
 
 def test_lora_is_refused_by_name_until_it_is_there(tiny: Executor) -> None:
-    """"Loads a LoRA adapter with the provided model assets." Not yet; a request never silently runs on the base."""
+    """ "Loads a LoRA adapter with the provided model assets." Not yet; a request never silently runs on the base."""
     with pytest.raises(Unsupported, match="LoRA"):
         tiny.load_lora("some/adapter")
     with pytest.raises(InputError, match="adapter"):
@@ -176,7 +176,7 @@ def test_lora_is_refused_by_name_until_it_is_there(tiny: Executor) -> None:
 
 
 def test_cancel_is_a_no_op_when_idle(tiny: Executor) -> None:
-    """"If no operation is ongoing, the cancellation is a no-op." """
+    """ "If no operation is ongoing, the cancellation is a no-op." """
     tiny.cancel()
     assert greedy_alone(tiny, PROMPT, 3) == greedy_alone(tiny, PROMPT, 3)
 
@@ -185,7 +185,7 @@ def test_cancel_is_a_no_op_when_idle(tiny: Executor) -> None:
 def test_cancel_at_every_layer_of_a_prefill_changes_no_length(
     tiny: Executor, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    """"Best effort cancellation of any ongoing operations." Afterwards the cache is as it was, and usable."""
+    """ "Best effort cancellation of any ongoing operations." Afterwards the cache is as it was, and usable."""
     monkeypatch.setattr("kvilt.executor.executor.STEP_TOKENS", 6)  # two steps of three layers
     whole = greedy_alone(tiny, PROMPT, 6)
     with tiny.create_kv_cache() as kv:
@@ -200,7 +200,7 @@ def test_cancel_at_every_layer_of_a_prefill_changes_no_length(
         assert tiny.sample_tokens(6, PROMPT[2:], kv)[0] == whole
 
 
-@pytest.mark.parametrize("layer", range(0, 15))
+@pytest.mark.parametrize("layer", range(15))
 def test_a_cancelled_generation_carries_its_tokens_and_continues(
     tiny: Executor, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
@@ -269,7 +269,7 @@ def test_running_out_of_pages_changes_nothing(tiny: Executor) -> None:
 
 
 def test_concurrent_use_serialises(tiny: Executor) -> None:
-    """"Thread-safety is not required." Here it is promised that calls wait for each other."""
+    """ "Thread-safety is not required." Here it is promised that calls wait for each other."""
     prompts = [PROMPT[i:] + PROMPT[:i] for i in range(6)]
     expected = [greedy_alone(tiny, prompt, 10) for prompt in prompts]
     found: dict[int, list[int]] = {}

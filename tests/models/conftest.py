@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from families import FAMILIES, random_model, write_checkpoint
-from transformers import PreTrainedModel
+from families import FAMILIES, Pair, random_model, write_checkpoint
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same weights twice."""
-
-    oracle: PreTrainedModel
-    executor: Executor
-
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """The oracle's logits, [tokens, vocab]."""
-        with torch.no_grad():
-            return self.oracle(torch.tensor([ids])).logits[0].float()
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

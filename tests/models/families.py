@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from kvilt.executor.executor import Executor
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -84,3 +87,16 @@ def write_checkpoint(model: PreTrainedModel, folder: Path, **options: Any) -> Pa
     """The model as a folder on disk."""
     model.save_pretrained(folder, **options)
     return folder
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights twice."""
+
+    oracle: PreTrainedModel
+    executor: Executor
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """The oracle's logits, [tokens, vocab]."""
+        with torch.no_grad():
+            return self.oracle(torch.tensor([ids])).logits[0].float()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Pair
+from families import Pair
 
-from kvilt.batch import Batch, HiddenOut, Hidden, Ids, Last, LayerSpan, Row, Score
+from kvilt.batch import Batch, Hidden, HiddenOut, Ids, Last, LayerSpan, Row, Score
 from kvilt.executor import executor as executor_module
 
 IDS = [int(i) for i in torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(7))]

@@ -1,0 +1,119 @@
+"""Real weights end to end: kvilt against transformers running the same dequantized weights in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvilt
+from kvilt import LLM
+from kvilt.batch import Batch, Ids, Last, Row
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea,",
+    "Q: What is 12 times 12?\nA:",
+    "Die Katze sitzt auf dem",
+    "東京は日本の",
+    "The three laws of thermodynamics are:\n1.",
+    '{"name": "Ada", "born": 1815, "known_for": [',
+    "😀 means happy, 😢 means",
+    "   indented\n\ttabbed\n\nand blank lines, then",
+]
+STEPS = 64
+NEAR_TIE = 1e-3  # logits closer than this may swap between two correct float32 programs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same file, opened twice."""
+
+    oracle: PreTrainedModel
+    llm: LLM
+
+
+def open_pair(path: Path) -> Iterator[Pair]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    oracle = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with kvilt.load(str(path), kv_memory="512M") as llm:
+        yield Pair(oracle, llm)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Iterator[Pair]:
+    yield from open_pair(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def gemma3(gemma3_path: Path) -> Iterator[Pair]:
+    yield from open_pair(gemma3_path)
+
+
+@pytest.fixture(scope="module")
+def qwen2(qwen2_path: Path) -> Iterator[Pair]:
+    yield from open_pair(qwen2_path)
+
+
+def theirs(pair: Pair, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return pair.oracle(torch.tensor([ids])).logits[0]
+
+
+def ours(pair: Pair, ids: list[int]) -> torch.Tensor:
+    executor = pair.llm.executor
+    with executor.create_kv_cache() as kv:
+        kv.reserve(len(ids))
+        return executor.run(Batch.of([Row(Ids(ids), range(len(ids)), kv, want=Last(len(ids)))])).values
+
+
+def check_logits(pair: Pair, prompt: str) -> None:
+    """Within 1e-3 of the size of the logits, at every position."""
+    ids = pair.llm.tokenizer.encode(prompt)
+    expected, found = theirs(pair, ids), ours(pair, ids)
+    relative = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(relative.max()) < 1e-3, f"relative error {float(relative.max()):.2e} for {prompt!r}"
+
+
+def check_greedy(pair: Pair, prompt: str) -> None:
+    """Our tokens are the oracle's argmax given the same history, which by induction is its greedy continuation."""
+    ids = pair.llm.tokenizer.encode(prompt)
+    generated = pair.llm.generate(ids, max_tokens=STEPS, ignore_eos=True).token_ids
+    assert len(generated) == STEPS
+    expected = theirs(pair, ids + generated)[len(ids) - 1 : -1]
+    for step, (token, logits) in enumerate(zip(generated, expected, strict=True)):
+        best = int(logits.argmax())
+        gap = float(logits[best] - logits[token])
+        assert gap < NEAR_TIE, f"step {step} of {prompt!r}: {token} instead of {best}, behind by {gap:.5f}"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_smollm2_prefill_logits(smollm2: Pair, prompt: str) -> None:
+    check_logits(smollm2, prompt)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_smollm2_greedy(smollm2: Pair, prompt: str) -> None:
+    check_greedy(smollm2, prompt)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_gemma3_logits(gemma3: Pair, prompt: str) -> None:
+    check_logits(gemma3, prompt)
+
+
+def test_gemma3_beyond_its_window(gemma3: Pair) -> None:
+    """The window is 512 tokens: a prompt of 900 tells local layers from global ones."""
+    check_logits(gemma3, "A list of numbers: " + ", ".join(str(i) for i in range(240)))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_qwen2_logits(qwen2: Pair, prompt: str) -> None:
+    check_logits(qwen2, prompt)
