@@ -155,6 +155,14 @@ def test_forking_between_reserve_and_commit_keeps_both_sides_apart(scribe: Any, 
         scribe.check(fork, [rows[0] + other])
 
 
+def test_a_fork_holds_no_page_that_was_only_reserved(scribe: Any, pool: Any) -> None:
+    cache, rows = scribe.grown(pool, range(8))
+    cache.reserve(20)
+    with cache, cache.fork() as fork:
+        assert [len(pages) for pages in (*cache.pages(), *fork.pages())] == [7, 2]
+        scribe.check(fork, rows)
+
+
 def test_rows_that_share_a_tail_give_the_spare_page_back(scribe: Any, pool: Any) -> None:
     source, rows = scribe.grown(pool, range(5))
     with KVCache(pool, 3) as wide:
