@@ -21,6 +21,7 @@ from .errors import ContextOverflow, InputError, ParamError, TruncateError
 from .executor.executor import STEP_TOKENS, Executor
 from .executor.load import build_executor
 from .kv.cache import KVCache
+from .models.families.registry import recognise
 from .sampling.params import SamplingParams
 from .sampling.sampler import SampleState, TokenLogprobs
 from .text import tokenizer as tokenizers
@@ -368,6 +369,7 @@ def load(
     config = run_config(**options)
     checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
     try:
+        recognise(checkpoint)  # what it is comes before what is wrong with it
         tokenizer = _tokenizer(checkpoint)
         executor = build_executor(checkpoint, config, on_load)
     except BaseException:

@@ -14,9 +14,12 @@ from gguf import GGUFWriter
 KVILT = [sys.executable, "-m", "kvilt.cli.main"]
 
 
+ONE_THREAD = {**os.environ, "KVILT_THREADS": "1"}  # tests share the machine with each other
+
+
 def kvilt(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*KVILT, *args], input=stdin, capture_output=True, text=True, timeout=300, env={**os.environ, **env}
+        [*KVILT, *args], input=stdin, capture_output=True, text=True, timeout=300, env={**ONE_THREAD, **env}
     )
 
 
@@ -67,6 +70,7 @@ def test_a_reader_that_leaves_is_no_traceback(model: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=ONE_THREAD,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -93,7 +97,7 @@ def test_a_truncated_gguf(tmp_path: Path, model: str) -> None:
     path = tmp_path / "half.gguf"
     with Path(model).open("rb") as whole:
         path.write_bytes(whole.read(50_000_000))
-    refused(kvilt("run", "Hi", "--model", str(path)), "kvilt:")
+    refused(kvilt("run", "Hi", "--model", str(path)), "cut short")
 
 
 def test_a_wrong_architecture(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ def test_a_wrong_architecture(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(kvilt("run", "Hi", "--model", str(tmp_path / "other.gguf")), "kvilt:")
+    refused(kvilt("run", "Hi", "--model", str(tmp_path / "other.gguf")), "rwkv9", "llama")
 
 
 def test_a_prompt_longer_than_the_context(model: str) -> None:
@@ -118,6 +122,10 @@ def test_a_bad_sampling_value_is_refused_before_the_model_is_loaded(option: str,
     done = kvilt("run", "Hi", option, value, "--model", "./never-opened.gguf")
     refused(done, option.strip("-").replace("-", "_"))
     assert "never-opened" not in done.stderr
+
+
+def test_a_bad_number_of_threads_is_named(model: str) -> None:
+    refused(kvilt("run", "Hi", "--model", model, KVILT_THREADS="many"), "KVILT_THREADS")
 
 
 def test_an_empty_pipe() -> None:
