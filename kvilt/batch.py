@@ -7,7 +7,8 @@ Refuses to know requests, models and sampling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .errors import InputError
 from .kv.cache import KVCache
 from .kv.pool import PagePool
+from .kv.row import CacheRow
 from .ops.contract import Paging
 
 # Where a row's hidden states come from.
@@ -141,6 +143,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A cache row as it was when the batch was made."""
+
+    row: CacheRow
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one step, ready for the device."""
 
@@ -148,6 +158,7 @@ class Batch:
     starts: tuple[int, ...]  # rows + 1 offsets into the token axis
     segments: tuple[Segment, ...]
     pool: PagePool
+    held: tuple[Held, ...]  # what the page tables above were read from
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Batch:
@@ -162,7 +173,17 @@ class Batch:
             if (key := (id(row.cache), row.cache_row)) in seen:
                 raise InputError("two rows of a batch write to the same row of a cache")
             seen[key] = None
-        return Batch(tuple(rows), _starts(rows), _segments(rows, pool, layers), pool)
+        with pool.lock:
+            held = tuple(Held(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows))
+            return Batch(tuple(rows), _starts(rows), _segments(rows, pool, layers), pool, held)
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """For the length of a step: the pages of this batch go to nobody else, whatever happens to its caches."""
+        with self.pool.lease():
+            if any(held.row.version != held.version for held in self.held):
+                raise InputError("a cache was changed after this batch was made; make it again with Batch.of")
+            yield
 
     @property
     def num_tokens(self) -> int:

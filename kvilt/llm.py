@@ -413,9 +413,4 @@ def _shared(ids: list[int], kv: KVCache | None) -> int:
         return 0
     if kv.batch_size != 1:
         raise InputError(f"a conversation continues a cache of one row, this one has {kv.batch_size}")
-    same = 0
-    for ours, theirs in zip(ids[:-1], kv.tokens(), strict=False):
-        if ours != theirs:
-            break
-        same += 1
-    return same
+    return kv.shared_prefix(ids[:-1])

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..batch import Adapted, Batch, KeyMass, Last, Logits, Nothing, Row
 from ..errors import BlobError, Cancelled, ContextOverflow, InputError, Unsupported
-from ..kv.cache import KVCache
-from ..kv.codec import unpack
+from ..kv.cache import KVCache, read_images
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
+from ..kv.row import RowImage
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
@@ -70,7 +70,7 @@ class Executor:
                 raise Unsupported("LoRA adapters are not supported in this version")
             if isinstance(row.want, KeyMass):
                 raise Unsupported("attention mass per key is not supported in this version")
-        with self._call() as stop, torch.no_grad():
+        with self._call() as stop, batch.lease(), torch.no_grad():
             return self._decoder(batch, lambda _layer: _observe(stop))
 
     def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
@@ -89,24 +89,13 @@ class Executor:
     def open_kv_cache(self, path: str | os.PathLike[str], accept_numerics: bool = False) -> KVCache:
         """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
         data = Path(path).read_bytes()
-        identity = self._pool.identity()
-        images = unpack(data, self.layout, identity, self._max_context, accept_numerics=True)
-        if not images:
-            raise BlobError("rows", "the file holds no row")
-        kv = self.create_kv_cache(len(images))
         try:
-            kv.load(data, accept_numerics)
+            images = read_images(self._pool, data, self._max_context, accept_numerics)
+            return KVCache.of_images(self._pool, images, self._max_context)
         except BlobError as error:
-            if error.field != "identity.numerics" or any(image.embeds for image in images):
-                kv.close()
+            if error.field != "identity.numerics":
                 raise
-            rows = [RowInput(tuple(image.ids), {}) if image.length else NO_INPUT for image in images]
-            with _closing_on_error(kv), self._call():
-                self._extend(rows, kv)
-        except BaseException:
-            kv.close()
-            raise
-        return kv
+        return self._compute_again(read_images(self._pool, data, self._max_context, accept_numerics=True))
 
     # The seeds' executor.
 
@@ -121,8 +110,9 @@ class Executor:
             rows = self._read(inputs, kv, lora_id)
             kv.reserve([len(row) for row in rows])
             with _settled(kv):
+                since = kv.lengths
                 logits = self._forward(rows, kv, Last())
-                kv.commit([row.tokens() for row in rows])
+                kv.commit([row.tokens() for row in rows], since)
             return logits
 
     def sample_tokens(
@@ -187,11 +177,26 @@ class Executor:
             raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
         return read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
 
+    def _compute_again(self, images: Sequence[RowImage]) -> KVCache:
+        if any(image.embeds for image in images):
+            raise BlobError(
+                "identity.numerics", "made on another machine from embeddings, which cannot be computed again"
+            )
+        kv = self.create_kv_cache(len(images))
+        try:
+            with self._call():
+                self._extend([RowInput(tuple(image.ids), {}) for image in images], kv)
+        except BaseException:
+            kv.close()
+            raise
+        return kv
+
     def _extend(self, rows: Sequence[RowInput], kv: KVCache) -> None:
         kv.reserve([len(row) for row in rows])
         with _settled(kv):
+            since = kv.lengths
             self._forward(rows, kv, Nothing())
-            kv.commit([row.tokens() for row in rows])
+            kv.commit([row.tokens() for row in rows], since)
 
     def _forward(self, rows: Sequence[RowInput], kv: KVCache, want: Last | Nothing) -> Tensor:
         """Run each row's input in reserved room behind its cache row; [non-empty rows, vocab] if logits are wanted.
@@ -212,7 +217,7 @@ class Executor:
                 done[i] = stop
             result = self.run(Batch.of(step))
             logits |= {i: result.of_row(n) for n, i in enumerate(waiting) if done[i] == len(rows[i])}
-        return torch.cat([logits[i] for i in sorted(logits)])
+        return torch.cat([logits[i] for i in sorted(logits)]) if logits else torch.empty(0, self.spec.vocab_size)
 
     def _states(
         self, rows: Sequence[RowInput], kv: KVCache, params: SamplingParams | Sequence[SamplingParams] | None
@@ -239,10 +244,10 @@ class Executor:
                 active = [i for i, row in enumerate(pending) if len(row)]
                 if not active:
                     break
+                since = kv.lengths
                 logits = self._forward(pending, kv, Last())
-                places = [kv.lengths[i] + len(pending[i]) for i in active]
-                drawn = self.sample(logits, [states[i] for i in active], places)
-                kv.commit([row.tokens() for row in pending])
+                drawn = self.sample(logits, [states[i] for i in active], [since[i] + len(pending[i]) for i in active])
+                kv.commit([row.tokens() for row in pending], since)
                 pending = [NO_INPUT] * len(rows)
                 for i, token in zip(active, drawn.tokens.tolist(), strict=True):
                     sampled[i].append(token)
@@ -273,12 +278,3 @@ def _settled(kv: KVCache) -> Iterator[None]:
         yield
     finally:
         kv.truncate(kv.lengths)
-
-
-@contextmanager
-def _closing_on_error(kv: KVCache) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        kv.close()
-        raise

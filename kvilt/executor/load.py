@@ -45,7 +45,8 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     pages = budget_bytes // layout.page_bytes
     if pages < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
-    pool = PagePool(layout, pages, ops, cache(lambda: _identity(checkpoint, spec, ops)), torch.device(config.device))
+    identity = cache(lambda: _identity(checkpoint, spec, ops))
+    pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
     return Executor(decoder, pool, max_context, checkpoint.tensors.close)
 
 

@@ -9,16 +9,31 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
-from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, LayoutMismatch
+from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch
 from .codec import pack, unpack
 from .layout import KVLayout
 from .pool import PagePool
 from .row import CacheRow, RowImage, Token, held, rows_from_images
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_event(verb: Callable[Concatenate[KVCache, P], R]) -> Callable[Concatenate[KVCache, P], R]:
+    """Other threads see a verb as done or not begun."""
+
+    @wraps(verb)
+    def locked(self: KVCache, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.pool.lock:
+            return verb(self, *args, **kwargs)
+
+    return locked
 
 
 class KVCache:
@@ -69,6 +84,11 @@ class KVCache:
     def closed(self) -> bool:
         return not self._finalizer.alive
 
+    def shared_prefix(self, tokens: Sequence[Token], row: int = 0) -> int:
+        """How many tokens from the start a row has in common with `tokens`."""
+        pairs = zip(tokens, self.tokens(row), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), self.row(row).length))
+
     def tokens(self, row: int = 0) -> list[Token]:
         """The exact tokens of a row; an embedding row counts by the hash of its bytes."""
         return self.row(row).tokens()
@@ -80,6 +100,7 @@ class KVCache:
 
     # Extending: find room, let the executor write, advance.
 
+    @_one_event
     def reserve(self, extra: int | Sequence[int]) -> None:
         """Make room for `extra` more tokens in each row (or one number per row), or change nothing."""
         rows = self.rows()
@@ -96,9 +117,17 @@ class KVCache:
         for group, pages in enumerate(spare):  # two rows shared a tail, and the first copy set the second free
             self._pool.drop(group, pages)
 
-    def commit(self, tokens: Sequence[Sequence[Token]]) -> None:
-        """Advance each row over tokens whose KV was written into reserved room, or change nothing."""
+    @_one_event
+    def commit(self, tokens: Sequence[Sequence[Token]], since: Sequence[int] | None = None) -> None:
+        """Advance each row over tokens whose KV was written into reserved room, or change nothing.
+
+        `since` are the lengths the step began with: if another thread changed them meanwhile, nothing is committed.
+        """
         rows = self.rows()
+        if since is not None and tuple(since) != self.lengths:
+            raise KVError(
+                f"the cache went from {list(since)} to {list(self.lengths)} tokens during the step; run it again"
+            )
         if len(tokens) != len(rows):
             raise InputError(f"tokens of {len(tokens)} rows were given for {len(rows)} rows")
         for row, new in zip(rows, tokens, strict=True):
@@ -108,6 +137,7 @@ class KVCache:
 
     # The verbs.
 
+    @_one_event
     def fork(self) -> KVCache:
         """A second handle on the same content; whoever writes first copies the page it writes to."""
         return self._sibling([row.fork() for row in self.rows()])
@@ -118,6 +148,7 @@ class KVCache:
             raise InputError(f"n must not be negative, not {n}")
         return [self.fork() for _ in range(n)]
 
+    @_one_event
     def truncate(self, length: int | Sequence[int]) -> None:
         """Go back to `length` tokens in every row (or one length per row)."""
         rows, lengths = self.rows(), self._per_row(length)
@@ -126,22 +157,26 @@ class KVCache:
         for row, count in zip(rows, lengths, strict=True):
             row.truncate(count)
 
+    @_one_event
     def select_and_copy_from(self, other: KVCache, batch_index: int) -> None:
         """Row `batch_index` of `other` becomes the one row of this cache."""
         if self.batch_size != 1:
             raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
         self._replace(self._rows_like([other.row(batch_index)], other))
 
+    @_one_event
     def broadcast_and_copy_from(self, other: KVCache) -> None:
         """The one row of `other` becomes every row of this cache; costs page ids, not bytes."""
         if other.batch_size != 1:
             raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
         self._replace(self._rows_like([other.row(0)] * self.batch_size, other))
 
+    @_one_event
     def deep_copy(self) -> KVCache:
         """The same content on pages of its own. Expensive; `fork` is what you usually want."""
         return self._sibling(rows_from_images(self._pool, self._images()))
 
+    @_one_event
     def close(self) -> None:
         """Give every page back. Closing twice is fine, using a closed cache is not."""
         if self._finalizer.detach() is not None:
@@ -150,15 +185,31 @@ class KVCache:
 
     # Bytes.
 
+    @_one_event
     def serialize(self) -> bytes:
         """All rows as self-describing, checksummed bytes."""
         return pack(self._images(), self.layout, self._pool.identity())
 
     def load(self, data: bytes, accept_numerics: bool = False) -> None:
         """Become what `data` holds, or raise a BlobError and stay as it was."""
-        images = unpack(data, self.layout, self._pool.identity(), self._capacity, accept_numerics)
+        images = read_images(self._pool, data, self._capacity, accept_numerics)
         if len(images) != self.batch_size:
             raise BlobError("rows", f"{len(images)} rows do not fit a cache of batch size {self.batch_size}")
+        self._adopt(images)
+
+    @classmethod
+    def of_images(cls, pool: PagePool, images: Sequence[RowImage], capacity: int) -> Self:
+        """A new cache with this content."""
+        kv = cls(pool, len(images), capacity)
+        try:
+            kv._adopt(images)
+        except BaseException:
+            kv.close()
+            raise
+        return kv
+
+    @_one_event
+    def _adopt(self, images: Sequence[RowImage]) -> None:
         self._replace(rows_from_images(self._pool, images))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -245,6 +296,14 @@ class KVCache:
         if len(each) != rows:
             raise InputError(f"{len(each)} numbers were given for {rows} rows")
         return list(each)
+
+
+def read_images(pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False) -> list[RowImage]:
+    """The rows of a blob, if they could be rows of this pool; a BlobError otherwise."""
+    images = unpack(data, pool.layout, pool.identity(), capacity, accept_numerics)
+    if any(token >= pool.token_limit for image in images for token in image.ids):
+        raise BlobError("payload.tokens", f"a token id is past this model's vocabulary of {pool.token_limit}")
+    return images
 
 
 def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,24 +43,28 @@ class PagePool:
         ops: Ops,
         identity: Callable[[], Identity],
         device: torch.device | None = None,
+        token_limit: int = 1 << 63,
     ) -> None:
         self.layout = layout
         self.pages = pages
         self.ops = ops
         # A callable: hashing a model's weights takes a while, and only KV that leaves the process needs it.
         self.identity = identity
+        self.token_limit = token_limit  # ids at or past it are no tokens; loaded KV is checked against it
         self.device = device or torch.device("cpu")
         self.stores = tuple(ops.new_pages(group.shape, pages, self.device) for group in layout.groups)
         self._refs = [array("I", bytes(4 * pages)) for _ in layout.groups]
         # A stack with the lowest id on top: pages touched before are used again before fresh memory is.
         self._free = [list(range(pages - 1, -1, -1)) for _ in layout.groups]
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # verbs of caches hold it too, so that each is one event to every thread
         # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
+        self._leases = 0
+        self._limbo: list[tuple[int, int]] = []  # (group, page) freed while a step may still write to it
 
     def take(self, counts: Sequence[int]) -> list[list[int]]:
         """`counts[g]` pages of each group g, all of them or none."""
-        with self._lock:
+        with self.lock:
             self._settle()
             for free, count in zip(self._free, counts, strict=True):
                 if count > len(free):
@@ -72,20 +77,37 @@ class PagePool:
 
     def share(self, group: int, pages: Iterable[int]) -> None:
         """One more handle holds these pages."""
-        with self._lock:
+        with self.lock:
             for page in pages:
                 assert self._refs[group][page] > 0, "a free page cannot be shared"
                 self._refs[group][page] += 1
 
     def drop(self, group: int, pages: Iterable[int]) -> None:
         """One handle fewer holds these pages; the last one frees them."""
-        with self._lock:
+        with self.lock:
             refs, free = self._refs[group], self._free[group]
             for page in pages:
                 assert refs[page] > 0, "a page was dropped more often than it was held"
                 refs[page] -= 1
-                if refs[page] == 0:
+                if refs[page] == 0 and self._leases:
+                    self._limbo.append((group, page))
+                elif refs[page] == 0:
                     free.append(page)
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """While it lasts, pages that are dropped are given to nobody else: a running step may still write to them."""
+        with self.lock:
+            self._leases += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._leases -= 1
+                if self._leases == 0:
+                    for group, page in self._limbo:
+                        self._free[group].append(page)
+                    self._limbo.clear()
 
     def abandon(self, group: int, pages: list[int]) -> None:
         """Drop from a finalizer: takes no lock, takes effect before the next count."""
@@ -93,19 +115,19 @@ class PagePool:
 
     def holders(self, group: int, page: int) -> int:
         """How many handles hold a page."""
-        with self._lock:
+        with self.lock:
             self._settle()
             return self._refs[group][page]
 
     def free_pages(self) -> tuple[int, ...]:
         """Free pages of each group."""
-        with self._lock:
+        with self.lock:
             self._settle()
             return tuple(len(free) for free in self._free)
 
     def usage(self) -> PoolUsage:
         """How full the pool is."""
-        with self._lock:
+        with self.lock:
             self._settle()
             total = self.pages * len(self._free)
             shared = sum(count > 1 for refs in self._refs for count in refs)

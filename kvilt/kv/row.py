@@ -40,7 +40,7 @@ class RowImage:
 class CacheRow:
     """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
 
-    __slots__ = ("_pool", "embeds", "firsts", "ids", "tables")
+    __slots__ = ("_pool", "embeds", "firsts", "ids", "tables", "version")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -48,6 +48,7 @@ class CacheRow:
         self.embeds: dict[int, bytes] = {}
         self.tables: list[list[int]] = [[] for _ in pool.layout.groups]
         self.firsts = [0] * len(pool.layout.groups)
+        self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
 
     @property
     def length(self) -> int:
@@ -72,6 +73,7 @@ class CacheRow:
     def reserve(self, extra: int, spare: list[list[int]]) -> None:
         """Make [length, length + extra) writable with pages from `spare` (one list per group)."""
         want = self._pool.layout.pages_for(self.length + extra)
+        self.version += 1
         for g, table in enumerate(self.tables):
             for index in self._to_copy(g, extra):
                 page = spare[g].pop()
@@ -154,6 +156,7 @@ class CacheRow:
     def truncate(self, length: int) -> None:
         """Forget everything from `length` on; also drops pages that were only reserved."""
         keep = self._pool.layout.pages_for(length)
+        self.version += 1
         for g, table in enumerate(self.tables):
             self._pool.drop(g, [page for page in table[keep:] if page != GONE])
             del table[keep:]
@@ -176,6 +179,7 @@ class CacheRow:
         return child
 
     def close(self) -> None:
+        self.version += 1
         for g, table in enumerate(self.tables):
             self._pool.drop(g, held(table))
             table.clear()

@@ -142,6 +142,7 @@ def _attend_block(
     if mask.window:
         hidden |= at <= positions.unsqueeze(1) - mask.window
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    values = values.masked_fill(hidden.all(0).view(-1, 1, 1), 0.0)  # never written, perhaps: 0 * NaN is NaN
     mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))
     return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -347,8 +348,6 @@ def test_save_and_open(tiny: Executor, tmp_path: object) -> None:
 def test_kv_of_other_numerics_is_computed_again_unless_accepted(
     tiny: Executor, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
-
     path = f"{tmp_path}/foreign.kv"
     with tiny.create_kv_cache() as kv:
         tiny.prefill(PROMPT, kv)
@@ -365,6 +364,17 @@ def test_kv_of_other_numerics_is_computed_again_unless_accepted(
             with tiny.open_kv_cache(path) as computed:
                 assert computed.serialize() == kv.serialize()
             assert ran
+
+
+def test_an_empty_cache_of_other_numerics_opens_empty(
+    tiny: Executor, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny.pool.identity()
+    with tiny.create_kv_cache(batch_size=2) as kv, monkeypatch.context() as patch:
+        patch.setattr(tiny.pool, "identity", lambda: dataclasses.replace(own, numerics="another CPU"))
+        kv.save(f"{tmp_path}/empty.kv")
+    with tiny.open_kv_cache(f"{tmp_path}/empty.kv") as again:
+        assert again.lengths == (0, 0)
 
 
 def test_the_usual_loop(tiny: Executor) -> None:

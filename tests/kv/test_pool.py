@@ -109,7 +109,7 @@ def test_abandoning_waits_for_no_lock(pool: PagePool) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with pool._lock:
+        with pool.lock:
             entered.set()
             leave.wait(10)
 

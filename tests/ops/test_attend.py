@@ -162,9 +162,6 @@ def test_noise_between_sparse_windows_is_seen_by_none(
     random_of: Any,
 ) -> None:
     """Two queries of one row far apart: what lies between their windows was never written."""
-    if backend == "reference":
-        why = "the reference multiplies keys that no query sees by a weight of 0, and 0 * NaN is NaN"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     case = Case([RowCase([5, 0, 7, 1], [2, 3, 12, 13], [3, 13])], mask=AttentionMask(scale=0.35, window=2))
     scene = Scene(case, ops, noisy_pages, paging_of, random_of)
     near(ops.attend(scene.query, scene.store, case.layer, scene.paging, case.mask), scene.truth())
