@@ -16,6 +16,9 @@ from .tensor import QuantTensor, Weight
 # Elements unpacked at a time: small enough for the cache, large enough to hide the cost of a call.
 _SLAB_ELEMENTS = 1 << 18
 
+# The sixteen values of an IQ4_NL nibble: steps grow away from zero, as weights thin out there.
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 # Fills out [blocks, block_elements] float32 from blocks [blocks, block_bytes] uint8. Products and sums are separate
 # roundings, in the order of GGML's own code; a fused multiply-add would differ in the last bit.
 _Unpacker = Callable[[torch.Tensor, torch.Tensor], None]
@@ -102,6 +105,43 @@ def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(_half(blocks, 0))
 
 
+def _iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    levels = torch.tensor(_IQ4_LEVELS, dtype=torch.float32)
+    packed = blocks[:, 2:].int()
+    out.copy_(levels[torch.cat((packed & 15, packed >> 4), dim=-1)])
+    out.mul_(_half(blocks, 0))
+
+
+def _crumbs(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Two-bit values of 64 bytes: each half of the block reads 32 bytes four times, lowest bits first."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
+    out.view(-1, 2, 4, 32).copy_((packed.view(-1, 2, 1, 32) >> shifts) & 3)
+
+
+def _q2_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    _crumbs(blocks[:, 16:80].contiguous(), out)
+    header = blocks[:, :16]  # low halves scale, high halves shift
+    values = out.view(-1, 16, 16)
+    values.mul_((_half(blocks, 80) * (header & 15)).unsqueeze(-1))
+    values.sub_((_half(blocks, 82) * (header >> 4)).unsqueeze(-1))
+
+
+def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    _crumbs(blocks[:, 32:96].contiguous(), out)
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    low_third = ~(blocks[:, :32].unsqueeze(1) >> shifts) & 1  # bit i of byte j: value j of group i; a clear bit is -4
+    out.view(-1, 8, 32).sub_(low_third << 2)
+    out.view(-1, 16, 16).mul_((_half(blocks, 108) * _six_bit_scales(blocks[:, 96:108])).unsqueeze(-1))
+
+
+def _six_bit_scales(packed: torch.Tensor) -> torch.Tensor:
+    """Sixteen scales from -32 to 31 out of 12 bytes: nibbles in the first 8, the top two bits in the last 4."""
+    low = torch.cat((packed[:, :8] & 15, packed[:, :8] >> 4), dim=-1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
+    high = ((packed[:, 8:].unsqueeze(1) >> shifts) & 3).flatten(1)
+    return (low | (high << 4)).to(torch.int8) - 32
+
+
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight 6-bit scales and eight 6-bit minimums from 12 bytes: two [blocks, 8] uint8.
 
@@ -155,6 +195,9 @@ _UNPACKERS: Mapping[str, _Unpacker] = MappingProxyType(
         "Q5_0": _q5_0,
         "Q5_1": _q5_1,
         "Q8_0": _q8_0,
+        "IQ4_NL": _iq4_nl,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
         "Q4_K": _q4_k,
         "Q5_K": _q5_k,
         "Q6_K": _q6_k,

@@ -14,7 +14,9 @@ from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import UNPACKED_FORMATS, dequantize, to_float
 
 # Where each block keeps its float16 scales; random bytes there would be NaN or infinite now and then.
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)} | {
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,)} | {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
@@ -53,7 +55,7 @@ def test_a_format_unpacks_to_the_bits_of_the_gguf_package(name: str, rows: int, 
     assert np.array_equal(mine.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q3_K", "IQ4_NL"])
 def test_a_tensor_of_several_slabs_and_a_rest_unpacks_whole(name: str) -> None:
     raw = _random_blocks(name, 301, 2048 // FORMATS[name].block_elements, seed=7)
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
@@ -89,6 +91,11 @@ def test_a_format_without_a_dequantizer_is_refused_by_name_with_those_that_work(
     raw = np.zeros((1, FORMATS["IQ4_XS"].block_bytes), dtype=np.uint8)
     with pytest.raises(Unsupported, match=r"IQ4_XS.*Q4_0.*Q6_K"):
         dequantize(_packed("IQ4_XS", raw))
+
+
+def test_the_formats_of_models_people_download_can_all_be_unpacked() -> None:
+    common = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "BF16"}
+    assert common <= set(UNPACKED_FORMATS)
 
 
 def test_every_size_in_the_table_is_that_of_the_gguf_package() -> None:
