@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from .executor.adapters import DecoderOnlyLLM as DecoderOnlyLLM
+    from .executor.adapters import LlmExecutor as LlmExecutor
     from .executor.executor import Executor as Executor
     from .executor.inputs import Inputs as Inputs
     from .kv.cache import KVCache as KVCache
@@ -28,11 +30,24 @@ _HOMES = MappingProxyType(
         "Completion": "llm",
         "Executor": "executor.executor",
         "Inputs": "executor.inputs",
+        "LlmExecutor": "executor.adapters",
+        "DecoderOnlyLLM": "executor.adapters",
         "KVCache": "kv.cache",
         "SamplingParams": "sampling.params",
     }
 )
-__all__ = ["LLM", "Completion", "Executor", "Inputs", "KVCache", "SamplingParams", "errors", "load"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "DecoderOnlyLLM",
+    "Executor",
+    "Inputs",
+    "KVCache",
+    "LlmExecutor",
+    "SamplingParams",
+    "errors",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

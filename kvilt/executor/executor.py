@@ -20,10 +20,12 @@ from ..kv.cache import KVCache, read_images
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.row import RowImage
+from ..metrics import Metrics
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampled, SampleState, sample
+from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, read_inputs
 
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
@@ -33,11 +35,18 @@ class Executor:
     """A model ready to run. Concurrent calls wait for each other; `cancel` may come from any thread."""
 
     def __init__(
-        self, decoder: Decoder, pool: PagePool, max_context: int, on_close: Callable[[], None] = lambda: None
+        self,
+        decoder: Decoder,
+        pool: PagePool,
+        max_context: int,
+        metrics: Metrics | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._max_context = max_context
+        self.metrics = metrics or Metrics(EXECUTOR_METRICS)
+        self.adapters: dict[int, int] = {}  # rows that are running on each loaded adapter
         self._on_close = on_close
         self._lock = threading.RLock()
         self._running: threading.Event | None = None  # set to stop the call in progress
@@ -59,6 +68,11 @@ class Executor:
         """Tokens a sequence may have."""
         return self._max_context
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress."""
+        return self._running is not None
+
     # The primitive.
 
     def run(self, batch: Batch) -> Logits:
@@ -71,7 +85,11 @@ class Executor:
             if isinstance(row.want, KeyMass):
                 raise Unsupported("attention mass per key is not supported in this version")
         with self._call() as stop, batch.lease(), torch.no_grad():
-            return self._decoder(batch, lambda _layer: _observe(stop))
+            logits = self._decoder(batch, lambda _layer: _observe(stop))
+        self.metrics.add(STEPS)
+        self.metrics.add(ROWS, len(batch.rows), adapter="base")
+        self.metrics.add(TOKENS, batch.num_tokens)
+        return logits
 
     def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
         """One token per row of `logits`; the states do not advance."""
@@ -109,7 +127,7 @@ class Executor:
         with self._call():
             rows = self._read(inputs, kv, lora_id)
             kv.reserve([len(row) for row in rows])
-            with _settled(kv):
+            with settled(kv):
                 since = kv.lengths
                 logits = self._forward(rows, kv, Last())
                 kv.commit([row.tokens() for row in rows], since)
@@ -135,7 +153,7 @@ class Executor:
             states = self._states(rows, kv, params)
             # All room is found before any work, so that no step can fail for want of pages.
             kv.reserve([_room(kv, index, len(row), num_steps) for index, row in enumerate(rows)])
-            with _settled(kv):
+            with settled(kv):
                 return self._sample_loop(num_steps, rows, states, kv)
 
     def cancel(self) -> None:
@@ -171,7 +189,7 @@ class Executor:
                 self._running = None
 
     def _read(self, inputs: InputsLike, kv: KVCache, lora_id: int | None) -> list[RowInput]:
-        if lora_id is not None:
+        if lora_id is not None and lora_id not in self.adapters:
             raise InputError(f"there is no LoRA adapter with id {lora_id}")
         if kv.pool is not self._pool:
             raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
@@ -193,7 +211,7 @@ class Executor:
 
     def _extend(self, rows: Sequence[RowInput], kv: KVCache) -> None:
         kv.reserve([len(row) for row in rows])
-        with _settled(kv):
+        with settled(kv):
             since = kv.lengths
             self._forward(rows, kv, Nothing())
             kv.commit([row.tokens() for row in rows], since)
@@ -272,7 +290,7 @@ def _room(kv: KVCache, row: int, tokens: int, num_steps: int) -> int:
 
 
 @contextmanager
-def _settled(kv: KVCache) -> Iterator[None]:
+def settled(kv: KVCache) -> Iterator[None]:
     """Whatever happens inside, the cache ends at its committed lengths and holds no spare page."""
     try:
         yield

@@ -47,7 +47,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
-    return Executor(decoder, pool, max_context, checkpoint.tensors.close)
+    return Executor(decoder, pool, max_context, on_close=checkpoint.tensors.close)
 
 
 def _max_context(spec: ModelSpec, config: RunConfig) -> int:

@@ -27,6 +27,7 @@ class PoolUsage:
     total: int
     used: int
     shared: int  # used by more than one handle, counted once
+    used_bytes: int
 
     @property
     def free(self) -> int:
@@ -129,9 +130,10 @@ class PagePool:
         """How full the pool is."""
         with self.lock:
             self._settle()
-            total = self.pages * len(self._free)
+            used = [self.pages - len(free) for free in self._free]
+            used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
             shared = sum(count > 1 for refs in self._refs for count in refs)
-            return PoolUsage(total, total - sum(len(free) for free in self._free), shared)
+            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes)
 
     def _settle(self) -> None:
         while self._abandoned:

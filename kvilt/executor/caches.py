@@ -1,0 +1,141 @@
+"""Caches by id over one executor, and one forward for any mix of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..batch import Batch, Ids, Last, Logits, Nothing, Row
+from ..errors import InputError, TruncateError
+from ..kv.cache import KVCache
+from .executor import Executor, settled
+from .inputs import read_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens to put behind a cache, and how many logits of them are wanted."""
+
+    cache_id: str
+    tokens: Sequence[int]
+    want: int
+
+
+class CacheTable:
+    """The caches of one executor by the ids their holders gave them."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.lock = threading.RLock()
+        self._caches: dict[str, KVCache] = {}
+        self.hits = self.misses = self.saved_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def get(self, cache_id: str) -> KVCache:
+        if cache_id not in self._caches:
+            raise InputError(f"there is no cache {cache_id!r}; prefill it first")
+        return self._caches[cache_id]
+
+    def length(self, cache_id: str) -> int:
+        """Tokens a cache holds; 0 where there is none."""
+        return self._caches[cache_id].num_entries if cache_id in self._caches else 0
+
+    def tokens(self) -> int:
+        return sum(kv.num_entries for kv in self._caches.values())
+
+    def release(self, cache_id: str) -> None:
+        """Close a cache; an id that is gone already is fine."""
+        with self.lock:
+            if (kv := self._caches.pop(cache_id, None)) is not None:
+                kv.close()
+
+    def clear(self) -> None:
+        for cache_id in list(self._caches):
+            self.release(cache_id)
+
+    def truncate(self, cache_id: str, length: int) -> None:
+        with self.lock:
+            self.get(cache_id).truncate(length)
+
+    def prefill(self, prompts: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+        """Each prompt from its beginning, all in one forward; logits [vocab] after each."""
+        with self.lock:
+            _distinct([cache_id for cache_id, _ in prompts])
+            ids = {cache_id: self._checked(tokens) for cache_id, tokens in prompts}
+            # On forks, so that a failure leaves every cache as it was, also those that had to be cut back.
+            table = {name: self._beginning(self._caches.get(name), tokens) for name, tokens in ids.items()}
+            saved = {name: kv.num_entries for name, kv in table.items()}
+            try:
+                parts = [Part(name, tokens[saved[name] :], 1) for name, tokens in ids.items()]
+                logits = self._run(parts, table)
+            except BaseException:
+                for kv in table.values():
+                    kv.close()
+                raise
+            for cache_id, kv in table.items():
+                self.release(cache_id)
+                self._caches[cache_id] = kv
+            self.hits += sum(count > 0 for count in saved.values())
+            self.misses += sum(count == 0 for count in saved.values())
+            self.saved_tokens += sum(saved.values())
+            return [logits.of_row(row)[0] for row in range(len(parts))]
+
+    def extend(self, parts: Sequence[Part], create: bool = False) -> Logits:
+        """Put tokens behind existing caches, all in one forward."""
+        with self.lock:
+            _distinct([part.cache_id for part in parts])
+            checked = [Part(part.cache_id, self._checked(part.tokens), part.want) for part in parts]
+            known = {
+                part.cache_id: self.get(part.cache_id) for part in parts if not create or part.cache_id in self._caches
+            }
+            fresh = {part.cache_id: self.executor.create_kv_cache() for part in parts if part.cache_id not in known}
+            try:
+                logits = self._run(checked, known | fresh)
+            except BaseException:
+                for kv in fresh.values():
+                    kv.close()
+                raise
+            self._caches |= fresh
+            return logits
+
+    def _beginning(self, kv: KVCache | None, tokens: list[int]) -> KVCache:
+        """A cache that holds as much of `tokens` as `kv` does; at least one token is left to compute."""
+        if kv is None:
+            return self.executor.create_kv_cache()
+        same = kv.shared_prefix(tokens[:-1])
+        fork = kv.fork()
+        try:
+            fork.truncate(same)
+        except TruncateError:  # a window gave that part back
+            fork.truncate(0)
+        return fork
+
+    def _run(self, parts: Sequence[Part], table: dict[str, KVCache]) -> Logits:
+        caches = [table[part.cache_id] for part in parts]
+        with ExitStack() as settling:
+            rows = []
+            for part, kv in zip(parts, caches, strict=True):
+                start = kv.num_entries
+                kv.reserve(len(part.tokens))
+                settling.enter_context(settled(kv))
+                want = Last(part.want) if part.want else Nothing()
+                rows.append(Row(Ids(part.tokens), range(start, start + len(part.tokens)), kv, want=want))
+            logits = self.executor.run(Batch.of(rows))
+            for part, kv, row in zip(parts, caches, rows, strict=True):
+                kv.commit([list(part.tokens)], [row.positions[0]])
+        return logits
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        spec = self.executor.spec
+        return list(read_inputs(list(tokens), 1, spec.vocab_size, spec.hidden_size)[0].ids)
+
+
+def _distinct(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise InputError("a cache may stand in a batch only once")
