@@ -1,11 +1,12 @@
-"""GGUF files: the tensors behind a header that is checked field by field before any of it is used.
+"""GGUF files, whole or split: the tensors behind a header that is checked field by field before any of it is used.
 
 Tensors are views of the mapped file; nothing is copied and nothing is unpacked here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -14,8 +15,8 @@ import torch
 
 from ..errors import WeightError
 from ..quant.tensor import QuantTensor, Weight
-from .gguf_header import TensorInfo, read_header
-from .mapped import MappedFile
+from .gguf_split import Part, Place, join, open_parts
+from .stored import Stored
 
 # Formats that torch itself can hold come out as ordinary tensors.
 _PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
@@ -33,51 +34,60 @@ _PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class GGUFFile:
-    """An open GGUF file: its metadata and, by name, its tensors."""
+    """An open GGUF model, one file or several parts: its metadata and, by name, its tensors."""
 
-    def __init__(self, file: MappedFile, metadata: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, parts: Sequence[Part], metadata: Mapping[str, Any], places: Mapping[str, Place]) -> None:
         self.metadata = metadata
-        self.infos = infos
-        self._file = file
+        self._files = tuple(part.file for part in parts)
+        self._places = places
         self._announced = False
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map `path` and check its whole header; raises WeightError naming the field that is wrong."""
-        file = MappedFile(path)
+        """Map `path`, and its siblings if it is a part, and check every header; WeightError names what is wrong."""
+        parts = open_parts(path)
         try:
-            header = read_header(file.map, file.size)
+            return cls(parts, *join(parts))
         except BaseException:
-            file.close()
+            for part in parts:
+                part.file.close()
             raise
-        return cls(file, header.metadata, header.tensors)
 
     def names(self) -> tuple[str, ...]:
-        """Tensor names in file order."""
-        return tuple(self.infos)
+        """Tensor names in file order, part by part."""
+        return tuple(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
-        return self._info(name).shape
+        return self._place(name).info.shape
+
+    def stored(self, name: str) -> Stored:
+        """The tensor's format and size, from the header alone."""
+        info = self._place(name).info
+        return Stored(info.format.name, info.nbytes)
 
     def tensor(self, name: str) -> Weight:
         """The tensor as a view of the file: packed blocks, or a torch tensor where torch has the type."""
-        info = self._info(name)
+        place = self._place(name)
+        info = place.info
         if not self._announced:  # someone wants weights, not only the header
             self._announced = True
-            self._file.will_need()
-        data = torch.from_numpy(self._file.view(info.start, info.start + info.nbytes))
+            for file in self._files:
+                file.will_need()
+        data = torch.from_numpy(place.file.view(info.start, info.start + info.nbytes))
         if dtype := _PLAIN.get(info.format.name):
             return data.view(dtype).view(info.shape)
         return QuantTensor(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
 
     def digest(self) -> str:
-        """sha256 of the whole file, metadata included; read once, on first use."""
-        return self._file.digest()
+        """sha256 of the whole file, or over those of all parts, metadata included; read once, on first use."""
+        digests = [file.digest() for file in self._files]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     def close(self) -> None:
-        """Let go of the file; tensors handed out stay valid."""
-        self._file.close()
+        """Let go of the files; tensors handed out stay valid."""
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +95,8 @@ class GGUFFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _info(self, name: str) -> TensorInfo:
+    def _place(self, name: str) -> Place:
         try:
-            return self.infos[name]
+            return self._places[name]
         except KeyError:
             raise WeightError(name, "the file holds no tensor of that name") from None

@@ -146,11 +146,10 @@ def read_header(data: mmap.mmap | bytes, size: int) -> Header:
     pair_count = _count(cursor, "metadata_count", _MIN_PAIR_BYTES)
     metadata = _read_metadata(cursor, pair_count)
     alignment = _alignment(metadata)
-    _check_whole(metadata)
     described = [_read_tensor(cursor, index) for index in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
     tensors = _place(described, data_start, alignment, size)
-    _check_vocabulary(metadata, tensors)
+    check_vocabulary(metadata, tensors)
     return Header(MappingProxyType(metadata), MappingProxyType(tensors))
 
 
@@ -228,11 +227,6 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
     return alignment
 
 
-def _check_whole(metadata: Mapping[str, Any]) -> None:
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise WeightError("split.count", "the model is split over several files; merge them with gguf-split first")
-
-
 def _read_tensor(cursor: Cursor, index: int) -> TensorInfo:
     name = cursor.string(f"tensor name {index}", longest=MAX_NAME_BYTES)
     dims = cursor.u32(name)
@@ -278,7 +272,8 @@ def _place(described: list[TensorInfo], data_start: int, alignment: int, size: i
     return tensors
 
 
-def _check_vocabulary(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
+def check_vocabulary(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise when the vocabulary's own lists, or the embedding's rows, are of another length than its tokens."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         return

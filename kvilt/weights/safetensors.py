@@ -20,6 +20,7 @@ import torch
 from ..errors import WeightError
 from .json_file import parse_object, read_object
 from .mapped import MappedFile
+from .stored import Stored
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -95,6 +96,11 @@ class SafetensorsFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
         return self._entry(name).shape
+
+    def stored(self, name: str) -> Stored:
+        """The tensor's type and size, from the header alone."""
+        entry = self._entry(name)
+        return Stored(entry.dtype, entry.stop - entry.start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the file; only floating types are served."""

@@ -16,8 +16,10 @@ from typing import Any, Literal, Protocol, Self
 from ..errors import ModelNotFound, WeightError
 from ..quant.tensor import Weight
 from .gguf import GGUFFile
+from .gguf_split import part_name
 from .json_file import read_object
 from .safetensors import SafetensorsFiles
+from .stored import Stored
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -32,6 +34,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
+
+    def stored(self, name: str) -> Stored:
+        """Format and size of a tensor, from the header alone."""
 
     def tensor(self, name: str) -> Weight:
         """The tensor without a copy where the format allows it; never written to."""
@@ -88,13 +93,19 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors*")):
         return _open_hf(folder, folder)
     found = sorted(folder.glob("*.gguf"))
-    if len(found) == 1:
+    if len(found) == 1 or _one_split(found):
         return _open_gguf(found[0])
     if found:
         raise WeightError("folder", f"{folder.name!r} holds {len(found)} GGUF files; pass the path of one of them")
     if any(file.suffix in _PICKLES for file in folder.iterdir()):
         raise WeightError("folder", f"{folder.name!r} may hold pickles, which are never read; convert to safetensors")
     raise ModelNotFound(f"{str(folder)!r} holds neither a GGUF file nor {CONFIG} with safetensors; check the path")
+
+
+def _one_split(files: list[Path]) -> bool:
+    """Whether these are the parts of one model; those that are missing are named when it is opened."""
+    named = [part_name(file.name) for file in files]
+    return None not in named and len({(name.stem, name.count) for name in named if name}) == 1
 
 
 def _open_gguf(path: Path) -> Checkpoint:
