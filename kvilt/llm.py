@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, overload
 
 from .batch import Batch, Ids, Last, Nothing, Row
 from .config import DEFAULT_MODEL, RunConfig, parse_bytes
-from .errors import ContextOverflow, InputError, ParamError, TruncateError
+from .errors import Cancelled, ContextOverflow, InputError, ParamError, TruncateError
 from .executor.executor import STEP_TOKENS, Executor
 from .executor.load import build_executor
 from .kv.cache import KVCache
@@ -32,7 +32,7 @@ from .text.tokenizer import Tokenizer
 from .weights.hub import Progress, resolve
 from .weights.source import Checkpoint, open_checkpoint
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -70,9 +70,10 @@ class Completion:
 class Stream:
     """Pieces of text as they are certain; after the last one `completion` has the rest."""
 
-    def __init__(self, pieces: Iterator[str], result: Callable[[], Completion]) -> None:
+    def __init__(self, pieces: Iterator[str], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
         self._pieces = pieces
         self._result = result
+        self._stop = stop
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -84,6 +85,13 @@ class Stream:
             pass
         return self._result()
 
+    def stop(self) -> None:
+        """Generate nothing after the step in progress: `completion` then has what there is, its KV too if kept.
+
+        May be called from a signal's callback or another thread.
+        """
+        self._stop()
+
 
 class LLM:
     """A model with its tokenizer and chat template. Close it, or use it as a context manager."""
@@ -91,7 +99,7 @@ class LLM:
     def __init__(self, executor: Executor, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
-        self._stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])
+        self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self._template: ChatTemplate | None = None
 
     @overload
@@ -224,7 +232,7 @@ class LLM:
         if len(ids) > self.executor.max_context:
             raise ContextOverflow(len(ids), self.executor.max_context)
         own = self._reuse(kv, reused) if kv is not None and reused else self.executor.create_kv_cache()
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         return _Run(
             ids=ids,
             kv=own,
@@ -250,12 +258,16 @@ class LLM:
         def pieces() -> Iterator[str]:
             with _closing([run]):
                 while run.finish_reason is None:
-                    self._step([run])
+                    try:
+                        self._step([run])
+                    except Cancelled:
+                        if run.finish_reason is None:  # nobody stopped this stream: the caller must hear of it
+                            raise
                     if text := run.take_text():
                         yield text
                 results.append(run.completion(keep_kv))
 
-        return Stream(pieces(), lambda: results[0])
+        return Stream(pieces(), lambda: results[0], run.stop)
 
     def _step(self, runs: Sequence[_Run]) -> None:
         """One forward for all these runs; each is at its own place."""
@@ -328,6 +340,10 @@ class _Run:
         emitted = self.checker.add(self.detokenizer.finish())
         self.text += emitted.text + self.checker.finish()
         self.finish_reason = reason
+
+    def stop(self) -> None:
+        """End here, unless it has ended already."""
+        self.finish_reason = self.finish_reason or "cancelled"
 
     def take_text(self) -> str:
         """Text that has not been shown yet."""

@@ -9,7 +9,8 @@ import pytest
 
 import kvilt
 from kvilt import LLM, SamplingParams
-from kvilt.errors import ContextOverflow, InputError, ModelNotFound, ParamError, TemplateError
+from kvilt.batch import Batch, Logits
+from kvilt.errors import Cancelled, ContextOverflow, InputError, ModelNotFound, ParamError, TemplateError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -56,6 +57,41 @@ def test_a_stream_left_early_gives_its_pages_back(llm: LLM) -> None:
     assert llm.executor.pool.usage().used > 0
     stream.close()  # type: ignore[attr-defined]
     assert llm.executor.pool.usage().used == 0
+
+
+def test_a_stopped_stream_keeps_what_it_generated_and_its_kv(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=12)
+    stream = llm.stream("Once upon a time", max_tokens=12, keep_kv=True)
+    pieces = iter(stream)
+    shown = [next(pieces), next(pieces)]
+    stream.stop()
+    done = stream.completion
+    assert done.finish_reason == "cancelled"
+    assert done.text == "".join(shown)
+    assert done.token_ids == whole.token_ids[:2]
+    assert done.kv is not None
+    with done.kv as kv:
+        assert kv.num_entries == done.usage.prompt_tokens + 1  # all but the last
+        rest = llm.generate(done.token_ids[-1:], kv=kv, max_tokens=10)
+    assert rest.token_ids == whole.token_ids[2:]
+    stream.stop()  # too late, and no harm
+    assert stream.completion.finish_reason == "cancelled"
+
+
+def test_a_stop_cuts_a_step_short_but_a_stray_cancel_is_heard(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("Once upon a time", keep_kv=True)
+
+    def cancelled(batch: Batch) -> Logits:
+        stream.stop()
+        raise Cancelled()
+
+    monkeypatch.setattr(llm.executor, "run", cancelled)
+    done = stream.completion
+    assert (done.finish_reason, done.token_ids, done.text) == ("cancelled", [], "")
+    assert done.kv is not None
+    done.kv.close()
+    with pytest.raises(Cancelled):
+        list(llm.stream("Nobody stops this one"))
 
 
 def test_chat_ends_at_the_end_of_its_turn(llm: LLM) -> None:
