@@ -15,6 +15,7 @@ from .specials import SpecialTexts
 from .tokenizer import Tokenizer, clean
 
 Message = Mapping[str, Any]
+_Values = dict[str, Any]
 ROLES: Mapping[str, str] = {  # as given: as the template sees it
     "system": "system",
     "developer": "system",
@@ -68,7 +69,7 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt as text; other keywords go to the template if it reads them."""
-        guard = self._guarded(messages, tools, documents, kwargs)
+        guard = self._guard(self._values(messages, tools, documents, kwargs))
         return guard.restore(self._rendered(guard, add_generation_prompt))
 
     def encode(
@@ -82,18 +83,41 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> list[int]:
         """The prompt as ids: special tokens where the template wrote them, all other text as it is."""
-        guard = self._guarded(messages, tools, documents, kwargs, tokenizer.texts)
-        parts = tokenizer.texts.split(self._rendered(guard, add_generation_prompt))
-        return tokenizer.encode_parts([part if isinstance(part, int) else guard.restore(part) for part in parts])
+        guard = self._guard(self._values(messages, tools, documents, kwargs), tokenizer.texts)
+        return tokenizer.encode_parts(_parts(tokenizer, guard, self._rendered(guard, add_generation_prompt)))
 
-    def _guarded(
+    def encode_after(
         self,
+        tokenizer: Tokenizer,
         messages: Sequence[Message],
-        tools: Any,
-        documents: Any,
-        kwargs: Mapping[str, Any],
-        texts: SpecialTexts | None = None,
-    ) -> _Guard:
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int] | None:
+        """The ids behind the last assistant's content: how a conversation goes on from ids that were generated.
+
+        None where the template does not show that content exactly once, so that only encoding everything will do.
+        """
+        values = self._values(messages, tools, documents, kwargs)
+        spoken = [message for message in values["messages"] if message["role"] == "assistant"]
+        if not spoken:
+            raise TemplateError("there is no assistant message yet that the conversation could go on after")
+        mark = next(_free(self._used.union(*map(_PRIVATE.findall, _strings(values)))), None)
+        if mark is None:
+            return None
+        spoken[-1]["content"] = mark  # in our own copy
+        guard = self._guard(values, tokenizer.texts)
+        _, *behind = self._rendered(guard, add_generation_prompt).split(mark)
+        parts = _parts(tokenizer, guard, behind[0]) if len(behind) == 1 else None
+        # Plain text right behind an answer would get the space that this tokenizer puts before a text of its own.
+        if parts is None or (tokenizer.drops_space and parts and isinstance(parts[0], str)):
+            return None
+        return tokenizer.encode_parts(["", *parts])  # the first part is not the beginning of a text
+
+    def _values(self, messages: Sequence[Message], tools: Any, documents: Any, kwargs: Mapping[str, Any]) -> _Values:
+        """What the template will see, checked and copied."""
         self._check_keywords(kwargs)
         values = {
             **kwargs,
@@ -101,7 +125,10 @@ class ChatTemplate:
             "tools": _checked_objects(tools, "tools"),
             "documents": _checked_objects(documents, "documents"),
         }
-        return _Guard(_copied(values, self._limits), texts or self._texts, self._used)
+        return _copied(values, self._limits)
+
+    def _guard(self, values: _Values, texts: SpecialTexts | None = None) -> _Guard:
+        return _Guard(values, texts or self._texts, self._used)
 
     def _rendered(self, guard: _Guard, add_generation_prompt: bool) -> str:
         given = {"add_generation_prompt": bool(add_generation_prompt)}
@@ -145,6 +172,12 @@ class _Guard:
     def restore(self, text: str) -> str:
         """Put the user's own characters back."""
         return text.translate(self._back) if self._back else text
+
+
+def _parts(tokenizer: Tokenizer, guard: _Guard, text: str) -> list[str | int]:
+    """Rendered text cut at the special tokens the template wrote, with the user's own characters back in place."""
+    parts = tokenizer.texts.split(text)
+    return [part if isinstance(part, int) else guard.restore(part) for part in parts]
 
 
 def _free(taken: frozenset[str]) -> Iterator[str]:
