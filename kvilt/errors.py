@@ -122,3 +122,15 @@ class NumericsError(KviltError):
             "drop these rows and sample the others again, and check the weights"
         )
         self.rows = tuple(rows)
+
+
+class NoTokenLeft(InputError):
+    """Some rows of a batch ban every token they could draw; the other rows are fine."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        named = ", ".join(str(row) for row in rows)
+        super().__init__(
+            f"row {named} may draw no token at all: no_repeat_ngram_size, bad words and min_tokens ban every one; "
+            "loosen one of them"
+        )
+        self.rows = tuple(rows)

@@ -1,4 +1,4 @@
-"""The tokens of one sequence, as a list and as the distinct ids that penalties touch.
+"""The tokens of one sequence: as a list, as the distinct ids that penalties touch, and as runs that may not repeat.
 
 Grows one token at a time in constant time; refuses to know what the penalties are.
 """
@@ -18,7 +18,7 @@ from ..errors import InputError
 class History:
     """Prompt ids, then generated ids, with a tally of distinct ids that exists once someone asks for it."""
 
-    __slots__ = ("_counts", "_distinct", "_places", "ids", "prompt_tokens")
+    __slots__ = ("_array", "_arrayed", "_counts", "_distinct", "_places", "ids", "prompt_tokens")
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
         self.ids = [_token(token) for token in prompt_ids]
@@ -26,6 +26,8 @@ class History:
         self._places: dict[int, int] | None = None  # id -> its place in the two arrays below
         self._distinct: npt.NDArray[np.int64] = np.empty(0, np.int64)  # in order of first appearance
         self._counts: npt.NDArray[np.float32] = np.empty(0, np.float32)  # how often generated
+        self._array: npt.NDArray[np.int64] = np.empty(0, np.int64)  # `ids` up to `_arrayed`, then spare room
+        self._arrayed = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -34,6 +36,11 @@ class History:
     def generated(self) -> list[int]:
         """The ids after the prompt."""
         return self.ids[self.prompt_tokens :]
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many ids stand after the prompt."""
+        return len(self.ids) - self.prompt_tokens
 
     def append(self, token: int) -> None:
         """One more generated id."""
@@ -48,7 +55,19 @@ class History:
         if self._places is not None:
             other._places = dict(self._places)
             other._distinct, other._counts = self._distinct.copy(), self._counts.copy()
+        other._array, other._arrayed = self._array.copy(), self._arrayed
         return other
+
+    def repeats(self, size: int) -> npt.NDArray[np.int64]:
+        """Ids that as the next token would repeat a run of `size` ids which this history already has."""
+        ids = self._as_array()
+        runs = len(ids) - size + 1
+        if runs < 1:
+            return ids[:0]
+        same = np.ones(runs, np.bool_)  # the run that starts here begins as the history ends
+        for place, token in enumerate(ids[runs:]):
+            same &= ids[place : place + runs] == token
+        return ids[size - 1 :][same]
 
     def tally(self, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Distinct ids below `vocab_size` (int64) and how often each was generated (float32), valid until append."""
@@ -61,6 +80,17 @@ class History:
         # An embedding may be larger than the output: ids past the logits cannot be drawn, so nothing touches them.
         known = ids < vocab_size
         return (ids, counts) if bool(known.all()) else (ids[known], counts[known])
+
+    def _as_array(self) -> npt.NDArray[np.int64]:
+        """All ids; brought up to date only here, so that histories nobody searches pay nothing."""
+        length = len(self.ids)
+        if length > len(self._array):
+            self._array = np.concatenate(
+                [self._array[: self._arrayed], np.zeros(length - self._arrayed + length, np.int64)]
+            )
+        self._array[self._arrayed : length] = self.ids[self._arrayed :]
+        self._arrayed = length
+        return self._array[:length]
 
     def _count(self, places: dict[int, int], token: int, times: int) -> None:
         place = places.setdefault(token, len(places))

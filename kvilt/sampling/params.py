@@ -20,6 +20,11 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
+MAX_NGRAM = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1024
+MAX_BAD_SEQUENCES = 1024
+MAX_BAD_SEQUENCE_TOKENS = 1024
 # Outside these a float32 logit divided by the temperature may overflow, and 0 already means greedy.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
 
@@ -27,6 +32,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
 _RANGES: dict[str, tuple[float, float, str]] = {
     "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1 (1 is off)"),
     "min_p": (0.0, 1.0, "between 0 (off) and 1"),
+    "typical_p": (math.ulp(0.0), 1.0, "above 0 and at most 1 (1 is off)"),
     "repetition_penalty": (0.01, 100.0, "between 0.01 and 100 (1 is off)"),
     "presence_penalty": (-2.0, 2.0, "between -2 and 2 (0 is off)"),
     "frequency_penalty": (-2.0, 2.0, "between -2 and 2 (0 is off)"),
@@ -63,13 +69,18 @@ class SamplingParams:
     """How tokens are chosen and when to stop; the defaults are greedy, and every invalid value is refused by name."""
 
     max_tokens: int | None = None  # None: until a stop or the end of the context
+    min_tokens: int = 0  # nothing ends a sample before it has this many
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     presence_penalty: float = 0.0  # over generated tokens
     frequency_penalty: float = 0.0  # over generated tokens
+    no_repeat_ngram_size: int = 0  # 0: off; over prompt and generated tokens
+    bad_words_ids: Sequence[Sequence[int]] = ()  # sequences that are never completed
+    bad_words: Sequence[str] = ()  # the same as text, for callers who have a tokenizer
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=lambda: TokenBias({}))
     logprobs: int | None = None  # None: off; 0: the chosen token's; n: and the n likeliest
     seed: int | None = None  # None: drawn by with_seed()
@@ -82,18 +93,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParamError("min_tokens", f"must not be above max_tokens, which is {self.max_tokens}")
         self._set("temperature", _temperature(self.temperature))
         _whole("top_k", self.top_k, 0, None)
         for name, (low, high, meaning) in _RANGES.items():
             self._set(name, _real(name, getattr(self, name), low, high, meaning))
+        _whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM)
+        self._set("bad_words_ids", _sequences(self.bad_words_ids))
+        self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
         self._set("logit_bias", _bias(self.logit_bias))
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, None, None)
         _whole("n", self.n, 1, MAX_SAMPLES)
-        self._set("stop", _stops(self.stop))
-        self._set("stop_token_ids", _token_ids(self.stop_token_ids))
+        self._set("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         _flag("ignore_eos", self.ignore_eos)
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
 
@@ -130,10 +147,14 @@ class SamplingParams:
 
     def validate_vocab(self, vocab_size: int) -> None:
         """Refuse token ids that this vocabulary does not have."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            for token in ids:
-                if token >= vocab_size:
-                    raise ParamError(name, f"token id {token} is past the vocabulary of {vocab_size} tokens")
+        bad = [token for sequence in self.bad_words_ids for token in sequence]
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("bad_words_ids", bad),
+        ):
+            if ids and (token := max(ids)) >= vocab_size:
+                raise ParamError(name, f"token id {token} is past the vocabulary of {vocab_size} tokens")
 
 
 def _kind(value: object) -> str:
@@ -200,29 +221,38 @@ def _token_id(name: str, value: object) -> int:
     return value
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _listed(name: str, value: object, kind: str, most: int) -> list[object] | tuple[object, ...]:
     if not isinstance(value, list | tuple):
-        raise ParamError("stop_token_ids", f"must be a list of token ids, not {_kind(value)}")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise ParamError("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(value)}")
-    return tuple(_token_id("stop_token_ids", token) for token in value)
+        raise ParamError(name, f"must be a list of {kind}, not {_kind(value)}")
+    if len(value) > most:
+        raise ParamError(name, f"may hold at most {most} {kind}, not {len(value)}")
+    return value
 
 
-def _stops(value: object) -> tuple[str, ...]:
-    """A tuple of stop strings; one string alone is a list of one."""
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        raise ParamError("stop", f"must be a string or a list of strings, not {_kind(value)}")
-    if len(texts) > MAX_STOPS:
-        raise ParamError("stop", f"may hold at most {MAX_STOPS} strings, not {len(texts)}")
-    return tuple(_stop(text) for text in texts)
+def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
+    return tuple(_token_id(name, token) for token in _listed(name, value, "token ids", most))
 
 
-def _stop(text: object) -> str:
+def _sequences(value: object) -> tuple[tuple[int, ...], ...]:
+    name = "bad_words_ids"
+    given = _listed(name, value, "sequences of token ids", MAX_BAD_SEQUENCES)
+    sequences = tuple(_token_ids(name, sequence, MAX_BAD_SEQUENCE_TOKENS) for sequence in given)
+    if not all(sequences):
+        raise ParamError(name, "must not hold an empty sequence, which no token completes")
+    return sequences
+
+
+def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, ...]:
+    """A tuple of strings; one string alone is a list of one."""
+    given = (value,) if isinstance(value, str) else value
+    return tuple(_text(name, text, most_chars) for text in _listed(name, given, "strings", most))
+
+
+def _text(name: str, text: object, most_chars: int) -> str:
     if not isinstance(text, str):
-        raise ParamError("stop", f"must hold strings only, not {_kind(text)}")
+        raise ParamError(name, f"must hold strings only, not {_kind(text)}")
     if not text:
-        raise ParamError("stop", "must not hold an empty string, which would stop before the first token")
-    if len(text) > MAX_STOP_CHARS:
-        raise ParamError("stop", f"strings may have at most {MAX_STOP_CHARS} characters, not {len(text)}")
+        raise ParamError(name, "must not hold an empty string, which every text contains")
+    if len(text) > most_chars:
+        raise ParamError(name, f"strings may have at most {most_chars} characters, not {len(text)}")
     return text

@@ -6,17 +6,21 @@ state: a state advances only when its owner commits the token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NumericsError
+from ..errors import InputError, NoTokenLeft, NumericsError, ParamError
+from .bans import BadWords
 from .history import History
 from .noise import fold_seed, gumbel, row_key
 from .params import SamplingParams
-from .transforms import Filters, Touched, add_bias, filter_rows, penalize, take_rows, temper
+from .transforms import Filters, Touched, add_bias, ban, filter_rows, penalize, take_rows, temper
 
 # Rows whose whole vocabulary gets noise go through in pieces of about this many float64 values.
 _NOISE_VALUES = 1 << 18
@@ -25,16 +29,25 @@ _NOISE_VALUES = 1 << 18
 class SampleState:
     """What one sample of one request remembers between tokens; it advances only by `advance`."""
 
-    __slots__ = ("_folded", "history", "params", "sample_index", "seed")
+    __slots__ = ("_bad_words", "_folded", "end_ids", "history", "params", "sample_index", "seed")
 
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int] = (), sample_index: int = 0) -> None:
-        if sample_index < 0:
-            raise InputError(f"a sample index counts from 0, so it cannot be {sample_index}")
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Iterable[int] = (),
+        sample_index: int = 0,
+        end_ids: Iterable[int] = (),
+    ) -> None:
+        """`end_ids` end this sample besides the params' own `stop_token_ids`; none is drawn before `min_tokens`."""
+        if params.bad_words:
+            raise ParamError("bad_words", "is text, which the sampler cannot read; give bad_words_ids, or use an LLM")
         self.params = params.with_seed()
         assert self.params.seed is not None
         self.seed = self.params.seed
-        self.sample_index = sample_index
+        self.sample_index = _counted(sample_index)
         self.history = History(prompt_ids)
+        self.end_ids = frozenset([*params.stop_token_ids, *end_ids])
+        self._bad_words = BadWords.of(params.bad_words_ids)
         self._folded = fold_seed(self.seed)
 
     def advance(self, token: int) -> None:
@@ -43,14 +56,38 @@ class SampleState:
 
     def fork(self, sample_index: int | None = None) -> SampleState:
         """The same state for another sample, or for drafts that may be rejected."""
-        index = self.sample_index if sample_index is None else sample_index
-        other = SampleState(self.params, sample_index=index)
+        other = copy.copy(self)
         other.history = self.history.fork()
+        if sample_index is not None:
+            other.sample_index = _counted(sample_index)
         return other
+
+    @property
+    def may_end(self) -> bool:
+        """Whether enough tokens were generated for the next one to be the last."""
+        return self.history.generated_tokens >= self.params.min_tokens
+
+    @property
+    def bans(self) -> bool:
+        """Whether some tokens may be out of reach now."""
+        return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids) or not self.may_end
+
+    def banned(self) -> npt.NDArray[np.int64]:
+        """The ids that may not be drawn next; some may stand twice."""
+        size = self.params.no_repeat_ngram_size
+        repeated = self.history.repeats(size) if size else np.empty(0, np.int64)
+        ends = [] if self.may_end else sorted(self.end_ids)
+        return np.concatenate([repeated, np.array([*self._bad_words.next(self.history.ids), *ends], np.int64)])
 
     def noise_key(self, position: int) -> int:
         """The key of this sample's noise for the token at `position`."""
         return row_key(self._folded, self.sample_index, position)
+
+
+def _counted(sample_index: int) -> int:
+    if sample_index < 0:
+        raise InputError(f"a sample index counts from 0, so it cannot be {sample_index}")
+    return sample_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +115,7 @@ def sample(logits: Tensor, states: Sequence[SampleState], positions: Sequence[in
     logits = logits.float()
     peak, tokens = logits.max(-1)  # ties go to the lowest id; NaN wins over everything
     _refuse(peak, range(len(states)))
-    rows = [row for row, state in enumerate(states) if not _is_argmax(state.params)]
+    rows = [row for row, state in enumerate(states) if not _is_argmax(state)]
     if rows:
         tokens[rows] = _choose(
             take_rows(logits, rows), rows, [states[row] for row in rows], [positions[row] for row in rows]
@@ -104,13 +141,14 @@ def _refuse(peak: Tensor, rows: Sequence[int]) -> None:
         raise NumericsError([row for row, fine in zip(rows, good.tolist(), strict=True) if not fine])
 
 
-def _is_argmax(params: SamplingParams) -> bool:
-    return params.greedy and not params.penalized and not params.logit_bias
+def _is_argmax(state: SampleState) -> bool:
+    params = state.params
+    return params.greedy and not params.penalized and not params.logit_bias and not state.bans
 
 
 def _choose(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState], positions: Sequence[int]) -> Tensor:
     """The tokens of rows that need more than the argmax of their logits [rows]."""
-    scores = _adjust(scores, states)
+    scores = _ban(_adjust(scores, states), rows, states)
     drawn = [i for i, state in enumerate(states) if not state.params.greedy]
     greedy = [i for i, state in enumerate(states) if state.params.greedy]
     tokens = torch.empty(len(states), dtype=torch.int64, device=scores.device)
@@ -144,6 +182,22 @@ def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
     return scores
 
 
+def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> Tensor:
+    """Without the tokens that repeat an n-gram, complete a bad word, or end a sample too early."""
+    at = [i for i, state in enumerate(states) if state.bans]
+    if not at:
+        return scores
+    banned = [states[i].banned() for i in at]
+    ids = np.concatenate(banned)
+    owners = np.repeat(np.array(at, np.int64), [len(one) for one in banned])
+    index = torch.from_numpy(np.stack([owners, ids])[:, ids < scores.shape[-1]]).to(scores.device)
+    scores = ban(scores, index[0], index[1])
+    left = (scores[at].amax(-1) > float("-inf")).tolist()
+    if not all(left):
+        raise NoTokenLeft([rows[i] for i, some in zip(at, left, strict=True) if not some])
+    return scores
+
+
 def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
     """The histories of the penalized rows, end to end."""
     rows = [i for i, state in enumerate(states) if state.params.penalized]
@@ -167,7 +221,7 @@ def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
 def _draw(scores: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
     """Gumbel-max over tempered scores [rows, vocab]: the argmax of score plus noise is a draw from their softmax."""
     vocab = scores.shape[-1]
-    filtered = [0 < p.top_k < vocab or p.top_p < 1 or p.min_p > 0 for p in params]
+    filtered = [0 < p.top_k < vocab or p.top_p < 1 or p.min_p > 0 or p.typical_p < 1 for p in params]
     tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
     if whole := [i for i, on in enumerate(filtered) if not on]:
         tokens[whole] = _draw_whole(take_rows(scores, whole), keys[whole])

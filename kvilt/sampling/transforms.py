@@ -1,7 +1,8 @@
 """What stands between a model's logits and a draw, in Hugging Face's order, as pure functions over float32 rows.
 
-Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p. A row's result is the
-same bits whatever stands beside it, so nothing here reduces a row in an order that depends on the batch.
+Order: logit bias, repetition, frequency and presence penalties, bans, temperature, top-k, top-p, min-p, typical-p. A
+row's result is the same bits whatever stands beside it, so nothing here reduces a row in an order that depends on the
+batch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Filters:
     top_k: Tensor  # [rows] int64, the size of the vocabulary where off
     top_p: Tensor  # [rows] float64, 1 where off
     min_p: Tensor  # [rows] float64, 0 where off
+    typical_p: Tensor  # [rows] float64, 1 where off
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | None = None) -> Filters:
@@ -48,6 +50,7 @@ class Filters:
             top_k=torch.tensor(ks, dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+            typical_p=torch.tensor([p.typical_p for p in params], dtype=torch.float64, device=device),
         )
 
 
@@ -79,13 +82,18 @@ def penalize(logits: Tensor, touched: Touched) -> Tensor:
     return logits.index_put((touched.rows, touched.ids), new)
 
 
+def ban(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """Logits [rows, vocab] with the tokens at (rows, ids) out of reach; a pair may stand twice."""
+    return logits.index_put((rows, ids), logits.new_tensor(_NEVER))
+
+
 def temper(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Logits [rows, vocab] divided by each row's temperature [rows]."""
     return logits / temperatures[:, None]
 
 
 def filter_rows(scores: Tensor, filters: Filters) -> list[Candidates]:
-    """Top-k, then top-p, then min-p over tempered scores [rows, vocab]; each row is in exactly one group."""
+    """Top-k, top-p, min-p, then typical-p over tempered scores [rows, vocab]; each row is in exactly one group."""
     peak = scores.amax(-1, keepdim=True)  # [rows, 1]
     mass = _row_mass(scores, peak, filters)  # [rows]
     floor = _floors(scores, peak[:, 0], mass, filters)
@@ -136,14 +144,18 @@ def _floors(scores: Tensor, peak: Tensor, mass: Tensor, filters: Filters) -> Ten
 
 
 def _filter_group(scores: Tensor, mask: Tensor, mass: Tensor, filters: Filters, rows: list[int]) -> Candidates:
-    """The exact top-p and min-p of some rows over the candidates that `mask` leaves them."""
+    """The exact top-p, min-p and typical-p of some rows over the candidates that `mask` leaves them."""
     ids, left = _compact(take_rows(scores, rows), take_rows(mask, rows))
     top_p, min_p = filters.top_p[rows], filters.min_p[rows]
     weights = (left - left.amax(-1, keepdim=True)).exp()  # [group, width], 0 where padded
     out = weights < min_p.float()[:, None]
     if bool((top_p < 1).any()):
         out |= _below_nucleus(left, weights, mass[rows], top_p)
-    return Candidates(torch.tensor(rows, device=scores.device), ids, left.masked_fill(out, _NEVER))
+    kept = left.masked_fill(out, _NEVER)
+    typical_p = filters.typical_p[rows]
+    if bool((typical_p < 1).any()):
+        kept = kept.masked_fill(_untypical(kept, typical_p), _NEVER)
+    return Candidates(torch.tensor(rows, device=scores.device), ids, kept)
 
 
 def _compact(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,3 +189,35 @@ def _below_nucleus(left: Tensor, weights: Tensor, mass: Tensor, top_p: Tensor) -
     out[:, -1] = False
     out &= (top_p < 1)[:, None]
     return torch.zeros_like(out).scatter(1, order, out)
+
+
+def _untypical(left: Tensor, typical_p: Tensor) -> Tensor:
+    """Which candidates lie farther from their row's entropy than the nearest ones that make up p [group, width].
+
+    Sums go by cumsum, and candidates of no probability add exact zeros, as in the nucleus.
+    """
+    heights = (left - left.amax(-1, keepdim=True)).double()  # [group, width], -inf where there is no candidate
+    weights = heights.exp()
+    total = weights.cumsum(-1)[:, -1:]
+    probs, surprise = weights / total, total.log() - heights
+    entropy = torch.where(probs > 0, probs * surprise, 0.0).cumsum(-1)[:, -1:]
+    distance = (surprise - entropy).abs()
+    limits = [_reach(*row) for row in zip(distance, probs, typical_p.tolist(), strict=True)]
+    return distance > torch.tensor(limits, dtype=torch.float64, device=left.device)[:, None]
+
+
+def _reach(distance: Tensor, probs: Tensor, mass: float) -> float:
+    """The smallest distance within which a row's candidates [width] make up `mass`; any distance if that is 1.
+
+    Only what lies near is sorted, if it is certain to suffice: a stable sort of it begins the sort of all.
+    """
+    if mass >= 1:
+        return float("inf")
+    for guess in (1.0, 4.0, 16.0):
+        near = distance <= guess
+        if float(probs[near].sum()) > mass + 1e-9:
+            distance, probs = distance[near], probs[near]
+            break
+    rising, order = distance.sort(stable=True)
+    below = (probs[order].cumsum(-1) < mass).sum()
+    return float(rising[below.clamp(max=len(rising) - 1)])  # rounding may leave the whole row just short of it

@@ -40,6 +40,36 @@ def test_the_tally_counts_generated_tokens_and_knows_the_prompt(
     assert history.generated == generated and len(history) == len(prompt) + len(generated)
 
 
+few = st.lists(st.integers(0, 3), max_size=40)
+
+
+def next_in_repeated_runs(ids: list[int], size: int) -> set[int]:
+    """By definition: every id which makes the last `size` ids a run that was there before."""
+    runs = {tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}
+    return {token for token in range(4) if tuple([*ids, token][-size:]) in runs}
+
+
+@given(few, few, st.integers(1, 6))
+def test_repeats_are_the_ids_that_make_a_run_appear_again(prompt: list[int], generated: list[int], size: int) -> None:
+    history = History(prompt)
+    assert set(history.repeats(size).tolist()) == next_in_repeated_runs(prompt, size)
+    for token in generated:
+        history.append(token)
+        assert set(history.repeats(size).tolist()) == next_in_repeated_runs(history.ids, size)
+    assert history.generated_tokens == len(generated)
+
+
+def test_repeats_of_a_fork_are_its_own() -> None:
+    history = History([1, 2, 1])
+    assert history.repeats(2).tolist() == [2]
+    fork = history.fork()
+    fork.append(3)
+    fork.append(1)
+    history.append(2)
+    assert sorted(fork.repeats(2).tolist()) == [2, 3]
+    assert history.repeats(2).tolist() == [1]
+
+
 @given(tokens, tokens, tokens, st.booleans())
 def test_forks_go_their_own_ways(prompt: list[int], left: list[int], right: list[int], tallied: bool) -> None:
     history = History(prompt)

@@ -8,21 +8,31 @@ import math
 import pytest
 
 from kvilt.errors import InputError, ParamError
-from kvilt.sampling.params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from kvilt.sampling.params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_NGRAM, MAX_STOPS, SamplingParams
 
 NAN, INF = math.nan, math.inf
-WHOLE = ["max_tokens", "top_k", "logprobs", "seed", "n"]
-REAL = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+WHOLE = ["max_tokens", "min_tokens", "no_repeat_ngram_size", "top_k", "logprobs", "seed", "n"]
+REAL = ["temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+LISTS = ["stop", "stop_token_ids", "bad_words", "bad_words_ids"]
 FLAGS = ["ignore_eos", "include_stop_str_in_output"]
 
 BAD = [
     *[(name, value) for name in WHOLE for value in (True, 1.0, "1", [1], NAN)],
-    *[(name, None) for name in ("top_k", "n", *REAL, *FLAGS, "stop", "stop_token_ids", "logit_bias")],
+    *[(name, None) for name in ("top_k", "n", *REAL, *FLAGS, *LISTS, "logit_bias", "min_tokens")],
     *[(name, value) for name in REAL for value in (True, "1", [1.0], NAN, INF, -INF, 10**400, -(10**400), 1j, 0j)],
     *[(name, value) for name in FLAGS for value in (0, 1, "yes")],
     *[("max_tokens", value) for value in (0, -1, 2**31, 10**5000)],
     *[("top_k", value) for value in (-1, -(10**5000))],
     *[("temperature", value) for value in (-1e-9, -1, 1e-31, 5e-324, 100.1)],
+    *[("min_tokens", value) for value in (-1, 2**31)],
+    *[("no_repeat_ngram_size", value) for value in (-1, MAX_NGRAM + 1, 10**5000)],
+    *[("typical_p", value) for value in (0, 0.0, -0.1, 1.0000001)],
+    *[("bad_words", value) for value in ("", [""], ["a", ""], [1], ["x"] * (MAX_BAD_WORDS + 1), ["x" * 10_000], 5)],
+    *[
+        ("bad_words_ids", value)
+        for value in ([[]], [[1], []], [1], "ab", [[-1]], [[True]], [["1"]], [[2**40]], {(1,)}, [[1]] * 5_000)
+    ],
+    ("bad_words_ids", [list(range(5_000))]),
     *[("top_p", value) for value in (0, 0.0, -0.1, 1.0000001, 2)],
     *[("min_p", value) for value in (-0.1, 1.1)],
     *[("repetition_penalty", value) for value in (0, -1.0, 1e-40, 1e9)],
@@ -73,6 +83,11 @@ GOOD = [
     *[("logprobs", value) for value in (None, 0, MAX_LOGPROBS)],
     *[("seed", value) for value in (None, 0, -1, 2**70, -(2**70))],
     ("stop_token_ids", (0, 5)),
+    *[("min_tokens", value) for value in (0, 2**31 - 1)],
+    *[("no_repeat_ngram_size", value) for value in (0, 1, MAX_NGRAM)],
+    *[("typical_p", value) for value in (5e-324, 0.5, 1)],
+    ("bad_words_ids", ((1, 2), (0,))),
+    ("bad_words", ("a", " b")),
     ("stop", ("a", "\x00", "é")),
 ]
 
@@ -117,6 +132,20 @@ def test_params_are_frozen_hashable_and_unaffected_by_the_callers_dict() -> None
         params.top_k = 5  # type: ignore[misc]
 
 
+def test_more_tokens_at_least_than_at_most_are_refused() -> None:
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=5).max_tokens is None
+    with pytest.raises(ParamError, match="min_tokens: must not be above max_tokens, which is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_one_bad_word_is_a_list_of_one_and_sequences_become_tuples() -> None:
+    params = SamplingParams(bad_words="END", bad_words_ids=[[1, 2], [3]])
+    assert params.bad_words == ("END",)
+    assert params.bad_words_ids == ((1, 2), (3,))
+    assert hash(params) == hash(SamplingParams(bad_words=["END"], bad_words_ids=((1, 2), (3,))))
+
+
 def test_of_merges_fields_over_params() -> None:
     base = SamplingParams(temperature=0.5, top_k=7)
     merged = SamplingParams.of(base, top_k=9, stop="x")
@@ -126,7 +155,7 @@ def test_of_merges_fields_over_params() -> None:
 
 
 def test_of_refuses_an_unknown_field_by_name_and_lists_the_known_ones() -> None:
-    with pytest.raises(ParamError, match="temprature: is not a sampling field; the fields are max_tokens, temperature"):
+    with pytest.raises(ParamError, match="temprature: is not a sampling field; the fields are max_tokens, min_tokens"):
         SamplingParams.of(temprature=1.0)
 
 
@@ -142,9 +171,9 @@ def test_with_seed_keeps_a_given_seed_and_draws_a_missing_one() -> None:
     assert all(params.top_k == 5 for params in drawn)
 
 
-@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "bad_words_ids"])
 def test_ids_past_the_vocabulary_are_refused_once_its_size_is_known(field: str) -> None:
-    fields = {"logit_bias": {99: 1.0}, "stop_token_ids": [99]}
+    fields = {"logit_bias": {99: 1.0}, "stop_token_ids": [99], "bad_words_ids": [[4], [99, 3]]}
     params = SamplingParams.of(**{field: fields[field]})
     params.validate_vocab(100)
     with pytest.raises(ParamError, match="token id 99 is past the vocabulary of 99 tokens") as caught:

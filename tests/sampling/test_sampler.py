@@ -7,17 +7,24 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
-from kvilt.errors import InputError, NumericsError, ParamError
+from kvilt.errors import InputError, NoTokenLeft, NumericsError, ParamError
 from kvilt.sampling.noise import gumbel
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.sampler import Sampled, SampleState, sample, token_logprobs
@@ -40,11 +47,29 @@ FIELDS: list[dict[str, object]] = [
     {"temperature": 1e-30},
     {"temperature": 0.9, "top_p": 1e-6, "seed": -1},
     {"temperature": 2.0, "top_k": 10**20, "seed": 2**70},
+    {"temperature": 1.2, "typical_p": 0.8},
+    {"temperature": 1.0, "top_p": 0.99, "min_p": 1e-4, "typical_p": 0.5},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[3], [1_000, 3, 9], [3, 11], [7, 12]], "temperature": 0.5},
+    {"min_tokens": 6, "stop_token_ids": [17]},
+    {"min_tokens": 5, "stop_token_ids": [17]},
+    {
+        "temperature": 0.8,
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[2]],
+        "min_tokens": 9,
+        "top_k": 50,
+        "typical_p": 0.9,
+    },
 ]
+END_IDS = (40, 41)
 
 
 def state(fields: dict[str, object], index: int = 0) -> SampleState:
-    made = SampleState(SamplingParams.of(**{"seed": 42, **fields}), prompt_ids=range(0, 600, 7), sample_index=index)
+    params = SamplingParams.of(**{"seed": 42, **fields})
+    made = SampleState(params, prompt_ids=range(0, 600, 7), sample_index=index, end_ids=END_IDS)
     for token in (5, 5, 7, 1_000, 3):
         made.advance(token)
     return made
@@ -65,12 +90,27 @@ def hugging_face(logits: Tensor, own: SampleState) -> Tensor:
         scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
     for token, count in Counter(own.history.generated).items():
         scores[0, token] -= p.frequency_penalty * count + p.presence_penalty
+    for processor in hugging_face_bans(own):
+        scores = processor(ids, scores)
     if not p.greedy:
         scores = TemperatureLogitsWarper(p.temperature)(ids, scores)
         scores = TopKLogitsWarper(p.top_k)(ids, scores) if p.top_k else scores
         scores = TopPLogitsWarper(p.top_p)(ids, scores) if p.top_p < 1 else scores
         scores = MinPLogitsWarper(p.min_p)(ids, scores) if p.min_p else scores
+        scores = TypicalLogitsWarper(p.typical_p)(ids, scores) if p.typical_p < 1 else scores
     return scores[0]
+
+
+def hugging_face_bans(own: SampleState) -> list[LogitsProcessor]:
+    p, processors = own.params, list[LogitsProcessor]()
+    if p.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(p.no_repeat_ngram_size))
+    if p.bad_words_ids:
+        processors.append(NoBadWordsLogitsProcessor([list(sequence) for sequence in p.bad_words_ids]))
+    if p.min_tokens and own.end_ids:
+        ends = sorted(own.end_ids)
+        processors.append(MinNewTokensLengthLogitsProcessor(own.history.prompt_tokens, p.min_tokens, ends))
+    return processors
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 12.0])
@@ -298,6 +338,88 @@ def test_counts_that_disagree_are_refused() -> None:
 
 def test_an_empty_batch_gives_no_tokens() -> None:
     assert sample(torch.zeros(0, 5), [], []).tokens.tolist() == []
+
+
+TOKENS = 8
+few = st.lists(st.integers(0, TOKENS - 1), max_size=20)
+banning = st.builds(
+    SamplingParams,
+    no_repeat_ngram_size=st.integers(0, 4),
+    bad_words_ids=st.lists(st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=3), max_size=4),
+    min_tokens=st.integers(0, 8),
+    stop_token_ids=st.lists(st.integers(0, TOKENS - 1), max_size=2),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 5),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(banning, few, few), min_size=1, max_size=4), few)
+def test_bans_are_those_of_hugging_face(
+    cases: list[tuple[SamplingParams, list[int], list[int]]], end_ids: list[int]
+) -> None:
+    """Row by row: the same draw as the processors leave, or an error that names the rows with nothing left."""
+    logits = torch.randn(len(cases), TOKENS, generator=torch.Generator().manual_seed(3))
+    states = []
+    for params, prompt, generated in cases:
+        states.append(SampleState(params, prompt, end_ids=end_ids))
+        for token in generated:
+            states[-1].advance(token)
+    scores = [with_bans(logits[row : row + 1], own) for row, own in enumerate(states)]
+    empty = tuple(row for row, left in enumerate(scores) if float(left.amax()) == -INF)
+    if empty:
+        with pytest.raises(NoTokenLeft) as caught:
+            sample(logits, states, range(len(states)))
+        assert caught.value.rows == empty
+        return
+    tokens = sample(logits, states, range(len(states))).tokens.tolist()
+    for row, own in enumerate(states):
+        noise = 0.0 if own.params.greedy else gumbel(torch.tensor([own.noise_key(row)]), torch.arange(TOKENS))
+        assert tokens[row] == int((scores[row] + noise).argmax())
+
+
+def with_bans(logits: Tensor, own: SampleState) -> Tensor:
+    ids = torch.tensor([own.history.ids], dtype=torch.long)
+    for processor in hugging_face_bans(own):
+        logits = processor(ids, logits)
+    return logits
+
+
+def test_a_row_without_a_token_left_is_named_by_its_place_in_the_batch() -> None:
+    everything = {"bad_words_ids": [[token] for token in range(10)]}
+    for fields in (everything, {**everything, "temperature": 1.0}):
+        with pytest.raises(NoTokenLeft, match="row 1, 2 may draw no token at all") as caught:
+            sample(torch.zeros(3, 10), [state({}), state(fields), state(fields)], [0, 0, 0])
+        assert caught.value.rows == (1, 2)
+
+
+def test_end_ids_are_out_of_reach_until_min_tokens_are_generated() -> None:
+    own = SampleState(SamplingParams(min_tokens=3, stop_token_ids=[2]), [2, 5], end_ids=[5, 10_000])
+    logits = torch.tensor([[0.0, 1.0, 9.0, 0.0, 0.0, 8.0]])
+    drawn = []
+    for position in range(2, 6):
+        drawn.append(int(sample(logits, [own], [position]).tokens[0]))
+        own.advance(drawn[-1])
+    assert drawn == [1, 1, 1, 2], "an end id past the logits, and end ids in the prompt, do no harm"
+    assert own.end_ids == {2, 5, 10_000}
+
+
+def test_a_fork_keeps_bans_and_end_ids() -> None:
+    own = SampleState(SamplingParams(min_tokens=2, bad_words_ids=[[4, 1]]), [4], end_ids=[0])
+    fork = own.fork(sample_index=2)
+    logits = torch.tensor([[9.0, 8.0, 7.0, 0.0, 0.0]])
+    assert sample(logits, [fork], [1]).tokens.tolist() == [2]
+    fork.advance(2)
+    assert sample(logits.expand(2, -1), [fork, own], [2, 1]).tokens.tolist() == [1, 2], (
+        "the parent still stands behind its 4"
+    )
+    with pytest.raises(InputError, match="sample index counts from 0"):
+        own.fork(sample_index=-1)
+
+
+def test_bad_words_as_text_are_refused_where_there_is_no_tokenizer() -> None:
+    with pytest.raises(ParamError, match=r"bad_words: is text.*bad_words_ids"):
+        SampleState(SamplingParams(bad_words=["word"]))
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_the_transforms() -> None:

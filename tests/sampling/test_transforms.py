@@ -15,10 +15,11 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.transforms import Filters, Touched, add_bias, filter_rows, penalize, temper
+from kvilt.sampling.transforms import Filters, Touched, add_bias, ban, filter_rows, penalize, temper
 
 INF = float("inf")
 
@@ -49,6 +50,8 @@ def hugging_face_filters(scores: Tensor, params: SamplingParams) -> Tensor:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1:
+        warpers.append(TypicalLogitsWarper(params.typical_p))
     return warpers(torch.zeros(len(scores), 1, dtype=torch.long), scores)
 
 
@@ -150,6 +153,58 @@ def test_filters_match_hugging_face_on_a_real_sized_vocabulary(scale: float) -> 
         assert_same_filter(ours[row], theirs, scores[row], param)
 
 
+def assert_same_typical(before: Tensor, ours: Tensor, mass: float) -> None:
+    """Equal to Hugging Face on what the earlier filters left, but for tokens on the cut within float32 rounding."""
+    theirs = TypicalLogitsWarper(mass)(torch.zeros(1, 1, dtype=torch.long), before[None])[0]
+    kept = ours > -INF
+    assert bool(kept.any()), "something is always left to draw"
+    assert torch.equal(ours[kept], before[kept])
+    probs = before.double().softmax(-1)
+    surprise = -before.double().log_softmax(-1)
+    distance = (surprise - (probs * surprise).nan_to_num().sum()).abs()
+    slack = 1e-6 * (1 + float((before.amax() - before[before > -INF]).max()))
+    for token in (kept != (theirs > -INF)).nonzero()[:, 0].tolist():
+        nearer = float(probs[distance < distance[token] - slack].sum())
+        not_farther = float(probs[distance < distance[token] + slack].sum())
+        assert nearer - 1e-5 < mass < not_farther + 1e-5, f"token {token} of {before} with {mass}"
+
+
+typical = st.one_of(st.floats(0.01, 0.999), st.sampled_from([0.1, 0.2, 0.5, 0.9, 0.95]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows_and_filters(), typical)
+def test_typical_p_keeps_what_hugging_face_keeps(case: tuple[Tensor, list[SamplingParams]], mass: float) -> None:
+    scores, params = case
+    before = dense(scores, params)
+    with_typical = [SamplingParams.of(param, typical_p=mass) for param in params]
+    ours = dense(scores, with_typical)
+    for row in range(len(scores)):
+        assert_same_typical(before[row], ours[row], mass)
+        assert torch.equal(dense(scores[row : row + 1], [with_typical[row]])[0], ours[row]), "the same bits alone"
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 4.0, 50.0])
+def test_typical_p_matches_hugging_face_on_a_real_sized_vocabulary(scale: float, mass: float) -> None:
+    scores = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(8)) * scale
+    scores[1, 7] += 8.0  # a likely token that is not typical
+    scores[2, :100] = -INF
+    params = [SamplingParams(typical_p=mass)] * 2 + [SamplingParams(typical_p=mass, top_k=300, min_p=0.001)]
+    before = dense(scores, [SamplingParams.of(param, typical_p=1.0) for param in params])
+    ours = dense(scores, params)
+    for row, param in enumerate(params):
+        assert_same_typical(before[row], ours[row], mass)
+        assert torch.equal(dense(scores[row : row + 1], [param])[0], ours[row])
+    assert torch.equal(with_threads(2, scores, params), ours)
+
+
+def test_typical_p_may_drop_the_likeliest_token() -> None:
+    scores = torch.tensor([[0.35, *[0.01] * 65]]).log()
+    kept = dense(scores, [SamplingParams(typical_p=0.3)]).isfinite()[0].tolist()
+    assert kept == [False] + [True] * 65
+
+
 def test_wide_rows_do_not_change_their_narrow_neighbours() -> None:
     """A flat row has every token as candidate, a peaked one a handful; both are the bits they are alone."""
     generator = torch.Generator().manual_seed(5)
@@ -216,6 +271,13 @@ def test_temperature_equals_hugging_face(row: list[float], temperature: float) -
     assert torch.equal(ours, TemperatureLogitsWarper(temperature)(torch.zeros(1, 1, dtype=torch.long), logits))
 
 
+def test_a_ban_takes_a_token_out_of_reach_and_no_other() -> None:
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(2))
+    ours = ban(logits, torch.tensor([1, 2, 1, 1]), torch.tensor([4, 0, 7, 4]))
+    assert (ours == -INF).nonzero().tolist() == [[1, 4], [1, 7], [2, 0]]
+    assert torch.equal(ours[ours > -INF], logits[ours > -INF])
+
+
 def test_frequency_counts_and_presence_does_not() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
     ours = penalize(logits, touched([0, 0, 0], [0, 1, 2], [0.0, 1.0, 3.0], 1.0, 0.25, 0.5))
@@ -241,8 +303,10 @@ def test_no_transform_writes_into_its_input() -> None:
     index = torch.tensor([0, 1])
     add_bias(logits, index, index, torch.ones(2))
     penalize(logits, touched([0, 1], [4, 5], [1.0, 1.0], 1.3, 0.5, 0.5))
+    ban(logits, index, index)
     temper(logits, torch.tensor([0.5, 2.0]))
-    filter_rows(logits, Filters.of([SamplingParams(top_k=3, top_p=0.5), SamplingParams(min_p=0.2)], 50))
+    narrowing = [SamplingParams(top_k=3, top_p=0.5), SamplingParams(min_p=0.2, typical_p=0.5)]
+    filter_rows(logits, Filters.of(narrowing, 50))
     assert torch.equal(logits, before)
 
 
