@@ -13,7 +13,7 @@ from ..errors import ParamError
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
 from ..models.assemble import Progress, assemble, read_spec
-from ..models.spec import ModelSpec, kv_layout
+from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
 from ..ops.select import select
 from ..weights.source import Checkpoint, open_checkpoint
@@ -39,6 +39,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     ops = select(config.backend)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
+    spec = at_context(spec, max_context)
     layout = kv_layout(spec, PAGE_TOKENS, getattr(torch, config.kv_dtype))
     decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or available_memory_bytes() // 4

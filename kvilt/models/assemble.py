@@ -20,7 +20,7 @@ from .families.family import Dialect
 from .families.registry import recognise
 from .layers import FeedForward, Linear, Norm
 from .rope import frequencies
-from .spec import LayerSpec, ModelSpec
+from .spec import LayerSpec, ModelSpec, RopeSpec
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
@@ -37,7 +37,8 @@ def assemble(
     dialect = recognise(checkpoint).dialect
     needed = dict(_needed(spec, dialect))
     found = match(needed, checkpoint.tensors, dialect.ignored + ((dialect.names["head"],) if spec.tied_head else ()))
-    loader = _Loader(checkpoint, found, ops, dialect.norm_shift, spec.norm_eps, progress)
+    slices = dict(_slices(spec, dialect))
+    loader = _Loader(checkpoint, found, slices, ops, dialect.norm_shift, spec.norm_eps, progress)
     embedding = loader.weight("embedding")
     places = layout.places()
     return Decoder(
@@ -47,8 +48,12 @@ def assemble(
         layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
         norm=loader.norm("norm"),
         head=Linear(embedding if spec.tied_head else loader.weight("head")),
-        frequencies={layer.attention.rope: frequencies(layer.attention.rope) for layer in spec.layers},
+        frequencies={rope: frequencies(rope) for rope in _ropes(spec)},
     )
+
+
+def _ropes(spec: ModelSpec) -> list[RopeSpec]:
+    return [rope for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers) if isinstance(rope, RopeSpec)]
 
 
 def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, Needed]]:
@@ -59,10 +64,35 @@ def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, Needed]]:
     if not spec.tied_head:
         yield "head", Needed(dialect.names["head"], (spec.vocab_size, width))
     for i, layer in enumerate(spec.layers):
-        for name, shape in _layer_shapes(layer, width).items():
+        shapes = _layer_shapes(layer, width)
+        for whole, parts in dialect.fused.items():
+            rows = sum(shapes.pop(part)[0] for part in parts)
+            shapes[whole] = (rows, width)
+        for name, shape in shapes.items():
             if name not in dialect.names:
                 raise WeightError("config", f"asks for {name}, which checkpoints of this kind do not have")
             yield f"{i}.{name}", Needed(dialect.names[name].format(i=i), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Rows [start, stop) of a tensor that holds several."""
+
+    whole: str
+    start: int
+    stop: int
+
+
+def _slices(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, _Slice]]:
+    """Where the parts of fused tensors lie."""
+    for i, layer in enumerate(spec.layers):
+        shapes = _layer_shapes(layer, spec.hidden_size)
+        for whole, parts in dialect.fused.items():
+            start = 0
+            for part in parts:
+                stop = start + shapes[part][0]
+                yield f"{i}.{part}", _Slice(f"{i}.{whole}", start, stop)
+                start = stop
 
 
 def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
@@ -98,6 +128,7 @@ class _Loader:
 
     checkpoint: Checkpoint
     found: Mapping[str, str]
+    slices: Mapping[str, _Slice]
     ops: Ops
     norm_shift: float
     norm_eps: float
@@ -112,7 +143,9 @@ class _Loader:
         return tensor
 
     def weight(self, name: str) -> Weight:
-        return self.ops.prepare(self._take(name))
+        if (part := self.slices.get(name)) is None:
+            return self.ops.prepare(self._take(name))
+        return self.ops.prepare(_rows(self._take(part.whole), part.start, part.stop))
 
     def vector(self, name: str) -> Tensor:
         tensor = self._take(name)
@@ -130,6 +163,13 @@ class _Loader:
 
     def maybe_norm(self, name: str) -> Norm | None:
         return self.norm(name) if name in self.found else None
+
+
+def _rows(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows of a matrix, packed or not; blocks never cross rows."""
+    if isinstance(weight, QuantTensor):
+        return QuantTensor(weight.format, (stop - start, weight.shape[1]), weight.data[start:stop])
+    return weight[start:stop]
 
 
 def _layer(loader: _Loader, index: int, spec: LayerSpec, place: Place) -> Layer:

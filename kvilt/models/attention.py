@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kv.layout import Place, Window
 from ..ops.contract import AttentionMask
 from .layers import Context, Linear, Norm
-from .spec import AttentionSpec
+from .spec import AttentionSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,15 @@ class Attention:
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """`x` [tokens, hidden] to [tokens, hidden]; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
-        rotation = context.rotations[spec.rope]
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
         q = self.q(x, ops).view(-1, spec.heads, spec.head_dim)
         k = self.k(x, ops).view(-1, spec.kv_heads, spec.head_dim)
         v = self.v(x, ops).view(-1, spec.kv_heads, spec.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
-        q, k = ops.rotate(q, rotation), ops.rotate(k, rotation)
+        if isinstance(spec.rope, RopeSpec):
+            rotation = context.rotations[spec.rope]
+            q, k = ops.rotate(q, rotation), ops.rotate(k, rotation)
         ops.write(store, self.place.layer, paging.slots, k, v)
         mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
         return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops)

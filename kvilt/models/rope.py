@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.contract import Rotation
-from .spec import FactorScaling, LinearScaling, Llama3Scaling, NoScaling, RopeSpec
+from .spec import FactorScaling, LinearScaling, Llama3Scaling, LongScaling, NoScaling, RopeSpec, YarnScaling
 
 
 def frequencies(spec: RopeSpec) -> Tensor:
@@ -24,6 +24,34 @@ def frequencies(spec: RopeSpec) -> Tensor:
             return plain / torch.tensor(factors, dtype=torch.float32)
         case Llama3Scaling() as scaling:
             return _llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(plain, spec, scaling)
+        case LongScaling():
+            raise AssertionError("at_context chooses the divisors before a model is assembled")
+
+
+def magnitude(spec: RopeSpec) -> float:
+    """By how much the rotation makes vectors longer."""
+    match spec.scaling:
+        case FactorScaling(magnitude=factor) | YarnScaling(magnitude=factor) | LongScaling(magnitude=factor):
+            return factor
+        case _:
+            return 1.0
+
+
+def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+    def pair(turns: float) -> float:
+        """The pair (a fraction) that makes this many turns over the original context."""
+        context = scaling.original_context / (turns * 2 * math.pi)
+        return spec.dims * math.log(context) / (2 * math.log(spec.theta))
+
+    first, last = pair(scaling.fast_turns), pair(scaling.slow_turns)
+    if scaling.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dims - 1)
+    width = (last - first) or 0.001
+    ramp = ((torch.arange(spec.dims // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -40,4 +68,5 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 def rotation(spec: RopeSpec, radians: Tensor, positions: Tensor) -> Rotation:
     """Cosines and sines for `positions` [tokens]; computed once a step and shared by layers with the same rope."""
     angles = positions.float().unsqueeze(1) * radians
-    return Rotation(angles.cos(), angles.sin(), spec.pairing)
+    growth = magnitude(spec)
+    return Rotation(angles.cos() * growth, angles.sin() * growth, spec.pairing)

@@ -5,7 +5,8 @@ Never holds devices, storage dtypes or file names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,9 +43,36 @@ class FactorScaling:
     """One divisor per frequency, as GGUF files carry them in `rope_freqs.weight`."""
 
     factors: tuple[float, ...]
+    magnitude: float = 1.0  # by which rotated vectors grow
 
 
-Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: high frequencies kept, low ones divided, a linear ramp between two numbers of turns."""
+
+    factor: float
+    original_context: int
+    magnitude: float
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    whole_pairs: bool = True  # the ramp begins and ends at whole pairs
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """longrope: one set of divisors for contexts up to the original one, another for longer ones."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    magnitude: float
+
+    def at(self, context: int) -> FactorScaling:
+        """The divisors for a context. One set for all lengths in it, so that KV never has to be rotated again."""
+        return FactorScaling(self.long if context > self.original_context else self.short, self.magnitude)
+
+
+Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +86,14 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NoRope:
+    """Queries and keys as they are: position enters through other layers."""
+
+
+Rope = RopeSpec | NoRope
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention."""
 
@@ -65,7 +101,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     scale: float
-    rope: RopeSpec
+    rope: Rope
     reach: Reach = Full()
     qkv_bias: bool = False
     out_bias: bool = False
@@ -104,6 +140,25 @@ class ModelSpec:
     tied_head: bool
     embed_scale: float = 1.0
     final_soft_cap: float = 0.0  # 0: none
+
+
+def each_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
+    """The spec with the attention of each layer changed."""
+    layers = (replace(layer, attention=change(i, layer.attention)) for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
+
+
+def at_context(spec: ModelSpec, context: int) -> ModelSpec:
+    """The spec as it runs with sequences of up to `context` tokens."""
+
+    def settle(_layer: int, attention: AttentionSpec) -> AttentionSpec:
+        match attention.rope:
+            case RopeSpec(scaling=LongScaling() as scaling) as rope:
+                return replace(attention, rope=replace(rope, scaling=scaling.at(context)))
+            case _:
+                return attention
+
+    return each_attention(spec, settle)
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> KVLayout:

@@ -9,15 +9,23 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from kvilt.executor.executor import Executor
@@ -32,6 +40,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.4,  # large, so that a wrong mask or rope moves the logits by a lot
 }
+SPECIALS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # configs whose own defaults are past 97 tokens
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -52,6 +61,20 @@ def _gemma(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | own | changes))
 
 
+def _gemma2() -> Callable[[], PreTrainedModel]:
+    own = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
+    caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}
+    return lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL | own | caps, attn_implementation="eager"))
+
+
+def _qwen3(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL | {"head_dim": 16} | changes))
+
+
+def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
+
+
 def _qwen2(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL | changes))
 
@@ -67,6 +90,36 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral-full": lambda: MistralForCausalLM(MistralConfig(**SMALL | {"sliding_window": None, "head_dim": 8})),
     "qwen2": _qwen2(),
     "qwen2-windows": _qwen2(use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": _qwen3(),
+    "qwen3-windows": _qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=2),
+    "qwen3-yarn": _qwen3(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    ),
+    "llama-yarn-tuned": _llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+            "truncate": False,
+        }
+    ),
+    "phi3": _phi3(),
+    "phi3-window": _phi3(sliding_window=6),
+    "phi3-partial": _phi3(
+        hidden_size=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    ),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SMALL | SPECIALS | {"num_hidden_layers": 5})),
+    "gemma2": _gemma2(),
     "gemma3": _gemma(),
     "gemma3-capped": _gemma(final_logit_softcapping=5.0),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...weights.source import Checkpoint
@@ -19,6 +19,7 @@ class Dialect:
     spec: Callable[[Checkpoint], ModelSpec]
     names: Mapping[str, str]  # our tensor name to the checkpoint's, with {i} for the layer
     ignored: tuple[str, ...] = ()  # patterns of tensors that may be there without being used
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor, and whose rows it holds in turn
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 
 

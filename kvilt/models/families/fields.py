@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import Unsupported, WeightError
 from ...ops.contract import Activation
+from ...quant.unpack import to_float
 from ...weights.source import Checkpoint
-from ..spec import FactorScaling, LinearScaling, Llama3Scaling, NoScaling, Scaling
+from ..spec import FactorScaling, LinearScaling, Llama3Scaling, LongScaling, NoScaling, Scaling, YarnScaling
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -44,6 +45,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise WeightError(self.prefix + name, f"must be a positive number, not {value!r}")
         return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._value(name, None)
+        if not isinstance(value, list):
+            raise WeightError(self.prefix + name, "must be a list of numbers")
+        return _positive(self.prefix + name, value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(self.prefix + name)
@@ -87,10 +95,12 @@ def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -
         values.setdefault("rope_theta", config.get("rope_theta"))
         values.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
     fields = Fields(values)
-    return Rope(fields.number("rope_theta", theta), _hf_scaling(fields), fields.number("partial_rotary_factor", 1.0))
+    return Rope(
+        fields.number("rope_theta", theta), _hf_scaling(config, fields), fields.number("partial_rotary_factor", 1.0)
+    )
 
 
-def _hf_scaling(fields: Fields) -> Scaling:
+def _hf_scaling(config: Mapping[str, Any], fields: Fields) -> Scaling:
     kind = fields.values.get("rope_type") or fields.values.get("type") or "default"
     match kind:
         case "default":
@@ -104,28 +114,97 @@ def _hf_scaling(fields: Fields) -> Scaling:
                 fields.number("high_freq_factor"),
                 fields.integer("original_max_position_embeddings"),
             )
+        case "yarn":
+            return _hf_yarn(config, fields)
+        case "longrope" | "su":
+            return _hf_long(config, fields)
         case _:
-            raise Unsupported(f"rope scaling {kind!r} is not supported; kvilt knows default, linear and llama3")
+            raise Unsupported(
+                f"rope scaling {kind!r} is not supported; kvilt knows default, linear, llama3, yarn and longrope"
+            )
+
+
+def _stretch(config: Mapping[str, Any], fields: Fields) -> tuple[float, int]:
+    """The factor of a scaling and the context it starts from, each from where configs are known to keep them."""
+    outer = Fields(config)
+    context = outer.integer("max_position_embeddings")
+    original = fields.integer(
+        "original_max_position_embeddings", outer.integer("original_max_position_embeddings", context)
+    )
+    return fields.number("factor", context / original), original
+
+
+def _hf_yarn(config: Mapping[str, Any], fields: Fields) -> YarnScaling:
+    factor, original = _stretch(config, fields)
+
+    def growth(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    magnitude = growth(1.0)
+    if fields.has("mscale") and fields.has("mscale_all_dim"):
+        magnitude = growth(fields.number("mscale")) / growth(fields.number("mscale_all_dim"))
+    return YarnScaling(
+        factor,
+        original,
+        fields.number("attention_factor", magnitude),
+        fields.number("beta_fast", 32.0),
+        fields.number("beta_slow", 1.0),
+        fields.flag("truncate", True),
+    )
+
+
+def _hf_long(config: Mapping[str, Any], fields: Fields) -> LongScaling:
+    factor, original = _stretch(config, fields)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongScaling(
+        fields.numbers("short_factor"),
+        fields.numbers("long_factor"),
+        original,
+        fields.number("attention_factor", magnitude),
+    )
 
 
 def gguf_scaling(checkpoint: Checkpoint, fields: Fields, pairs: int) -> Scaling:
-    """The rope scaling of a GGUF: a tensor of divisors (Llama 3), or metadata."""
-    if "rope_freqs.weight" in checkpoint.tensors.names():
-        divisors = checkpoint.tensors.tensor("rope_freqs.weight")
-        if tuple(divisors.shape) != (pairs,):
-            raise WeightError("rope_freqs.weight", f"has shape {tuple(divisors.shape)}, expected ({pairs},)")
-        factors = tuple(float(value) for value in divisors)  # type: ignore[union-attr]
-        if not all(0 < value < math.inf for value in factors):
-            raise WeightError("rope_freqs.weight", "holds divisors that are not positive numbers")
-        return FactorScaling(factors)
+    """The rope scaling of a GGUF: tensors of divisors (Llama 3, Phi-3), or metadata."""
+    names = checkpoint.tensors.names()
+    if "rope_freqs.weight" in names:
+        return FactorScaling(_divisors(checkpoint, "rope_freqs.weight", pairs))
+    if "rope_factors_long.weight" in names:
+        return LongScaling(
+            _divisors(checkpoint, "rope_factors_short.weight", pairs),
+            _divisors(checkpoint, "rope_factors_long.weight", pairs),
+            fields.integer("rope.scaling.original_context_length"),
+            fields.number("rope.scaling.attn_factor", 1.0),
+        )
     kind = fields.values.get(fields.prefix + "rope.scaling.type", "none")
     match kind:
         case "none":
             return NoScaling()
         case "linear":
             return LinearScaling(fields.number("rope.scaling.factor"))
+        case "yarn":
+            factor = fields.number("rope.scaling.factor")
+            growth = (1 + 0.1 * math.log(factor)) * fields.number("rope.scaling.attn_factor", 1.0)
+            return YarnScaling(factor, fields.integer("rope.scaling.original_context_length"), growth)
         case _:
-            raise Unsupported(f"rope scaling {kind!r} is not supported; kvilt knows none and linear in GGUF files")
+            raise Unsupported(
+                f"rope scaling {kind!r} is not supported; kvilt knows none, linear and yarn in GGUF files"
+            )
+
+
+def _divisors(checkpoint: Checkpoint, name: str, pairs: int) -> tuple[float, ...]:
+    if name not in checkpoint.tensors.names():
+        raise WeightError(name, "is missing")
+    tensor = checkpoint.tensors.tensor(name)
+    if tuple(tensor.shape) != (pairs,):
+        raise WeightError(name, f"has shape {tuple(tensor.shape)}, expected ({pairs},)")
+    return _positive(name, to_float(tensor).tolist())
+
+
+def _positive(name: str, values: Sequence[Any]) -> tuple[float, ...]:
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
+        raise WeightError(name, "holds something else than positive numbers")
+    return tuple(float(value) for value in values)
 
 
 def whole_heads(heads: int, kv_heads: int) -> None:

@@ -1,9 +1,9 @@
-"""Gemma 3 (text): windowed and global layers with a rope each, QK-norm, norms around both blocks, scaled embeddings."""
+"""Gemma 2 and 3 (text): windowed and global layers, norms around both blocks, soft-caps (2) or QK-norm (3)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ...errors import WeightError
@@ -12,15 +12,13 @@ from ...weights.source import Checkpoint
 from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 from .family import Dialect, Family
 from .fields import Fields, gguf_scaling, hf_rope, whole_heads
-from .llama import GGUF_IGNORED, HF_IGNORED
-from .llama import GGUF_NAMES as LLAMA_GGUF_NAMES
-from .llama import HF_NAMES as LLAMA_HF_NAMES
+from .plain import GGUF_IGNORED, HF_IGNORED, gguf_fields, gguf_vocab_size
+from .plain import GGUF_NAMES as PLAIN_GGUF_NAMES
+from .plain import HF_NAMES as PLAIN_HF_NAMES
 
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
-        **LLAMA_GGUF_NAMES,
-        "q_norm": "blk.{i}.attn_q_norm.weight",
-        "k_norm": "blk.{i}.attn_k_norm.weight",
+        **PLAIN_GGUF_NAMES,
         "post_attention_norm": "blk.{i}.post_attention_norm.weight",
         "post_feed_forward_norm": "blk.{i}.post_ffw_norm.weight",
     }
@@ -28,110 +26,138 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
 
 HF_NAMES: Mapping[str, str] = MappingProxyType(
     {
-        **LLAMA_HF_NAMES,
-        "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
-        "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+        **PLAIN_HF_NAMES,
         "post_attention_norm": "model.layers.{i}.post_attention_layernorm.weight",
         "feed_forward_norm": "model.layers.{i}.pre_feedforward_layernorm.weight",
         "post_feed_forward_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
     }
 )
 
-LOCAL_THETA = 10000.0
-PATTERN = 6  # every sixth layer is global
-LAYERS_OF_27B = 62  # the one size that scales queries by hidden / heads; GGUF files do not say so themselves
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What tells the generations apart."""
+
+    pattern: int  # every so many layers one is global
+    theta: float
+    local_theta: float
+    qk_norm: bool
+    soft_caps: bool
+    layers_of_27b: int  # the one size that scales queries by hidden / heads; GGUF files do not say so themselves
 
 
-def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
-    fields = Fields(checkpoint.config, "gemma3.")
-    names = checkpoint.tensors.names()
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count", high=1 << 12)
-    kv_heads = fields.integer("attention.head_count_kv")
-    whole_heads(heads, kv_heads)
-    head_dim = fields.integer("attention.key_length", 256, high=1 << 12)
-    layers = fields.integer("block_count", high=1 << 12)
-    scaling = gguf_scaling(checkpoint, fields, head_dim // 2)
-    attention = AttentionSpec(
-        heads,
-        kv_heads,
-        head_dim,
-        (hidden / heads if layers == LAYERS_OF_27B else head_dim) ** -0.5,
-        RopeSpec(fields.number("rope.freq_base", 1000000.0), head_dim, scaling=scaling),
-        qk_norm=True,
-    )
-    local = RopeSpec(fields.number("rope.freq_base_swa", LOCAL_THETA), head_dim)
-    pattern = fields.integer("attention.sliding_window_pattern", PATTERN)
-    kinds = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
-    return ModelSpec(
-        family="gemma",
-        vocab_size=checkpoint.tensors.shape("token_embd.weight")[0] if "token_embd.weight" in names else 1,
-        hidden_size=hidden,
-        context=fields.integer("context_length"),
-        layers=_layers(
-            kinds, attention, local, fields.integer("attention.sliding_window"), fields.integer("feed_forward_length")
-        ),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        tied_head="output.weight" not in names,
-        embed_scale=hidden**0.5,
-    )
+SECOND = Generation(2, 10000.0, 10000.0, qk_norm=False, soft_caps=True, layers_of_27b=46)
+THIRD = Generation(6, 1000000.0, 10000.0, qk_norm=True, soft_caps=False, layers_of_27b=62)
 
 
-def from_hf(checkpoint: Checkpoint) -> ModelSpec:
-    config = Fields(checkpoint.config)
-    heads, kv_heads = config.integer("num_attention_heads", high=1 << 12), config.integer("num_key_value_heads")
-    whole_heads(heads, kv_heads)
-    head_dim = config.integer("head_dim", 256, high=1 << 12)
-    wide = hf_rope(checkpoint.config, "full_attention", 1000000.0)
-    attention = AttentionSpec(
-        heads,
-        kv_heads,
-        head_dim,
-        config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        RopeSpec(wide.theta, head_dim, scaling=wide.scaling),
-        qk_norm=True,
-    )
-    hidden = config.integer("hidden_size")
-    return ModelSpec(
-        family="gemma",
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden,
-        context=config.integer("max_position_embeddings"),
-        layers=_layers(
-            _kinds(config),
-            attention,
-            _local_rope(checkpoint, config, head_dim),
-            config.integer("sliding_window"),
-            config.integer("intermediate_size"),
-        ),
-        norm_eps=config.number("rms_norm_eps"),
-        tied_head=config.flag("tie_word_embeddings", True),
-        embed_scale=hidden**0.5,
-        final_soft_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else 0.0,
-    )
+def from_gguf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
+    def read(checkpoint: Checkpoint) -> ModelSpec:
+        fields, names = gguf_fields(checkpoint), checkpoint.tensors.names()
+        hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count", high=1 << 12)
+        head_dim = fields.integer("attention.key_length", 256, high=1 << 12)
+        layers = fields.integer("block_count", high=1 << 12)
+        scale_by = hidden / heads if layers == generation.layers_of_27b else head_dim
+        scaling = gguf_scaling(checkpoint, fields, head_dim // 2)
+        wide = AttentionSpec(
+            heads,
+            fields.integer("attention.head_count_kv"),
+            head_dim,
+            scale_by**-0.5,
+            RopeSpec(fields.number("rope.freq_base", generation.theta), head_dim, scaling=scaling),
+            qk_norm=generation.qk_norm,
+            soft_cap=_cap(fields, "attn_logit_softcapping", generation),
+        )
+        local = RopeSpec(fields.number("rope.freq_base_swa", generation.local_theta), head_dim)
+        pattern = fields.integer("attention.sliding_window_pattern", generation.pattern)
+        return ModelSpec(
+            family="gemma",
+            vocab_size=gguf_vocab_size(checkpoint),
+            hidden_size=hidden,
+            context=fields.integer("context_length"),
+            layers=_layers(
+                _alternating(pattern, layers),
+                wide,
+                replace(wide, rope=local, reach=Window(fields.integer("attention.sliding_window"))),
+                fields.integer("feed_forward_length"),
+            ),
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+            tied_head=PLAIN_GGUF_NAMES["head"] not in names,
+            embed_scale=hidden**0.5,
+            final_soft_cap=_cap(fields, "final_logit_softcapping", generation),
+        )
+
+    return read
 
 
-def _local_rope(checkpoint: Checkpoint, config: Fields, head_dim: int) -> RopeSpec:
+def from_hf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
+    def read(checkpoint: Checkpoint) -> ModelSpec:
+        config = Fields(checkpoint.config)
+        head_dim = config.integer("head_dim", 256, high=1 << 12)
+        rope = hf_rope(checkpoint.config, "full_attention", generation.theta)
+        bias = config.flag("attention_bias")
+        wide = AttentionSpec(
+            config.integer("num_attention_heads", high=1 << 12),
+            config.integer("num_key_value_heads"),
+            head_dim,
+            config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            RopeSpec(rope.theta, head_dim, scaling=rope.scaling),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=generation.qk_norm,
+            soft_cap=_cap(config, "attn_logit_softcapping", generation),
+        )
+        local = _local_rope(checkpoint, config, head_dim, generation)
+        hidden = config.integer("hidden_size")
+        return ModelSpec(
+            family="gemma",
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden,
+            context=config.integer("max_position_embeddings"),
+            layers=_layers(
+                _kinds(config, generation),
+                wide,
+                replace(wide, rope=local, reach=Window(config.integer("sliding_window"))),
+                config.integer("intermediate_size"),
+            ),
+            norm_eps=config.number("rms_norm_eps"),
+            tied_head=config.flag("tie_word_embeddings", True),
+            embed_scale=hidden**0.5,
+            final_soft_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else 0.0,
+        )
+
+    return read
+
+
+def _cap(fields: Fields, name: str, generation: Generation) -> float:
+    return fields.number(name) if generation.soft_caps and fields.has(name) else 0.0
+
+
+def _local_rope(checkpoint: Checkpoint, config: Fields, head_dim: int, generation: Generation) -> RopeSpec:
+    if generation is SECOND:  # one rope for all layers
+        rope = hf_rope(checkpoint.config, "", generation.theta)
+        return RopeSpec(rope.theta, head_dim, scaling=rope.scaling)
     if not config.has("rope_parameters"):
-        return RopeSpec(config.number("rope_local_base_freq", LOCAL_THETA), head_dim)
-    local = hf_rope(checkpoint.config, "sliding_attention", LOCAL_THETA)
-    return RopeSpec(local.theta, head_dim, scaling=local.scaling)
+        return RopeSpec(config.number("rope_local_base_freq", generation.local_theta), head_dim)
+    rope = hf_rope(checkpoint.config, "sliding_attention", generation.local_theta)
+    return RopeSpec(rope.theta, head_dim, scaling=rope.scaling)
 
 
-def _kinds(config: Fields) -> tuple[str, ...]:
+def _alternating(pattern: int, layers: int) -> tuple[str, ...]:
+    return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+
+
+def _kinds(config: Fields, generation: Generation) -> tuple[str, ...]:
     layers = config.integer("num_hidden_layers", high=1 << 12)
     kinds = config.values.get("layer_types")
     if kinds is None:
-        pattern = config.integer("sliding_window_pattern", PATTERN)
-        return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+        return _alternating(config.integer("sliding_window_pattern", generation.pattern), layers)
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise WeightError("layer_types", f"must name the kind of each of the {layers} layers")
     return tuple(str(kind) for kind in kinds)
 
 
-def _layers(
-    kinds: tuple[str, ...], wide: AttentionSpec, local: RopeSpec, window: int, hidden: int
-) -> tuple[LayerSpec, ...]:
-    narrow = replace(wide, rope=local, reach=Window(window))
+def _layers(kinds: tuple[str, ...], wide: AttentionSpec, narrow: AttentionSpec, hidden: int) -> tuple[LayerSpec, ...]:
+    whole_heads(wide.heads, wide.kv_heads)
     table = {"sliding_attention": narrow, "full_attention": wide}
     if unknown := [kind for kind in kinds if kind not in table]:
         raise WeightError("layer_types", f"{unknown[0]!r} is not a kind of layer; there are {', '.join(table)}")
@@ -142,7 +168,9 @@ def _layers(
 GEMMA = Family(
     "gemma",
     (
-        Dialect("gguf", ("gemma3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("Gemma3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED, norm_shift=1.0),
+        Dialect("gguf", ("gemma3",), from_gguf(THIRD), GGUF_NAMES, GGUF_IGNORED),
+        Dialect("gguf", ("gemma2",), from_gguf(SECOND), GGUF_NAMES, GGUF_IGNORED),
+        Dialect("hf", ("Gemma3ForCausalLM",), from_hf(THIRD), HF_NAMES, HF_IGNORED, norm_shift=1.0),
+        Dialect("hf", ("Gemma2ForCausalLM",), from_hf(SECOND), HF_NAMES, HF_IGNORED, norm_shift=1.0),
     ),
 )

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...kv.layout import Full, Reach, Window
 from ...weights.source import Checkpoint
-from ..spec import ModelSpec
+from ..spec import ModelSpec, each_attention
 from .family import Dialect, Family
 from .fields import Fields
-from .llama import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
+from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 
 
 def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
-    return gguf_spec(checkpoint, "qwen2", qkv_bias=True, interleaved=False)
+    return each_attention(gguf_spec(checkpoint, "qwen2"), lambda _layer, a: replace(a, qkv_bias=True))
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
-    config = Fields(checkpoint.config)
-    layers = config.integer("num_hidden_layers", high=1 << 12)
-    return hf_spec(checkpoint, "qwen2", _reaches(config, layers), qkv_bias=True, out_bias=False)
+    spec = hf_spec(checkpoint, "qwen2")
+    reaches = window_above(Fields(checkpoint.config), len(spec.layers))
+    return each_attention(spec, lambda layer, a: replace(a, qkv_bias=True, out_bias=False, reach=reaches[layer]))
 
 
-def _reaches(config: Fields, layers: int) -> tuple[Reach, ...]:
+def window_above(config: Fields, layers: int) -> tuple[Reach, ...]:
+    """Full attention in the first layers, a window above them, where the config turns windows on."""
     if not config.flag("use_sliding_window"):
         return (Full(),) * layers
     window = Window(config.integer("sliding_window"))
-    full = config.values.get("max_window_layers", layers)  # the first ones see everything
+    full = config.values.get("max_window_layers", layers)
     return tuple(window if index >= full else Full() for index in range(layers))
 
 

@@ -9,9 +9,12 @@ from ...weights.source import Checkpoint
 from .family import Dialect, Family
 from .gemma import GEMMA
 from .llama import LLAMA
+from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, GEMMA)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3)
 
 
 @dataclass(frozen=True, slots=True)
