@@ -44,7 +44,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.sampling.grammar": frozenset({"llguidance", "xgrammar"}),
-    "kvilt.weights.hub": frozenset({"huggingface_hub"}),
+    "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
     "kvilt.ops.triton": frozenset({"triton"}),
 }
 STANDARD = sys.stdlib_module_names
@@ -293,7 +293,7 @@ DOWNWARD = [
     ),
     ("kvilt.__main__", "from .cli.main import main"),
     ("kvilt.config", "import os\nhome = os.environ.get('HOME')"),
-    ("kvilt.weights.hub", "import huggingface_hub"),
+    ("kvilt.weights.hf", "import huggingface_hub"),
     ("kvilt.kv.codec", "import numpy as np\na = np.load('x', allow_pickle=False)"),
 ]
 

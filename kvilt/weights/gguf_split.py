@@ -5,7 +5,6 @@ Opening any part opens all. Refuses to know what tensors are for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,29 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import WeightError
+from .files import PartName, part_name
 from .gguf_header import Header, TensorInfo, check_vocabulary, read_header
 from .mapped import MappedFile
 
 MAX_PARTS = (1 << 16) - 1  # the format counts parts in 16 bits
-_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _OF_ONE_FILE = ("general.alignment",)
-
-
-@dataclass(frozen=True, slots=True)
-class PartName:
-    """What the name of one part says; numbers start at 1."""
-
-    stem: str
-    number: int
-    count: int
-
-    def sibling(self, number: int) -> str:
-        """The file name of another part."""
-        return f"{self.stem}-{number:05}-of-{self.count:05}.gguf"
-
-    def siblings(self) -> list[str]:
-        """The file names of all parts, in order."""
-        return [self.sibling(number) for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +44,6 @@ class Place:
 
     file: MappedFile
     info: TensorInfo
-
-
-def part_name(name: str) -> PartName | None:
-    """The parts of a split file's name, or None where the name is not one."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    number, count = int(match["number"]), int(match["count"])
-    return PartName(match["stem"], number, count) if 1 <= number <= count else None
 
 
 def open_parts(path: Path) -> tuple[Part, ...]:

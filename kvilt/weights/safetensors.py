@@ -11,18 +11,18 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
 
 from ..errors import WeightError
-from .json_file import parse_object, read_object
+from .files import INDEX, read_index
+from .json_file import parse_object
 from .mapped import MappedFile
 from .stored import Stored
 
-INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -63,7 +63,7 @@ class SafetensorsFiles:
         """Open a folder's only safetensors file, or the shards its index names."""
         index_path = folder / INDEX
         if index_path.exists():
-            index = _read_index(index_path)
+            index = read_index(index_path)
             return cls._open({shard: folder / shard for shard in sorted(set(index.values()))}, index)
         found = sorted(folder.glob("*.safetensors"))
         if len(found) != 1:
@@ -138,22 +138,6 @@ class SafetensorsFiles:
             return self._entries[name]
         except KeyError:
             raise WeightError(name, "the checkpoint holds no tensor of that name") from None
-
-
-def _read_index(path: Path) -> Mapping[str, str]:
-    places = read_object(path).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise WeightError("weight_map", f"{path.name} must map tensor names to shards")
-    for name, shard in places.items():
-        if not isinstance(shard, str) or not _plain_file_name(shard):
-            raise WeightError("weight_map", f"{name!r} points to {shard!r}, which is no safetensors file in the folder")
-    return places
-
-
-def _plain_file_name(shard: str) -> bool:
-    """Whether the name stays in its folder on every system."""
-    plain = PurePosixPath(shard).name == shard == PureWindowsPath(shard).name
-    return plain and shard.endswith(".safetensors") and "\0" not in shard
 
 
 def _check_place(name: str, shard: str, index: Mapping[str, str] | None) -> None:

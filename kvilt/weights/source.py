@@ -15,15 +15,11 @@ from typing import Any, Literal, Protocol, Self
 
 from ..errors import ModelNotFound, WeightError
 from ..quant.tensor import Weight
+from .files import CONFIG, GENERATION, PICKLES, part_name
 from .gguf import GGUFFile
-from .gguf_split import part_name
 from .json_file import read_object
 from .safetensors import SafetensorsFiles
 from .stored import Stored
-
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class TensorSource(Protocol):
@@ -82,7 +78,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelNotFound(f"{str(path)!r} cannot be looked at ({error}); check the path") from error
     if not path.is_file():
         raise WeightError("file", f"{path.name} is not a regular file")
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         raise WeightError("file", f"{path.name} may hold a pickle, which is never read; convert it to safetensors")
     if path.suffix == ".safetensors":
         return _open_hf(path.parent, path)
@@ -97,7 +93,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return _open_gguf(found[0])
     if found:
         raise WeightError("folder", f"{folder.name!r} holds {len(found)} GGUF files; pass the path of one of them")
-    if any(file.suffix in _PICKLES for file in folder.iterdir()):
+    if any(file.suffix in PICKLES for file in folder.iterdir()):
         raise WeightError("folder", f"{folder.name!r} may hold pickles, which are never read; convert to safetensors")
     raise ModelNotFound(f"{str(folder)!r} holds neither a GGUF file nor {CONFIG} with safetensors; check the path")
 

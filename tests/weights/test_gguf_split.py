@@ -13,8 +13,8 @@ import pytest
 
 from kvilt.errors import WeightError
 from kvilt.quant.unpack import to_float
+from kvilt.weights.files import part_name
 from kvilt.weights.gguf import GGUFFile
-from kvilt.weights.gguf_split import part_name
 from kvilt.weights.source import open_checkpoint
 
 Craft = Any  # conftest.Craft
