@@ -1,96 +1,29 @@
-"""LLM: text in, text out, over one executor. The facade most people start with.
+"""LLM: generate, stream, chat and prefill, all of them made of steps over runs.
 
-One of the two places that build things from configuration. Refuses to know HTTP and terminals.
+Refuses to know HTTP and terminals, and how a model is found and built.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Self, overload
 
-from .batch import Batch, Ids, Last, Nothing, Row
-from .config import DEFAULT_MODEL, RunConfig, parse_bytes
-from .errors import Cancelled, ContextOverflow, InputError, ParamError, TruncateError
-from .executor.executor import STEP_TOKENS, Executor
-from .executor.load import build_executor
-from .kv.cache import KVCache
-from .models.families.registry import recognise
-from .sampling.params import SamplingParams
-from .sampling.sampler import SampleState, TokenLogprobs
-from .text import tokenizer as tokenizers
-from .text.chat import ChatTemplate
-from .text.detokenizer import Detokenizer
-from .text.stops import StopChecker
-from .text.tokenizer import Tokenizer
-from .weights.hub import Progress, resolve
-from .weights.source import Checkpoint, open_checkpoint
+from torch import Tensor
 
-FinishReason = Literal["stop", "length", "cancelled"]
+from ..batch import Batch, Last
+from ..errors import Cancelled, ContextOverflow, InputError, ParamError, TruncateError
+from ..executor.executor import STEP_TOKENS, Executor
+from ..kv.cache import KVCache
+from ..sampling.params import SamplingParams
+from ..sampling.sampler import SampleState
+from ..text.chat import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .completion import Completion, Stream
+from .run import Run, closing
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens a completion took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # of the prompt, not computed again
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds from the call."""
-
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished generation. `token_ids` end with the token that stopped it, `text` does not."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-    logprobs: list[TokenLogprobs] | None
-    timing: Timing
-    kv: KVCache | None = None  # with keep_kv: prompt and all generated tokens but the last; yours to close
-
-
-class Stream:
-    """Pieces of text as they are certain; after the last one `completion` has the rest."""
-
-    def __init__(self, pieces: Iterator[str], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
-        self._pieces = pieces
-        self._result = result
-        self._stop = stop
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    @property
-    def completion(self) -> Completion:
-        """The whole result; reads the stream to its end first."""
-        for _ in self._pieces:
-            pass
-        return self._result()
-
-    def stop(self) -> None:
-        """Generate nothing after the step in progress: `completion` then has what there is, its KV too if kept.
-
-        May be called from a signal's callback or another thread.
-        """
-        self._stop()
 
 
 class LLM:
@@ -135,16 +68,14 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them in one batch.
 
-        With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed.
+        With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed. With `n`
+        the prompt is computed once, and the samples after the first are the result's `alternatives`.
         """
         chosen = SamplingParams.of(params, **fields)
         one = _is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
-        runs = [self._start(self._ids(each, kv), chosen, kv, kv.num_entries if kv else 0) for each in prompts]
-        with _closing(runs):
-            while live := [run for run in runs if run.finish_reason is None]:
-                self._step(live)
-            done = [run.completion(keep_kv) for run in runs]
+        ids = [self._ids(each, kv) for each in prompts]
+        done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv)
         return done[0] if one else done
 
     def stream(
@@ -171,7 +102,9 @@ class LLM:
         **fields: Any,
     ) -> Completion:
         """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again."""
-        return self.stream_chat(messages, params, tools=tools, kv=kv, keep_kv=keep_kv, **fields).completion
+        chosen = SamplingParams.of(params, **fields)
+        ids = self.chat_template.encode(self.tokenizer, messages, tools=tools)
+        return self._complete([ids], chosen, kv, _shared(ids, kv), keep_kv)[0]
 
     def stream_chat(
         self,
@@ -226,22 +159,35 @@ class LLM:
         # A place that was embedded has no id; it is never read again, only counted.
         return [token if isinstance(token, int) else 0 for token in kv.tokens()] + ids
 
-    def _start(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int) -> _Run:
+    def _complete(
+        self, prompts: Sequence[list[int]], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool
+    ) -> list[Completion]:
+        """Run all prompts to their ends, each step one batch of everything that still runs."""
+        runs: list[Run] = []
+        with closing(runs):
+            for ids in prompts:
+                runs.append(self._start(ids, params, kv, reused))  # noqa: PERF401 (what has begun must be closed)
+            while live := [run for first in runs for run in first.samples if run.finish_reason is None]:
+                self._step(live)
+            return [run.completion(keep_kv) for run in runs]
+
+    def _start(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int) -> Run:
         """A run of `ids`, whose first `reused` tokens are taken from a fork of `kv`."""
+        params = self._spelled(params)
         params.validate_vocab(self.executor.spec.vocab_size)
         if len(ids) > self.executor.max_context:
             raise ContextOverflow(len(ids), self.executor.max_context)
         own = self._reuse(kv, reused) if kv is not None and reused else self.executor.create_kv_cache()
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        return _Run(
-            ids=ids,
-            kv=own,
-            state=SampleState(params, ids),
-            detokenizer=Detokenizer(self.tokenizer, at_start=False),
-            checker=StopChecker(params.stop, params.include_stop_str_in_output),
-            stop_ids=stops,
-            cached=own.num_entries,
-        )
+        state = SampleState(params, ids, end_ids=() if params.ignore_eos else self.stop_ids)
+        return Run(ids=ids, kv=own, state=state, tokenizer=self.tokenizer, cached=own.num_entries)
+
+    def _spelled(self, params: SamplingParams) -> SamplingParams:
+        """These params with bad words as ids, each as it begins a text and as it follows a space."""
+        if not params.bad_words:
+            return params
+        bare = [word.lstrip(" ") or word for word in params.bad_words]
+        spelled = [self.tokenizer.encode(text, add_special=False) for word in bare for text in (word, f" {word}")]
+        return SamplingParams.of(params, bad_words=(), bad_words_ids=[*params.bad_words_ids, *filter(None, spelled)])
 
     def _reuse(self, kv: KVCache, length: int) -> KVCache:
         fork = kv.fork()
@@ -252,11 +198,13 @@ class LLM:
         return fork
 
     def _stream(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool) -> Stream:
+        if params.n > 1:
+            raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
         run = self._start(ids, params, kv, reused)
         results: list[Completion] = []
 
         def pieces() -> Iterator[str]:
-            with _closing([run]):
+            with closing([run]):
                 while run.finish_reason is None:
                     try:
                         self._step([run])
@@ -269,154 +217,24 @@ class LLM:
 
         return Stream(pieces(), lambda: results[0], run.stop)
 
-    def _step(self, runs: Sequence[_Run]) -> None:
+    def _step(self, runs: Sequence[Run]) -> None:
         """One forward for all these runs; each is at its own place."""
         share = max(1, STEP_TOKENS // len(runs))
         rows = [run.row(share) for run in runs]
         logits = self.executor.run(Batch.of(rows))
-        drawing = [run for run, row in zip(runs, rows, strict=True) if isinstance(row.want, Last)]
-        drawn = (
-            self.executor.sample(logits.values, [run.state for run in drawing], [len(run.ids) for run in drawing])
-            if drawing
-            else None
-        )
         for run, row in zip(runs, rows, strict=True):
             run.kv.commit([[run.ids[p] for p in row.positions]])
-        if drawn is not None:
-            for run, token, logprobs in zip(drawing, drawn.tokens.tolist(), drawn.logprobs, strict=True):
-                run.accept(token, logprobs)
+        if ready := [run for run, row in zip(runs, rows, strict=True) if isinstance(row.want, Last)]:
+            self._draw(logits.values, [run.drawing() for run in ready])
 
-
-@dataclass(slots=True)
-class _Run:
-    """One generation in progress."""
-
-    ids: list[int]  # prompt and generated
-    kv: KVCache
-    state: SampleState
-    detokenizer: Detokenizer
-    checker: StopChecker
-    stop_ids: frozenset[int]
-    cached: int
-    prompt_tokens: int = field(init=False)
-    finish_reason: FinishReason | None = None
-    text: str = ""
-    shown: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    started_s: float = field(default_factory=time.perf_counter)
-    first_token_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.ids)
-
-    def row(self, most: int) -> Row:
-        """This run's share of a step: the next tokens that are not in the cache yet."""
-        start = self.kv.num_entries
-        stop = min(start + most, len(self.ids))
-        self.kv.reserve(stop - start)
-        want = Last() if stop == len(self.ids) else Nothing()
-        return Row(Ids(self.ids[start:stop]), range(start, stop), self.kv, want=want)
-
-    def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Take in a drawn token, and see whether it is the last one."""
-        self.first_token_s = self.first_token_s or time.perf_counter() - self.started_s
-        self.ids.append(token)
-        self.state.advance(token)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        params = self.state.params
-        if token in self.stop_ids:
-            self._finish("stop")
-            return
-        emitted = self.checker.add(self.detokenizer.add(token))
-        self.text += emitted.text
-        if emitted.stopped:
-            self.finish_reason = "stop"
-        elif len(self.ids) - self.prompt_tokens == params.max_tokens or len(self.ids) > self.kv.capacity:
-            self._finish("length")
-
-    def _finish(self, reason: FinishReason) -> None:
-        """The end of the text without a stop string: what was held back comes out."""
-        emitted = self.checker.add(self.detokenizer.finish())
-        self.text += emitted.text + self.checker.finish()
-        self.finish_reason = reason
-
-    def stop(self) -> None:
-        """End here, unless it has ended already."""
-        self.finish_reason = self.finish_reason or "cancelled"
-
-    def take_text(self) -> str:
-        """Text that has not been shown yet."""
-        text, self.shown = self.text[self.shown :], len(self.text)
-        return text
-
-    def completion(self, keep_kv: bool) -> Completion:
-        assert self.finish_reason is not None
-        generated = self.ids[self.prompt_tokens :]
-        return Completion(
-            text=self.text,
-            token_ids=generated,
-            finish_reason=self.finish_reason,
-            usage=Usage(self.prompt_tokens, len(generated), self.cached),
-            logprobs=self.logprobs if self.state.params.logprobs is not None else None,
-            timing=Timing(self.first_token_s, time.perf_counter() - self.started_s),
-            kv=self.kv.fork() if keep_kv else None,
-        )
-
-
-@contextmanager
-def _closing(runs: Sequence[_Run]) -> Iterator[None]:
-    """Close the caches of these runs however the block ends."""
-    try:
-        yield
-    finally:
-        for run in runs:
-            run.kv.close()
-
-
-def load(
-    model: str | os.PathLike[str] = DEFAULT_MODEL,
-    *,
-    on_fetch: Progress | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> LLM:
-    """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend."""
-    config = run_config(**options)
-    checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
-    try:
-        recognise(checkpoint)  # what it is comes before what is wrong with it
-        tokenizer = _tokenizer(checkpoint)
-        executor = build_executor(checkpoint, config, on_load)
-    except BaseException:
-        checkpoint.tensors.close()
-        raise
-    return LLM(executor, tokenizer, _generation_stops(checkpoint))
-
-
-def run_config(**options: Any) -> RunConfig:
-    """A RunConfig from options as users write them; kv_memory may be a size like 2G."""
-    known = {option.name for option in dataclasses.fields(RunConfig)}
-    for name in options:
-        if name not in known:
-            raise ParamError(name, f"there is no such option; the options are {', '.join(sorted(known))}")
-    if isinstance(options.get("kv_memory"), str):
-        options["kv_memory"] = parse_bytes(options["kv_memory"])
-    return RunConfig(**options)
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if checkpoint.kind == "gguf":
-        return tokenizers.from_metadata(checkpoint.config)
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return tokenizers.from_file(Path(folder) / "tokenizer.json")
-
-
-def _generation_stops(checkpoint: Checkpoint) -> list[int]:
-    """End tokens that a Hugging Face folder names besides the tokenizer's own."""
-    named = checkpoint.generation.get("eos_token_id")
-    ids = named if isinstance(named, list) else [named]
-    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
+    def _draw(self, logits: Tensor, drawing: Sequence[Sequence[Run]]) -> None:
+        """A token for each run; those of one entry draw from the same row of logits [entries, vocab]."""
+        runs = [run for together in drawing for run in together]
+        if len(runs) > len(logits):
+            logits = logits[[row for row, together in enumerate(drawing) for _ in together]]
+        drawn = self.executor.sample(logits, [run.state for run in runs], [len(run.ids) for run in runs])
+        for run, token, logprobs in zip(runs, drawn.tokens.tolist(), drawn.logprobs, strict=True):
+            run.accept(token, logprobs)
 
 
 def _is_one(prompt: Any) -> bool:

@@ -1,0 +1,64 @@
+"""A model by name, ready to use: one of the two places that build things from configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import DEFAULT_MODEL, RunConfig, parse_bytes
+from ..errors import ParamError
+from ..executor.load import build_executor
+from ..models.families.registry import recognise
+from ..text import tokenizer as tokenizers
+from ..text.tokenizer import Tokenizer
+from ..weights.hub import Progress, resolve
+from ..weights.source import Checkpoint, open_checkpoint
+from .facade import LLM
+
+
+def load(
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    on_fetch: Progress | None = None,
+    on_load: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> LLM:
+    """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend."""
+    config = run_config(**options)
+    checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
+    try:
+        recognise(checkpoint)  # what it is comes before what is wrong with it
+        tokenizer = _tokenizer(checkpoint)
+        executor = build_executor(checkpoint, config, on_load)
+    except BaseException:
+        checkpoint.tensors.close()
+        raise
+    return LLM(executor, tokenizer, _generation_stops(checkpoint))
+
+
+def run_config(**options: Any) -> RunConfig:
+    """A RunConfig from options as users write them; kv_memory may be a size like 2G."""
+    known = {option.name for option in dataclasses.fields(RunConfig)}
+    for name in options:
+        if name not in known:
+            raise ParamError(name, f"there is no such option; the options are {', '.join(sorted(known))}")
+    if isinstance(options.get("kv_memory"), str):
+        options["kv_memory"] = parse_bytes(options["kv_memory"])
+    return RunConfig(**options)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return tokenizers.from_metadata(checkpoint.config)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return tokenizers.from_file(Path(folder) / "tokenizer.json")
+
+
+def _generation_stops(checkpoint: Checkpoint) -> list[int]:
+    """End tokens that a Hugging Face folder names besides the tokenizer's own."""
+    named = checkpoint.generation.get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]

@@ -1,0 +1,69 @@
+"""What a generation gives back: text, ids, counts and times, whole or piece by piece. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..kv.cache import KVCache
+from ..sampling.sampler import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens a completion took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, not computed again; for samples after the first all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from the call."""
+
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation. `token_ids` end with the token that stopped it, `text` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: list[TokenLogprobs] | None
+    timing: Timing
+    kv: KVCache | None = None  # with keep_kv: prompt and all generated tokens but the last; yours to close
+    alternatives: tuple[Completion, ...] = ()  # samples 1 to n - 1; this one is sample 0
+
+
+class Stream:
+    """Pieces of text as they are certain; after the last one `completion` has the rest."""
+
+    def __init__(self, pieces: Iterator[str], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._result = result
+        self._stop = stop
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def completion(self) -> Completion:
+        """The whole result; reads the stream to its end first."""
+        for _ in self._pieces:
+            pass
+        return self._result()
+
+    def stop(self) -> None:
+        """Generate nothing after the step in progress: `completion` then has what there is, its KV too if kept.
+
+        May be called from a signal's callback or another thread.
+        """
+        self._stop()
