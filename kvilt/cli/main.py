@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from . import options as opt
-from .report import reported
+from .report import FAILURE, reported
 
 app = typer.Typer(
     name="kvilt",
@@ -50,7 +50,13 @@ def run(
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
+    typical_p: opt.TypicalP = 1.0,
+    min_tokens: opt.MinTokens = 0,
     repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    logprobs: opt.Logprobs = None,
+    n: opt.Samples = 1,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     device: opt.Device = "cpu",
@@ -71,7 +77,13 @@ def run(
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
+            "typical_p": typical_p,
+            "min_tokens": min_tokens,
             "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "logprobs": logprobs,
+            "n": n,
             "seed": seed,
             "stop": tuple(stop or ()),
         }
@@ -87,6 +99,52 @@ def run(
 
 
 @app.command()
+def chat(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
+    saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Go on with a chat that was saved.")] = "",
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
+    kv_memory: opt.KVMemory = None,
+    max_context: opt.MaxContext = None,
+    kv_dtype: opt.KVDtype = "float32",
+    backend: opt.Backend = "auto",
+) -> None:
+    """Talk with a model; /help inside lists what can be done with the chat's KV."""
+    with reported():
+        from .chat import chat as talk
+
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+        }
+        config = {
+            "device": device,
+            "threads": threads,
+            "kv_memory": kv_memory,
+            "max_context": max_context,
+            "kv_dtype": kv_dtype,
+            "backend": backend,
+        }
+        if not talk(model, system, saved, sampling, config):
+            raise typer.Exit(FAILURE)
+
+
+@app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A model's name, for example smollm2.")] = opt.DEFAULT_MODEL,
 ) -> None:
@@ -95,6 +153,56 @@ def pull(
         from .pull import fetch
 
         typer.echo(fetch(name))
+
+
+@app.command()
+def perplexity(
+    file: Annotated[str, typer.Argument(help="A text file; '-' reads a pipe.")],
+    model: opt.Model = opt.DEFAULT_MODEL,
+    chunk: Annotated[int, typer.Option(help="Tokens that are scored together.")] = 1024,
+    limit: Annotated[int | None, typer.Option(help="Use only this many tokens.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: opt.Threads = None,
+    kv_memory: opt.KVMemory = None,
+    kv_dtype: opt.KVDtype = "float32",
+    backend: opt.Backend = "auto",
+) -> None:
+    """How well a model predicts a text."""
+    with reported():
+        from .perplexity import report
+
+        config = {"threads": threads, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend}
+        report(file, model, chunk, limit, json, config)
+
+
+@app.command()
+def bench(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "128,512",
+    contexts: Annotated[str, typer.Option(help="Contexts to decode at.")] = "16,1024",
+    batches: Annotated[str, typer.Option(help="Rows of batched decodes.")] = "4,8",
+    steps: Annotated[int, typer.Option(help="Tokens per decode.")] = 32,
+    runs: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: opt.Threads = None,
+    kv_memory: opt.KVMemory = None,
+    kv_dtype: opt.KVDtype = "float32",
+    backend: opt.Backend = "auto",
+) -> None:
+    """Tokens per second of prefill, decode and batches, and the memory bandwidth they reach."""
+    with reported():
+        from .bench import Shape
+        from .bench import bench as measure
+
+        shape = Shape(
+            prefill=opt.numbers("prefill", prefill),
+            contexts=opt.numbers("contexts", contexts),
+            batches=opt.numbers("batches", batches),
+            steps=steps,
+            runs=runs,
+        )
+        config = {"threads": threads, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend}
+        measure(model, shape, json, config)
 
 
 def main() -> None:

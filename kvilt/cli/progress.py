@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 
 @dataclass(slots=True)
@@ -23,6 +31,16 @@ class Bars:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total_bytes or None)
         self._progress.update(self._tasks[stage], completed=done_bytes, total=total_bytes or None)
+
+
+@contextmanager
+def tracked(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar over `total` pieces of work; call what it yields with the number done and a note."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=total, note="")
+        yield lambda done, note: progress.update(task, completed=done, note=note)
 
 
 @contextmanager

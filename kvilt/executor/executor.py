@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..batch import Adapted, Batch, KeyMass, Last, Logits, Nothing, Row
+from ..batch import Adapted, Batch, Ids, KeyMass, Last, Logits, Nothing, Row, Score, Scores
 from ..errors import BlobError, Cancelled, ContextOverflow, InputError, Unsupported
 from ..kv.cache import KVCache, read_images
 from ..kv.layout import KVLayout
@@ -69,6 +69,11 @@ class Executor:
         return self._max_context
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads, as the backend holds them."""
+        return self._decoder.weight_bytes
+
+    @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
         return self._running is not None
@@ -95,6 +100,30 @@ class Executor:
         """One token per row of `logits`; the states do not advance."""
         with torch.no_grad():
             return sample(logits, states, positions)
+
+    def score(self, ids: Sequence[int], kv: KVCache | None = None, top: int = 0) -> Scores:
+        """Log-probability of every token after the first, with the `top` likeliest beside it.
+
+        The tokens stand behind what `kv` holds, which stays as it is: this runs on a fork and commits nothing.
+        """
+        row = read_inputs(list(ids), 1, self.spec.vocab_size, self.spec.hidden_size)[0]
+        if len(row) < 2:
+            raise InputError("scoring needs at least two tokens: one to start from and one to score")
+        with self.create_kv_cache() if kv is None else kv.fork() as own:
+            if own.batch_size != 1:
+                raise InputError(f"scoring continues a cache of one row, this one has {own.batch_size}")
+            start, parts = own.num_entries, []
+            own.reserve(len(row) - 1)
+            for first in range(0, len(row) - 1, STEP_TOKENS):
+                stop = min(first + STEP_TOKENS, len(row) - 1)
+                want = Score(row.ids[first + 1 : stop + 1], top)
+                positions = range(start + first, start + stop)
+                parts.append(self.run(Batch.of([Row(Ids(row.ids[first:stop]), positions, own, want=want)])).scores[0])
+        return Scores(
+            torch.cat([part.logprobs for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top_logprobs for part in parts]),
+        )
 
     # Caches.
 

@@ -69,6 +69,15 @@ class Decoder:
                 x[segment.tokens] = part
         return self._leave(batch, x)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: every layer and the head; of the embedding only a few rows."""
+        linears = [self.head]
+        for layer in self.layers:
+            a, f = layer.attention, layer.feed_forward
+            linears += [a.q, a.k, a.v, a.out, f.gate, f.up, f.down]
+        return sum(linear.weight.nbytes for linear in linears)
+
     def _enter(self, source: Source, device: torch.device) -> Tensor:
         """The hidden states a row starts with, [tokens, hidden]."""
         match source:
