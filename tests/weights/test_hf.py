@@ -178,7 +178,10 @@ def test_a_download_that_breaks_off_is_resumed_where_it_stopped(hub: FakeHub, en
     large = GGUF * 5  # the hub's package writes 10 MiB at a time
     hub.repositories["org/one"] = {"m.gguf": large}
     hub.cut.add("m.gguf")
-    assert Path(ask("hf:org/one", env)["path"]).read_bytes() == large
+    answer = ask("hf:org/one", env)
+    if "refused" in answer:  # releases before 2.0 do not try again by themselves; what came is kept for the next time
+        answer = ask("hf:org/one", env)
+    assert Path(answer["path"]).read_bytes() == large
     ranges = [asked for method, _, asked in hub.asked if method == "FILE"]
     assert len(ranges) == 2
     assert ranges[0] == ""
