@@ -14,6 +14,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from ..errors import BlobError
 from ..ops.contract import KeysValues, PageShape
 from .identity import Identity
-from .layout import KVLayout
+from .layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
 from .row import EMBEDDED, HASH_BYTES, RowImage
 
 MAGIC = b"KVILTKV\0"
@@ -30,7 +32,30 @@ VERSION = 1
 DIGEST_BYTES = 32
 _PREFIX = struct.Struct("<8sIQ")
 _MAX_HEADER_BYTES = 1 << 26
+_MAX_TOKENS = 1 << 40
+_MAX_EXTENT = 1 << 20
+_DTYPES = MappingProxyType({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
 _IDENTITY_FIELDS = ("model", "adapter", "origin", "salt")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """One row of a serialized cache, without its KV."""
+
+    length: int
+    embedded: int  # tokens that were embedding rows
+    firsts: tuple[int, ...]  # per group, the oldest position held
+    tokens: tuple[int, ...]  # the first few ids; -1 where an embedding row stood
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a serialized cache says of itself."""
+
+    identity: Identity
+    layout: KVLayout  # pages of one token: bytes do not remember pages
+    rows: tuple[RowFacts, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +91,7 @@ def unpack(
     if fields.get("layout") != layout.describe():
         raise BlobError("layout", "KV of another shape than this model's; it belongs to another model")
     rows = [_row_header(row, layout, capacity) for row in _list(fields, "rows")]
-    expected = sum(_row_bytes(row, layout) for row in rows)
-    if expected != len(payload):
-        raise BlobError("payload", f"the header promises {expected} bytes and {len(payload)} are there")
+    _check_payload(rows, layout, payload)
     images, at = [], 0
     for row in rows:
         images.append(_row_image(row, layout, payload[at : at + _row_bytes(row, layout)]))
@@ -76,7 +99,22 @@ def unpack(
     return images
 
 
-def _open(data: bytes) -> tuple[dict[str, Any], memoryview]:
+def describe(data: bytes | memoryview, first_tokens: int = 16) -> Description:
+    """What a serialized cache says of itself, once frame, checksum and every count are right; needs no model."""
+    fields, payload = _open(data)
+    identity = Identity(**_names(fields.get("identity")))
+    layout = _read_layout(fields.get("layout"))
+    rows = [_row_header(row, layout, _MAX_TOKENS) for row in _list(fields, "rows")]
+    _check_payload(rows, layout, payload)
+    facts, at = [], 0
+    for row in rows:
+        ids = array("q", bytes(payload[at : at + 8 * min(row.length, first_tokens)]))
+        facts.append(RowFacts(row.length, len(row.embeds), tuple(row.firsts), tuple(ids)))
+        at += _row_bytes(row, layout)
+    return Description(identity, layout, tuple(facts), len(data))
+
+
+def _open(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
     """Header fields and payload of a blob whose frame and checksum are right."""
     view = memoryview(data)
     if len(view) < _PREFIX.size + DIGEST_BYTES:
@@ -101,12 +139,23 @@ def _open(data: bytes) -> tuple[dict[str, Any], memoryview]:
     return fields, view[_PREFIX.size + header_bytes : -DIGEST_BYTES]
 
 
-def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
-    expected = asdict(own)
-    if not isinstance(found, dict) or found.keys() != expected.keys():
+def _names(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or found.keys() != {field.name for field in fields_of(Identity)}:
         raise BlobError("identity", "missing or incomplete")
     if not all(isinstance(value, str) for value in found.values()):
         raise BlobError("identity", "not made of names")
+    return found
+
+
+def _check_payload(rows: Sequence[_RowHeader], layout: KVLayout, payload: memoryview) -> None:
+    expected = sum(_row_bytes(row, layout) for row in rows)
+    if expected != len(payload):
+        raise BlobError("payload", f"the header promises {expected} bytes and {len(payload)} are there")
+
+
+def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
+    expected = asdict(own)
+    found = _names(found)
     for field in _IDENTITY_FIELDS:
         if found[field] != expected[field]:
             raise BlobError(f"identity.{field}", "this KV was made by another model, adapter, recipe or tenant")
@@ -116,6 +165,49 @@ def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
             f"made with {found['numerics'][:80]!r}, this is {expected['numerics']!r}; "
             "open it through the executor to compute it again, or accept it as it is",
         )
+
+
+def _read_layout(found: Any) -> KVLayout:
+    """The inverse of `KVLayout.describe`."""
+    groups = found.get("groups") if isinstance(found, dict) else None
+    if not isinstance(groups, list) or not groups:
+        raise BlobError("layout", "missing or without layer groups")
+    layout = KVLayout(tuple(map(_read_group, groups)))
+    if sorted(layer for group in layout.groups for layer in group.layers) != list(range(layout.num_layers)):
+        raise BlobError("layout.layers", "not every layer of a model exactly once")
+    return layout
+
+
+def _read_group(found: Any) -> LayerGroup:
+    if not isinstance(found, dict):
+        raise BlobError("layout", "a layer group is not an object")
+    layers, dtype = _list(found, "layers", "layout."), _DTYPES.get(str(found.get("dtype")))
+    if dtype is None:
+        raise BlobError("layout.dtype", f"not one of {', '.join(_DTYPES)}")
+    if not layers or not all(_count(layer, _MAX_EXTENT) for layer in layers):
+        raise BlobError("layout.layers", "not numbers of layers")
+    heads, key_dim, value_dim = (_extent(found, name) for name in ("kv_heads", "key_dim", "value_dim"))
+    shape = PageShape(len(layers), 1, heads, key_dim, value_dim, dtype)
+    return LayerGroup(_read_reach(found.get("reach")), tuple(layers), shape)
+
+
+def _extent(found: dict[str, Any], name: str) -> int:
+    value = found.get(name)
+    if not _count(value, _MAX_EXTENT):
+        raise BlobError(f"layout.{name}", "not a size")
+    return value
+
+
+def _read_reach(found: Any) -> Reach:
+    match found:
+        case {"kind": "full"}:
+            return Full()
+        case {"kind": "window", "tokens": tokens} if _count(tokens, _MAX_TOKENS) and tokens:
+            return Window(tokens)
+        case {"kind": "latent", "rope_dims": dims} if _count(dims, _MAX_EXTENT):
+            return Latent(dims)
+        case _:
+            raise BlobError("layout.reach", "not a reach that is known here")
 
 
 def _row_header(entry: Any, layout: KVLayout, capacity: int) -> _RowHeader:
@@ -132,7 +224,7 @@ def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
     if not isinstance(entry, dict):
         raise BlobError("rows", "a row is not an object")
     length = entry.get("length")
-    if not _count(length, 1 << 40):
+    if not _count(length, _MAX_TOKENS):
         raise BlobError("rows.length", "not a length")
     embeds, firsts = _list(entry, "embeds", "rows."), _list(entry, "firsts", "rows.")
     if not all(_count(p, length - 1) for p in embeds) or embeds != sorted(set(embeds)):
