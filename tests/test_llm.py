@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvilt
-from kvilt import LLM, SamplingParams
+from kvilt import LLM, Completion, SamplingParams
 from kvilt.batch import Batch, Logits
 from kvilt.errors import Cancelled, ContextOverflow, InputError, ModelNotFound, ParamError, TemplateError
 
@@ -232,3 +232,195 @@ def test_an_unknown_model_says_what_is_known() -> None:
 def test_half_precision_kv_answers_the_same(smollm2_path: Path, kv_dtype: str) -> None:
     with kvilt.load(str(smollm2_path), kv_memory="64M", kv_dtype=kv_dtype) as model:
         assert model.generate("The capital of France is", max_tokens=2).text.startswith(" Paris")
+
+
+STORY = SamplingParams(temperature=1.0, top_k=50, seed=7, max_tokens=5, ignore_eos=True)
+
+
+class Counted:
+    """Stands before the executor's run and notes the rows and tokens of every step."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.pages: list[int] = []
+        self._llm, self._run = llm, llm.executor.run
+        monkeypatch.setattr(llm.executor, "run", self)
+
+    def __call__(self, batch: Batch) -> Logits:
+        self.steps.append((len(batch.rows), batch.num_tokens))
+        self.pages.append(self._llm.executor.pool.usage().used)
+        return self._run(batch)
+
+
+def samples(done: Completion) -> list[Completion]:
+    return [done, *done.alternatives]
+
+
+def test_n_samples_compute_the_prompt_once_and_decode_in_one_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = llm.tokenizer.encode("Once upon a time there was a king. " * 12)[:100]
+    counted = Counted(llm, monkeypatch)
+    done = llm.generate(prompt, STORY, n=4)
+    assert len(done.alternatives) == 3
+    assert all(not other.alternatives for other in done.alternatives)
+    assert counted.steps == [(1, 100)] + [(4, 4)] * 4
+    size = llm.executor.layout.page_tokens
+    whole, begun = divmod(100, size)
+    assert begun, "the prompt ends inside a page"
+    assert counted.pages[1] == whole + 4, "whole pages are shared, the begun one is copied for each writer"
+
+
+def test_a_sample_is_the_same_however_many_there_are(llm: LLM) -> None:
+    five = [one.token_ids for one in samples(llm.generate("Once upon a time", STORY, n=5))]
+    three = [one.token_ids for one in samples(llm.generate("Once upon a time", STORY, n=3))]
+    assert five[:3] == three
+    assert five[0] == llm.generate("Once upon a time", STORY).token_ids
+    assert len(set(map(tuple, five))) == 5, "and each is its own"
+
+
+def test_greedy_samples_are_all_equal(llm: LLM) -> None:
+    done = llm.generate("The capital of France is", max_tokens=5, n=3)
+    assert [one.text for one in done.alternatives] == [done.text] * 2
+
+
+def test_samples_without_a_seed_differ(llm: LLM) -> None:
+    done = llm.generate("Once upon a time", STORY, seed=None, n=3, temperature=2.0, top_k=0)
+    assert len({tuple(one.token_ids) for one in samples(done)}) == 3
+
+
+def test_a_list_of_prompts_takes_n(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The king said to his three daughters that", "2 + 2 ="]
+    together = llm.generate(prompts, STORY, n=2)
+    alone = [llm.generate(prompt, STORY, n=2) for prompt in prompts]
+    assert [[s.token_ids for s in samples(one)] for one in together] == [
+        [s.token_ids for s in samples(one)] for one in alone
+    ]
+
+
+def test_every_sample_has_its_own_end_text_and_counts(llm: LLM) -> None:
+    free = llm.generate("Once upon a time", STORY, n=3)
+    ends = [one.token_ids[2 + i] for i, one in enumerate(samples(free))]
+    done = llm.generate("Once upon a time", STORY, n=3, stop_token_ids=ends)
+    for i, (one, long) in enumerate(zip(samples(done), samples(free), strict=True)):
+        stop = next(place for place, token in enumerate(long.token_ids) if token in ends)
+        assert stop <= 2 + i
+        assert one.token_ids == long.token_ids[: stop + 1]
+        assert one.finish_reason == "stop"
+        assert long.text.startswith(one.text)
+        assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (free.usage.prompt_tokens, stop + 1)
+        assert one.usage.cached_tokens == (one.usage.prompt_tokens if i else 0), "only the first computed the prompt"
+
+
+def test_kept_kv_is_each_samples_own(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("Once upon a time")
+    done = llm.generate(prompt, STORY, n=3, keep_kv=True)
+    for one in samples(done):
+        assert one.kv is not None
+        assert one.kv.tokens() == prompt + one.token_ids[:-1]
+        more = llm.generate(one.token_ids[-1:], kv=one.kv, max_tokens=3)
+        assert more.token_ids == llm.generate(prompt + one.token_ids, max_tokens=3).token_ids
+    for one in samples(done):
+        assert one.kv is not None
+        one.kv.close()
+
+
+def test_samples_behind_a_cache_compute_only_what_is_new(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm.prefill("Once upon") as kv:
+        counted = Counted(llm, monkeypatch)
+        behind = llm.generate(" a time", STORY, n=3, kv=kv, max_tokens=4)
+        assert counted.steps == [(1, 2)] + [(3, 3)] * 3
+        assert kv.num_entries == 2
+    whole = llm.generate("Once upon a time", STORY, n=3, max_tokens=4)
+    assert [one.token_ids for one in samples(behind)] == [one.token_ids for one in samples(whole)]
+
+
+def test_chat_takes_n_and_streams_refuse_it_by_name(llm: LLM) -> None:
+    done = llm.chat(QUESTION, temperature=0.8, seed=1, max_tokens=6, n=2)
+    assert len(done.alternatives) == 1
+    assert done.token_ids == llm.chat(QUESTION, temperature=0.8, seed=1, max_tokens=6).token_ids
+    with pytest.raises(ParamError, match="n: a stream shows one sample, not 2"):
+        llm.stream("Hello", n=2)
+    with pytest.raises(ParamError, match="n: a stream shows one sample, not 3"):
+        llm.stream_chat(QUESTION, n=3)
+
+
+def test_a_prompt_that_is_refused_leaves_nothing_of_the_others(llm: LLM) -> None:
+    with llm.prefill("Once upon") as kv:
+        held = llm.executor.pool.usage().used
+        with pytest.raises(ContextOverflow):
+            llm.generate([[1], [1] * 511], kv=kv)
+        assert llm.executor.pool.usage().used == held
+
+
+def test_an_error_half_way_gives_every_page_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = llm.executor.run
+
+    def failing(batch: Batch) -> Logits:
+        if len(batch.rows) == 3:
+            raise Cancelled()
+        return run(batch)
+
+    monkeypatch.setattr(llm.executor, "run", failing)
+    with pytest.raises(Cancelled):
+        llm.generate("Once upon a time", STORY, n=3)
+    assert llm.executor.pool.usage().used == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": "6"}, {"stop": "6", "include_stop_str_in_output": True}, {"n": 2}])
+def test_logprobs_are_those_of_every_token_also_of_the_ones_that_stopped(llm: LLM, fields: dict[str, object]) -> None:
+    prompt = llm.tokenizer.encode("Count: 1, 2, 3,")
+    done = llm.generate(prompt, max_tokens=8, logprobs=3, temperature=0.3, seed=2, presence_penalty=0.1, **fields)
+    for one in samples(done):
+        assert one.logprobs is not None
+        assert [entry.token for entry in one.logprobs] == one.token_ids
+        with llm.executor.create_kv_cache() as kv:
+            llm.executor.prefill(prompt[:-1], kv)
+            for given, entry in zip([prompt[-1], *one.token_ids], one.logprobs, strict=False):
+                raw = llm.executor.step([given], kv)[0].double().log_softmax(-1)
+                best = raw.topk(3)
+                assert entry.logprob == pytest.approx(float(raw[entry.token]), abs=1e-4)
+                assert entry.rank == 1 + int((raw > raw[entry.token]).sum())
+                assert entry.top_ids == tuple(best.indices.tolist())
+                assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_min_tokens_holds_back_the_end_of_a_turn(llm: LLM) -> None:
+    short = llm.chat(QUESTION, max_tokens=60)
+    count = len(short.token_ids)
+    assert count < 30
+    assert llm.chat(QUESTION, max_tokens=60, min_tokens=count - 1).token_ids == short.token_ids
+    longer = llm.chat(QUESTION, max_tokens=count + 4, min_tokens=count + 4)
+    assert len(longer.token_ids) == count + 4
+    assert longer.token_ids[: count - 1] == short.token_ids[:-1]
+    assert not set(longer.token_ids) & llm.stop_ids
+
+
+def test_min_tokens_holds_back_stop_strings(llm: LLM) -> None:
+    free = llm.generate("Count: 1, 2, 3,", max_tokens=20)
+    at = [i for i, token in enumerate(free.token_ids, start=1) if "," in llm.tokenizer.decode([token])]
+    stopped = llm.generate("Count: 1, 2, 3,", max_tokens=20, stop=",", min_tokens=at[1])
+    assert stopped.token_ids == free.token_ids[: at[2]]
+    assert stopped.text == llm.tokenizer.decode(free.token_ids[: at[2] - 1])
+    assert stopped.finish_reason == "stop"
+
+
+def test_bad_words_are_not_said_with_or_without_a_space(llm: LLM) -> None:
+    prompt = "The capital of France is"
+    assert "Paris" in llm.generate(prompt, max_tokens=6).text
+    for given in ("Paris", [" Paris"]):
+        assert "Paris" not in llm.generate(prompt, max_tokens=6, bad_words=given).text
+    spaced = llm.tokenizer.encode(" Paris", add_special=False)
+    assert "Paris" not in llm.generate(prompt, max_tokens=1, bad_words_ids=[spaced]).text
+    with pytest.raises(ParamError, match="bad_words_ids: token id 1000000 is past the vocabulary"):
+        llm.generate(prompt, bad_words_ids=[[1, 10**6]])
+
+
+def test_no_ngram_comes_twice(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("The cat sat on the mat. The cat sat on the mat. The cat sat on")
+
+    def repeated(ids: list[int]) -> bool:
+        runs = [tuple(ids[i : i + 3]) for i in range(len(ids) - 2)]
+        new = runs[len(prompt) - 2 :]
+        return any(run in runs[: len(prompt) - 2 + i] for i, run in enumerate(new))
+
+    assert repeated(prompt + llm.generate(prompt, max_tokens=10).token_ids)
+    assert not repeated(prompt + llm.generate(prompt, max_tokens=10, no_repeat_ngram_size=3).token_ids)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InputError
-from ..llm import LLM, Completion, Stream, load
+from ..errors import InputError, ParamError
+from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.params import SamplingParams
+from ..sampling.sampler import TokenLogprobs
 from .progress import bars
 
 
@@ -26,24 +28,40 @@ class Ask:
 
 
 def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any]) -> None:
-    """Load a model, stream its answer to stdout and its numbers to stderr."""
+    """Load a model, send its answer to stdout and its numbers to stderr."""
     params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
+    if params.logprobs is not None and not ask.json:
+        raise ParamError("logprobs", "are shown as JSON only; add --json")
     prompt = read_prompt(ask.prompt)
     started_s = time.perf_counter()
     with bars() as shown:
         llm = load(model, on_fetch=shown.fetching, **config)
     load_s = time.perf_counter() - started_s
     with llm:
-        stream = _stream(llm, ask, prompt, params)
         if ask.json:
-            print(json.dumps(as_json(stream.completion, model, load_s), ensure_ascii=False))
+            done = _complete(llm, ask, prompt, params)
+            print(json.dumps(as_json(done, model, load_s), ensure_ascii=False, allow_nan=False))
             return
-        for piece in stream:
-            print(piece, end="", flush=True)
-        print(flush=True)
-        print(numbers(stream.completion), file=sys.stderr)
+        done = _show_samples(llm, ask, prompt, params) if params.n > 1 else _show(_stream(llm, ask, prompt, params))
+        print(numbers(done), file=sys.stderr)
         if ask.verbose:
             print(details(llm, model, load_s), file=sys.stderr)
+
+
+def _show(stream: Stream) -> Completion:
+    """Text as it comes."""
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return stream.completion
+
+
+def _show_samples(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Completion:
+    """All samples, one numbered block after the other."""
+    done = _complete(llm, ask, prompt, params)
+    blocks = [f"[{i}]\n{sample.text}" for i, sample in enumerate((done, *done.alternatives), start=1)]
+    print("\n\n".join(blocks), flush=True)
+    return done
 
 
 def read_prompt(given: str) -> str:
@@ -59,10 +77,21 @@ def read_prompt(given: str) -> str:
 
 
 def _stream(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Stream:
+    messages = _messages(llm, ask, prompt)
+    return llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
+
+
+def _complete(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Completion:
+    messages = _messages(llm, ask, prompt)
+    return llm.generate(prompt, params) if messages is None else llm.chat(messages, params)
+
+
+def _messages(llm: LLM, ask: Ask, prompt: str) -> list[Message] | None:
+    """The prompt as a conversation; None where it is to be continued as it is."""
     if ask.raw or llm.tokenizer.chat_template is None:
-        return llm.stream(prompt, params)
+        return None
     system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return llm.stream_chat([*system, {"role": "user", "content": prompt}], params)
+    return [*system, {"role": "user", "content": prompt}]
 
 
 def speed(completion: Completion) -> float:
@@ -74,9 +103,12 @@ def speed(completion: Completion) -> float:
 def numbers(completion: Completion) -> str:
     """The one line under an answer."""
     usage, timing = completion.usage, completion.timing
+    samples = (completion, *completion.alternatives)
+    generated = sum(sample.usage.completion_tokens for sample in samples)
+    reasons = dict.fromkeys(sample.finish_reason for sample in samples)
     return (
-        f"{usage.prompt_tokens} prompt tokens · {usage.completion_tokens} generated · "
-        f"{speed(completion):.1f} tok/s · first token {timing.first_token_s:.2f} s · {completion.finish_reason}"
+        f"{usage.prompt_tokens} prompt tokens · {generated} generated · {sum(map(speed, samples)):.1f} tok/s · "
+        f"first token {timing.first_token_s:.2f} s · {', '.join(reasons)}"
     )
 
 
@@ -93,12 +125,31 @@ def details(llm: LLM, model: str, load_s: float) -> str:
 
 
 def as_json(completion: Completion, model: str, load_s: float) -> dict[str, Any]:
-    """A completion for programs."""
-    return {
-        "model": model,
+    """A completion for programs; with several samples their texts in a list, and the others under `alternatives`."""
+    samples = (completion, *completion.alternatives)
+    result = {"model": model, **_sample_json(completion)}
+    result["timing"] |= {"load_s": load_s, "tokens_per_s": sum(map(speed, samples))}
+    if completion.alternatives:
+        result["texts"] = [sample.text for sample in samples]
+        result["alternatives"] = [_sample_json(sample) for sample in completion.alternatives]
+    return result
+
+
+def _sample_json(completion: Completion) -> dict[str, Any]:
+    result = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "usage": asdict(completion.usage),
-        "timing": {**asdict(completion.timing), "load_s": load_s, "tokens_per_s": speed(completion)},
+        "timing": asdict(completion.timing),
     }
+    if completion.logprobs is not None:
+        result["logprobs"] = [_logprobs_json(entry) for entry in completion.logprobs]
+    return result
+
+
+def _logprobs_json(entry: TokenLogprobs) -> dict[str, Any]:
+    """One token's entry; JSON has no infinity, so a token that cannot occur has null."""
+    top = [value if math.isfinite(value) else None for value in entry.top_logprobs]
+    own = entry.logprob if math.isfinite(entry.logprob) else None
+    return {**asdict(entry), "logprob": own, "top_logprobs": top}

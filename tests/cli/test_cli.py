@@ -57,6 +57,25 @@ def test_run_reads_a_pipe_and_answers_in_json(model: str) -> None:
     assert set(answer["timing"]) == {"first_token_s", "total_s", "load_s", "tokens_per_s"}
 
 
+SAMPLED = ("--temperature", "1.5", "--seed", "3", "--max-tokens", "4", "--min-tokens", "4")
+
+
+def test_several_samples_are_numbered_blocks_or_a_list(model: str) -> None:
+    asked = ("run", "--raw", "Once upon a time", "--model", model, "-n", "3", *SAMPLED)
+    as_json = kvilt(*asked, "--json", "--logprobs", "2", "--typical-p", "0.95")
+    assert as_json.returncode == 0, as_json.stderr
+    answer = json.loads(as_json.stdout)
+    assert len(set(answer["texts"])) == 3
+    assert answer["texts"] == [answer["text"], *(other["text"] for other in answer["alternatives"])]
+    for sample in (answer, *answer["alternatives"]):
+        assert [entry["token"] for entry in sample["logprobs"]] == sample["token_ids"]
+        assert all(len(entry["top_ids"]) == len(entry["top_logprobs"]) == 2 for entry in sample["logprobs"])
+        assert len(sample["token_ids"]) == 4
+    plain = kvilt(*asked, "--typical-p", "0.95", "--presence-penalty", "0", "--frequency-penalty", "0")
+    assert plain.stdout == "\n\n".join(f"[{i}]\n{text}" for i, text in enumerate(answer["texts"], start=1)) + "\n"
+    assert "12 generated" in plain.stderr
+
+
 def test_verbose_names_the_model_and_the_backend(model: str) -> None:
     done = kvilt("run", "Hi", "--model", model, "--max-tokens", "2", "-v", "--system", "Be brief.")
     assert done.returncode == 0, done.stderr
@@ -116,7 +135,19 @@ def test_a_prompt_longer_than_the_context(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--temperature", "nan"), ("--top-p", "2"), ("--top-k", "-1"), ("--max-tokens", "0"), ("--stop", "")],
+    [
+        ("--temperature", "nan"),
+        ("--top-p", "2"),
+        ("--top-k", "-1"),
+        ("--max-tokens", "0"),
+        ("--stop", ""),
+        ("--typical-p", "0"),
+        ("--min-tokens", "9999"),
+        ("--presence-penalty", "3"),
+        ("--frequency-penalty", "-3"),
+        ("--logprobs", "2"),
+        ("-n", "0"),
+    ],
 )
 def test_a_bad_sampling_value_is_refused_before_the_model_is_loaded(option: str, value: str) -> None:
     done = kvilt("run", "Hi", option, value, "--model", "./never-opened.gguf")
