@@ -146,7 +146,9 @@ def chat(
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A model's name, for example smollm2.")] = opt.DEFAULT_MODEL,
+    name: Annotated[
+        str, typer.Argument(help="A model's name, like smollm2, or hf:org/name[:file].")
+    ] = opt.DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache folder, once, and print where it is."""
     with reported():
@@ -203,6 +205,19 @@ def bench(
         )
         config = {"threads": threads, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend}
         measure(model, shape, json, config)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint or a saved cache; also hf:org/name or a model's name.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shape and format.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a checkpoint or a saved KV cache is, without loading it."""
+    with reported():
+        from .inspect import inspect as look
+
+        look(path, tensors, json)
 
 
 def main() -> None:

@@ -1,0 +1,362 @@
+"""`kvilt inspect`: what a checkpoint or a saved KV cache is. Loads no weights; a cache needs no model."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import KV_DTYPES
+from ..errors import TokenizerError, Unsupported
+from ..executor.load import PAGE_TOKENS
+from ..kv.codec import MAGIC, VERSION, describe
+from ..kv.layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
+from ..models.assemble import read_spec
+from ..models.spec import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelSpec,
+    NoRope,
+    NoScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+    kv_layout,
+)
+from ..ops.select import select
+from ..quant.unpack import UNPACKED_FORMATS
+from ..text import tokenizer as tokenizers
+from ..text.vocabulary import read_vocabulary
+from ..weights.hub import resolve
+from ..weights.source import Checkpoint, TensorSource, open_checkpoint
+from .progress import bars
+
+_GIB = 1 << 30
+_RUNNABLE = frozenset(UNPACKED_FORMATS) | {"F64"}
+_TOKENIZERS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor, as its header says."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FormatFacts:
+    """All tensors of one format together."""
+
+    format: str
+    tensors: int
+    parameters: int
+    nbytes: int
+    backend: str | None  # which would run it; None: no backend can
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The architecture; where layers differ, all values that occur."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: str
+    kv_heads: str
+    head_dim: str
+    feed_forward: str
+    context: int
+    vocabulary: int
+    attention: str
+    rope: str
+    tied_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVFacts:
+    """What KV costs in one dtype."""
+
+    dtype: str
+    token_bytes: int
+    tokens_per_gib: int
+    context_bytes: int  # of one sequence as long as the model's context
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """How text becomes tokens, or why it cannot."""
+
+    kind: str | None
+    tokens: int | None
+    chat_template: bool
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """All that is known of a checkpoint before it is loaded."""
+
+    kind: str
+    path: str
+    container: str
+    name: str | None
+    architecture: str
+    model: ModelFacts | None  # None: not an architecture kvilt runs
+    problem: str | None
+    parameters: int
+    nbytes: int
+    formats: tuple[FormatFacts, ...]
+    kv: tuple[KVFacts, ...]
+    tokenizer: TokenizerFacts
+    tensors: tuple[TensorFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """Layers of a saved cache that share a shape."""
+
+    layers: int
+    reach: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRowFacts:
+    """One row of a saved cache."""
+
+    length: int
+    embedded: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """All that a saved cache says of itself; that it could be read means that its checksum is right."""
+
+    kind: str
+    path: str
+    version: int
+    checksum: str
+    nbytes: int
+    token_bytes: int
+    identity: dict[str, str]
+    layout: tuple[GroupFacts, ...]
+    rows: tuple[SavedRowFacts, ...]
+
+
+def inspect(name: str, tensors: bool, as_json: bool) -> None:
+    """Print what a model's name, a checkpoint's path or a saved cache's path stands for."""
+    with bars() as shown:
+        path = resolve(name, shown.fetching)
+    facts = cache_facts(path) if is_saved_cache(path) else checkpoint_facts(path)
+    if as_json:
+        fields = asdict(facts)
+        if not tensors:
+            fields.pop("tensors", None)
+        print(json.dumps(fields, ensure_ascii=False))
+        return
+    from .inspect_view import show_cache, show_checkpoint
+
+    if isinstance(facts, CacheFacts):
+        show_cache(facts)
+    else:
+        show_checkpoint(facts, tensors)
+
+
+def is_saved_cache(path: Path) -> bool:
+    """Whether a file begins as saved caches do."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def cache_facts(path: Path) -> CacheFacts:
+    """What a saved cache holds, after all of its bytes were checked; they are mapped, not copied."""
+    with path.open("rb") as file:
+        # Not closed by hand: an error on its way up still holds views of the map.
+        said = describe(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    groups = said.layout.groups
+    return CacheFacts(
+        kind="saved cache",
+        path=str(path),
+        version=VERSION,
+        checksum="ok",
+        nbytes=said.nbytes,
+        token_bytes=sum(group.shape.token_bytes for group in groups),
+        identity=asdict(said.identity),
+        layout=tuple(map(_group_facts, groups)),
+        rows=tuple(SavedRowFacts(row.length, row.embedded, row.tokens) for row in said.rows),
+    )
+
+
+def _group_facts(group: LayerGroup) -> GroupFacts:
+    shape = group.shape
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return GroupFacts(shape.layers, _reach(group.reach), shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
+
+
+def checkpoint_facts(path: Path) -> CheckpointFacts:
+    """What a checkpoint is, from its headers."""
+    checkpoint = open_checkpoint(path)
+    with checkpoint.tensors as source:
+        tensors = tuple(_tensor_facts(source))
+        spec, problem = _spec(checkpoint)
+        return CheckpointFacts(
+            kind="checkpoint",
+            path=str(checkpoint.path),
+            container=_container(checkpoint),
+            name=_text(checkpoint.config.get("general.name") or checkpoint.config.get("_name_or_path")),
+            architecture=_architecture(checkpoint),
+            model=_model_facts(spec) if spec else None,
+            problem=problem,
+            parameters=sum(prod(tensor.shape) for tensor in tensors),
+            nbytes=sum(tensor.nbytes for tensor in tensors),
+            formats=_format_facts(tensors),
+            kv=tuple(_kv_facts(spec, dtype) for dtype in KV_DTYPES) if spec else (),
+            tokenizer=_tokenizer_facts(checkpoint),
+            tensors=tensors,
+        )
+
+
+def _tensor_facts(source: TensorSource) -> Iterable[TensorFacts]:
+    for name in source.names():
+        stored = source.stored(name)
+        yield TensorFacts(name, source.shape(name), stored.format, stored.nbytes)
+
+
+def _spec(checkpoint: Checkpoint) -> tuple[ModelSpec | None, str | None]:
+    try:
+        return read_spec(checkpoint), None
+    except Unsupported as error:  # its tensors can still be looked at
+        return None, str(error)
+
+
+def _container(checkpoint: Checkpoint) -> str:
+    if checkpoint.kind == "hf":
+        return "safetensors"
+    parts = checkpoint.config.get("split.count", 1)
+    return f"GGUF in {parts} parts" if parts > 1 else "GGUF"
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    if checkpoint.kind == "gguf":
+        return str(checkpoint.config["general.architecture"])
+    return str(checkpoint.config["architectures"][0])
+
+
+def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
+    """By format, the largest first."""
+    backend = select().name
+    found = []
+    for name in dict.fromkeys(tensor.format for tensor in tensors):
+        of_it = [tensor for tensor in tensors if tensor.format == name]
+        parameters = sum(prod(tensor.shape) for tensor in of_it)
+        nbytes = sum(tensor.nbytes for tensor in of_it)
+        found.append(FormatFacts(name, len(of_it), parameters, nbytes, backend if name in _RUNNABLE else None))
+    return tuple(sorted(found, key=lambda facts: -facts.nbytes))
+
+
+def _model_facts(spec: ModelSpec) -> ModelFacts:
+    attention = [layer.attention for layer in spec.layers]
+    return ModelFacts(
+        family=spec.family,
+        layers=len(spec.layers),
+        hidden=spec.hidden_size,
+        heads=_each(a.heads for a in attention),
+        kv_heads=_each(a.kv_heads for a in attention),
+        head_dim=_each(a.head_dim for a in attention),
+        feed_forward=_each(layer.feed_forward.hidden for layer in spec.layers),
+        context=spec.context,
+        vocabulary=spec.vocab_size,
+        attention=_shares(_reach(a.reach) for a in attention),
+        rope=_shares(_rope(a.rope) for a in attention),
+        tied_head=spec.tied_head,
+    )
+
+
+def _each(values: Iterable[int]) -> str:
+    return "/".join(f"{value:,}" for value in dict.fromkeys(values))
+
+
+def _shares(words: Iterable[str]) -> str:
+    """The words that occur, with the number of layers where there are several."""
+    counted = Counter(words)
+    if len(counted) == 1:
+        return next(iter(counted))
+    return "; ".join(f"{word} in {count} layers" for word, count in counted.items())
+
+
+def _reach(reach: Reach) -> str:
+    match reach:
+        case Full():
+            return "full"
+        case Window(tokens):
+            return f"window of {tokens:,}"
+        case Latent(rope_dims):
+            return f"latent with {rope_dims} rotated"
+
+
+def _rope(rope: Rope) -> str:
+    if isinstance(rope, NoRope):
+        return "none"
+    return f"theta {rope.theta:,.10g} over {rope.dims} dims ({rope.pairing}{_scaling(rope.scaling)})"
+
+
+def _scaling(scaling: Scaling) -> str:
+    match scaling:
+        case NoScaling():
+            return ""
+        case LinearScaling(factor):
+            return f", linear ×{factor:g}"
+        case Llama3Scaling():
+            return f", llama3 ×{scaling.factor:g} from {scaling.original_context:,}"
+        case YarnScaling():
+            return f", yarn ×{scaling.factor:g} from {scaling.original_context:,}"
+        case LongScaling():
+            return f", longrope from {scaling.original_context:,}"
+        case FactorScaling(factors):
+            return f", {len(factors)} divisors"
+
+
+def _kv_facts(spec: ModelSpec, dtype: str) -> KVFacts:
+    layout = kv_layout(spec, PAGE_TOKENS, getattr(torch, dtype))
+    token_bytes = layout.page_bytes // PAGE_TOKENS
+    return KVFacts(dtype, token_bytes, _GIB // layout.page_bytes * PAGE_TOKENS, _context_bytes(layout, spec.context))
+
+
+def _context_bytes(layout: KVLayout, context: int) -> int:
+    """Windows hold no more than they reach."""
+    return sum((context - group.first_needed(context)) * group.shape.token_bytes for group in layout.groups)
+
+
+def _tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
+    try:
+        if checkpoint.kind == "gguf":
+            vocabulary = read_vocabulary(checkpoint.config)
+            kind = f"{_TOKENIZERS[vocabulary.kind]} ({vocabulary.pre})"
+            return TokenizerFacts(kind, len(vocabulary.tokens), vocabulary.template is not None)
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        found = tokenizers.from_file(folder)
+        return TokenizerFacts("BPE (tokenizer.json)", found.vocab_size, found.chat_template is not None)
+    except TokenizerError as error:
+        return TokenizerFacts(None, None, False, str(error))
