@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Adapted, Batch, Ids, KeyMass, Last, Logits, Nothing, Row, Score, Scores
-from ..errors import BlobError, Cancelled, ContextOverflow, InputError, Unsupported
+from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ParamError, Unsupported
 from ..kv.cache import KVCache, read_images
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
@@ -172,8 +172,8 @@ class Executor:
     ) -> list[list[int]]:
         """Up to `num_steps` sampled ids per row, without leaving the executor.
 
-        A row ends early at one of its stop tokens (which it returns) or at the end of its context. Afterwards the
-        cache holds the input and all sampled tokens but the last.
+        A row ends early at one of its stop tokens (which it returns), at its `max_tokens` or at the end of its context.
+        Afterwards the cache holds the input and all sampled tokens but the last.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, not {num_steps}")
@@ -275,6 +275,7 @@ class Executor:
             raise InputError(f"{len(each)} sampling params were given for {len(rows)} rows")
         for one in each:
             one.validate_vocab(self.spec.vocab_size)
+            _refuse_text(one)
         histories = [[*kv.tokens(i), *row.tokens()] for i, row in enumerate(rows)]
         return [
             SampleState(one, [token for token in history if isinstance(token, int)])
@@ -299,7 +300,9 @@ class Executor:
                 for i, token in zip(active, drawn.tokens.tolist(), strict=True):
                     sampled[i].append(token)
                     states[i].advance(token)
-                    if token not in states[i].params.stop_token_ids and kv.lengths[i] < kv.capacity:
+                    params = states[i].params
+                    ends = token in params.stop_token_ids or len(sampled[i]) == params.max_tokens
+                    if not ends and kv.lengths[i] < kv.capacity:
                         pending[i] = RowInput((token,), {})
         except Cancelled:
             raise Cancelled(sampled) from None
@@ -309,6 +312,13 @@ class Executor:
 def _observe(stop: threading.Event) -> None:
     if stop.is_set():
         raise Cancelled()
+
+
+def _refuse_text(params: SamplingParams) -> None:
+    """An executor samples ids for the rows it is given; what needs text, or more rows, is refused by name."""
+    for field, empty in (("stop", ()), ("bad_words", ()), ("n", 1), ("logprobs", None)):
+        if getattr(params, field) != empty:
+            raise ParamError(field, "does not act in sample_tokens, which returns ids alone; use LLM.generate")
 
 
 def _room(kv: KVCache, row: int, tokens: int, num_steps: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from kvilt import Executor, Inputs, KVCache, SamplingParams
 from kvilt.batch import Batch, Ids, Row
-from kvilt.errors import Cancelled, ContextOverflow, InputError, PoolExhausted, Unsupported
+from kvilt.errors import Cancelled, ContextOverflow, InputError, ParamError, PoolExhausted, Unsupported
 from kvilt.kv.cache import KVCache as Cache
 
 PROMPT = [5, 17, 3, 44, 21, 9, 9, 30, 2, 58, 13, 7]
@@ -146,6 +146,16 @@ def test_sample_tokens_ends_cleanly_at_the_context(tiny: Executor) -> None:
         with pytest.raises(ContextOverflow):
             tiny.sample_tokens(1, PROMPT, kv)
         assert kv.lengths == (0,)
+
+
+def test_every_field_acts_in_sample_tokens_or_is_refused(tiny: Executor) -> None:
+    with tiny.create_kv_cache() as kv:
+        assert len(tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(max_tokens=4))[0]) == 4
+        before = kv.tokens()
+        for field, value in (("stop", ["x"]), ("bad_words", ["x"]), ("n", 2), ("logprobs", 0)):
+            with pytest.raises(ParamError, match=field):
+                tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(**{field: value}))
+        assert kv.tokens() == before
 
 
 def test_sampling_with_a_seed_repeats_itself(tiny: Executor) -> None:
