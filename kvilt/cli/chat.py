@@ -1,0 +1,82 @@
+"""`kvilt chat`: read, answer, repeat, until the input ends."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from ..errors import ContextOverflow, KviltError, PoolExhausted
+from ..sampling.params import SamplingParams
+from . import chat_commands as commands
+from .chat_input import Pipe, Reader, Terminal, unquoted
+from .chat_screen import Screen
+from .chat_session import Session, count, history_file, numbers
+
+
+def chat(model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Chat until the input ends; False if a pipe asked for something that failed."""
+    params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
+    screen = Screen()
+    with closing(Session.open(model, params, config, system)) as session:
+        if screen.interactive:
+            limit = session.llm.executor.max_context
+            screen.note(f"{session.label} · {count(limit, 'token')} of context · /help · Ctrl+D leaves")
+        if saved:
+            screen.note(commands.run(session, "load", saved))
+        reader = Terminal(history_file(), [f"/{name}" for name in commands.COMMANDS]) if screen.interactive else Pipe()
+        return _converse(session, screen, reader) or screen.interactive
+
+
+def _converse(session: Session, screen: Screen, reader: Reader) -> bool:
+    """Whether all went well."""
+    well, leaving = True, False
+    while True:
+        try:
+            _respond(session, screen, reader.read())
+            leaving = False
+        except EOFError:
+            return well
+        except KeyboardInterrupt:
+            if not screen.interactive:
+                raise
+            if leaving:
+                return well
+            leaving = True
+            screen.note("Ctrl+C again or Ctrl+D leaves")
+        except BrokenPipeError:
+            raise
+        except (KviltError, OSError) as error:
+            well = False
+            screen.complain(_sentence(error))
+
+
+def _respond(session: Session, screen: Screen, text: str) -> None:
+    quoted = unquoted(text)
+    command = commands.parse(text) if quoted is None else None
+    if command is not None:
+        screen.note(commands.run(session, *command))
+    elif said := (text if quoted is None else quoted).strip():
+        _answer(session, screen, said)
+
+
+def _answer(session: Session, screen: Screen, text: str) -> None:
+    conversation = session.conversation
+    with screen.interruptible(conversation.stop), closing(conversation.say(text, session.params)) as pieces:
+        for piece in pieces:
+            screen.piece(piece)
+    session.reused += conversation.last.usage.cached_tokens if conversation.last else 0
+    screen.aside(numbers(session))
+
+
+def _sentence(error: KviltError | OSError) -> str:
+    """What went wrong, and what helps in a chat."""
+    if isinstance(error, ContextOverflow):
+        return (
+            f"the chat would have {error.tokens:,} tokens and the context holds {error.limit:,}; "
+            "/undo or /clear makes room"
+        )
+    if isinstance(error, PoolExhausted):
+        return f"{error}; in a chat, /undo or /clear does that"
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    return str(error)

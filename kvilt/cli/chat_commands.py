@@ -1,0 +1,146 @@
+"""The slash commands of `kvilt chat`: one function each, and the table that names them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from ..errors import InputError
+from .chat_session import Session, count, mebibytes, names, size, statistics
+
+T = TypeVar("T")
+# Letters alone, so that a path at the beginning of a question is a question.
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a command is written, what it does, and the function that does it."""
+
+    usage: str
+    does: str
+    run: Callable[[Session, str], str]
+
+
+def parse(text: str) -> tuple[str, str] | None:
+    """The name and the rest of a command; None for text that is none."""
+    found = _COMMAND.fullmatch(text.strip())
+    return None if found is None else (found[1], (found[2] or "").strip())
+
+
+def run(session: Session, name: str, rest: str) -> str:
+    """Do what a command says, and say what it did."""
+    command = COMMANDS.get(name)
+    if command is None:
+        raise InputError(f'there is no command /{name}; /help lists them, and """ around a text sends it as it is')
+    return command.run(session, rest)
+
+
+def _help(_session: Session, _rest: str) -> str:
+    rows = [(command.usage, command.does) for command in COMMANDS.values()]
+    keys = [
+        ('"""', "begins and ends a text of many lines"),
+        ("Ctrl+C", "stops an answer and keeps what it said"),
+        ("Ctrl+D", "leaves"),
+    ]
+    return "\n".join(f"{written:<16}{does}" for written, does in rows + keys)
+
+
+def _clear(session: Session, _rest: str) -> str:
+    session.conversation.clear()
+    return "a new chat" + (" with the same system message" if session.conversation.system else "")
+
+
+def _system(session: Session, rest: str) -> str:
+    if not rest:
+        return session.conversation.system or "there is no system message; /system TEXT sets one"
+    session.conversation.restart("" if rest == "-" else rest)
+    return "a new chat " + ("without a system message" if rest == "-" else "with this system message")
+
+
+def _save(session: Session, rest: str) -> str:
+    name = _name(rest, "/save")
+    _, cost = _measured(session, lambda: session.save(name))
+    conversation = session.conversation
+    return f"saved {name} · {size(conversation)}, {mebibytes(conversation.kv_bytes)} · {cost}"
+
+
+def _load(session: Session, rest: str) -> str:
+    if not rest:
+        return names(session)
+    loaded, cost = _measured(session, lambda: session.load(rest))
+    again = "\nits KV was made with other numerics, so it was computed again" if loaded.computed else ""
+    return f"loaded {rest} · {size(loaded.conversation)} · {cost}{again}{_lost(session)}"
+
+
+def _fork(session: Session, rest: str) -> str:
+    name = _name(rest, "/fork")
+    _, cost = _measured(session, lambda: session.branch(name))
+    return f"forked {name} · {size(session.conversation)} · {cost}"
+
+
+def _undo(session: Session, _rest: str) -> str:
+    turn, cost = _measured(session, session.conversation.undo)
+    return f'took back "{_short(turn.user)}" · {size(session.conversation)} left · {cost}{_lost(session)}'
+
+
+def _stats(session: Session, _rest: str) -> str:
+    return statistics(session)
+
+
+def _model(session: Session, rest: str) -> str:
+    if rest:
+        session.change_model(rest)
+    spec = session.llm.executor.spec
+    begun = " · a new chat" if rest else ""
+    return f"{session.label} · {spec.family}, {len(spec.layers)} layers{begun}"
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "help": Command("/help", "shows this", _help),
+        "undo": Command("/undo", "takes the last question and its answer back", _undo),
+        "fork": Command("/fork NAME", "keeps the chat as it is now as a branch, and goes on", _fork),
+        "save": Command("/save NAME", "writes the chat with its KV to disk", _save),
+        "load": Command("/load [NAME]", "goes on with a branch or a saved chat, or lists them", _load),
+        "clear": Command("/clear", "begins a new chat", _clear),
+        "system": Command("/system [TEXT]", "begins a new chat with a system message; - for none", _system),
+        "stats": Command("/stats", "shows tokens, KV and memory", _stats),
+        "model": Command("/model [NAME]", "names the model, or begins a new chat with another", _model),
+    }
+)
+
+
+def _name(rest: str, command: str) -> str:
+    if not rest:
+        raise InputError(f"{command} needs a name, for example {command} draft")
+    return rest
+
+
+def _measured(session: Session, verb: Callable[[], T]) -> tuple[T, str]:
+    """What a verb returns, and what it cost: by the executor's own count, not by promise."""
+    before, started_s = session.computed, time.perf_counter()
+    result = verb()
+    spent_s = time.perf_counter() - started_s
+    return result, f"{count(session.computed - before, 'token')} computed · {_duration(spent_s)}"
+
+
+def _lost(session: Session) -> str:
+    """Own up to work that a verb could not save. One token is none: the last of an answer was never an input."""
+    missing = session.conversation.missing
+    return f"\nits KV could not be kept: the next answer computes {missing:,} tokens again" if missing > 1 else ""
+
+
+def _duration(time_s: float) -> str:
+    if time_s >= 1:
+        return f"{time_s:.1f} s"
+    return f"{time_s * 1000:.0f} ms" if time_s >= 0.01 else f"{time_s * 1000:.1f} ms"
+
+
+def _short(text: str, most: int = 24) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"

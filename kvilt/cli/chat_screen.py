@@ -1,0 +1,73 @@
+"""What a chat shows: answers on stdout, everything else quietly on stderr.
+
+Text from a model never moves the cursor or changes the terminal. Refuses to know conversations.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """`text` without the characters by which it could command a terminal."""
+    return _CONTROL.sub("\ufffd", text.replace("\r", ""))
+
+
+class Screen:
+    """One terminal, or the pipes in its place."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._plain = not sys.stdout.isatty()  # a program reads the bytes as they are
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._mid_line = False
+
+    def piece(self, text: str) -> None:
+        """A piece of an answer, at once."""
+        sys.stdout.write(text if self._plain else printable(text))
+        sys.stdout.flush()
+        self._mid_line = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        """Go to a new line, unless the cursor stands at one."""
+        if self._mid_line:
+            self.piece("\n")
+
+    def note(self, text: str) -> None:
+        """Quiet lines."""
+        self._below(text, "dim")
+
+    def aside(self, text: str) -> None:
+        """A quiet line that only a person wants to see."""
+        self.end_line()
+        if self._console.is_terminal:
+            self.note(text)
+
+    def complain(self, text: str) -> None:
+        """What went wrong, in one sentence."""
+        self._below(text, "yellow")
+
+    def _below(self, text: str, style: str) -> None:
+        self.end_line()
+        air = "\n" if self.interactive else ""
+        self._console.print(printable(text) + air, style=style)
+
+    @contextmanager
+    def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While it lasts, Ctrl+C calls `stop` instead of ending whatever runs. For people only: a pipe just ends."""
+        if not self.interactive:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: stop())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,173 @@
+"""The state of `kvilt chat`: a model, the conversation with it, and the branches it was forked into.
+
+Knows files and numbers; refuses to know the terminal and the names of commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import cache_home
+from ..executor.counters import TOKENS
+from ..llm import LLM, load
+from ..sampling.params import SamplingParams
+from .chat_record import chat_path, saved_chats
+from .conversation import Conversation, Loaded
+from .progress import bars
+from .run import speed
+
+
+@dataclass(slots=True)
+class Session:
+    """Close it: it owns the model and every conversation."""
+
+    model: str
+    llm: LLM
+    params: SamplingParams
+    config: dict[str, Any]
+    conversation: Conversation
+    branches: dict[str, Conversation] = field(default_factory=dict)
+    reused: int = 0
+
+    @classmethod
+    def open(cls, model: str, params: SamplingParams, config: dict[str, Any], system: str) -> Session:
+        """A new chat with a model."""
+        llm = _load(model, config)
+        return cls(model, llm, params, config, Conversation(llm, system))
+
+    @property
+    def label(self) -> str:
+        """The model as people call it: a path by its last part."""
+        return Path(self.model).name if Path(self.model).exists() else self.model
+
+    @property
+    def computed(self) -> int:
+        """Tokens this model has computed since it was loaded, whatever for."""
+        series = self.llm.executor.metrics.snapshot()[TOKENS.name]["series"]
+        return int(sum(point["value"] for point in series))
+
+    def switch(self, conversation: Conversation) -> None:
+        """Go on with another conversation."""
+        self.conversation.close()
+        self.conversation = conversation
+
+    def branch(self, name: str) -> None:
+        """Keep the conversation as it is now under a name, and go on."""
+        chat_path(chats_folder(), name)  # one rule for all names
+        if (before := self.branches.pop(name, None)) is not None:
+            before.close()
+        self.branches[name] = self.conversation.fork()
+
+    def save(self, name: str) -> Path:
+        """Write the conversation where it survives this process."""
+        path = chat_path(chats_folder(), name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.conversation.save(path, self.label)
+        return path
+
+    def load(self, name: str) -> Loaded:
+        """Go on with a branch, or with a saved conversation where no branch has that name."""
+        if (branch := self.branches.get(name)) is not None:
+            loaded = Loaded(branch.fork(), 0)
+        else:
+            loaded = Conversation.load(self.llm, chat_path(chats_folder(), name))
+        self.switch(loaded.conversation)
+        return loaded
+
+    def change_model(self, model: str) -> None:
+        """Begin again with another model; if it cannot be loaded, nothing changes."""
+        llm = _load(model, self.config)
+        system = self.conversation.system
+        self.close()
+        self.model, self.llm, self.reused = model, llm, 0
+        self.branches = {}
+        self.conversation = Conversation(llm, system)
+
+    def close(self) -> None:
+        """Give back the KV and the model's files."""
+        for conversation in (self.conversation, *self.branches.values()):
+            conversation.close()
+        self.llm.close()
+
+
+def chats_folder() -> Path:
+    """Where saved chats are."""
+    return cache_home() / "chats"
+
+
+def history_file() -> Path:
+    """Where the lines are that were typed before."""
+    return cache_home() / "chat_history"
+
+
+def names(session: Session) -> str:
+    """Everything `/load` can go back to."""
+    lines = [
+        f"{title:<9} {', '.join(found)}"
+        for title, found in (("branches", sorted(session.branches)), ("saved", saved_chats(chats_folder())))
+        if found
+    ]
+    return "\n".join(lines) or "there is nothing to load yet; /save NAME and /fork NAME make something"
+
+
+def numbers(session: Session) -> str:
+    """The one line under an answer."""
+    conversation, done = session.conversation, session.conversation.last
+    if done is None or not done.token_ids:
+        return "stopped before the first token; the question was taken back"
+    limit = session.llm.executor.max_context
+    used = len(conversation.ids)
+    parts = [
+        count(len(done.token_ids), "token"),
+        f"{speed(done):.1f} tok/s",
+        f"first token {done.timing.first_token_s:.2f} s",
+        f"context {min(used, limit):,} of {limit:,}",
+        f"{done.usage.cached_tokens:,} reused",
+    ]
+    if done.finish_reason == "cancelled":
+        parts.append("stopped")
+    elif done.finish_reason == "length":
+        parts.append("the context is full: /undo or /clear" if used > limit else "cut off by --max-tokens")
+    return " · ".join(parts)
+
+
+def statistics(session: Session) -> str:
+    """What `/stats` shows."""
+    executor, conversation = session.llm.executor, session.conversation
+    usage = executor.pool.usage()
+    lines = [
+        ("model", f"{session.label} · {executor.spec.family}, {len(executor.spec.layers)} layers"),
+        ("chat", f"{size(conversation)} of {executor.max_context:,} · KV {mebibytes(conversation.kv_bytes)}"),
+        ("work", f"{count(session.computed, 'token')} computed · {session.reused:,} reused"),
+        *(("branch", f"{name} · {size(branch)}") for name, branch in sorted(session.branches.items())),
+        ("memory", f"{usage.used:,} of {usage.total:,} KV pages · {usage.shared:,} shared"),
+    ]
+    return "\n".join(f"{title:<7} {text}" for title, text in lines)
+
+
+def size(conversation: Conversation) -> str:
+    """How long a conversation is."""
+    return f"{count(len(conversation.turns), 'turn')}, {count(len(conversation.ids), 'token')}"
+
+
+def count(number: int, thing: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def mebibytes(number: int) -> str:
+    return f"{number / (1 << 20):.1f} MiB"
+
+
+def _load(model: str, config: dict[str, Any]) -> LLM:
+    """A model one can chat with."""
+    with bars() as shown:
+        llm = load(model, on_fetch=shown.fetching, **config)
+    try:
+        _ = llm.chat_template  # now, not at the first question
+    except BaseException:
+        llm.close()
+        raise
+    return llm

@@ -1,0 +1,217 @@
+"""A conversation as a value: its turns, their exact ids, and the KV of everything computed so far.
+
+Generated ids are kept and never made again from text. Refuses to know terminals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import BlobError, InputError, TruncateError
+from ..kv.cache import KVCache
+from ..llm import LLM, Completion, Stream
+from ..sampling.params import SamplingParams
+from .chat_record import Record, Turn, ids_of, kv_name, read_record, write_record
+
+
+class Conversation:
+    """Turns over one model. Its cache always holds a beginning of its ids. Close it, or use it as a context manager."""
+
+    def __init__(self, llm: LLM, system: str = "", turns: Sequence[Turn] = (), kv: KVCache | None = None) -> None:
+        """`kv`, if given, belongs to the conversation from here on."""
+        self.llm = llm
+        self.system = system
+        self.turns = tuple(turns)
+        self.last: Completion | None = None  # of the latest answer, without its KV
+        self._kv = llm.executor.create_kv_cache() if kv is None else kv
+        self._live: Stream | None = None
+
+    # What it holds.
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All that was said, as a chat template takes it."""
+        said = [(("user", turn.user), ("assistant", turn.assistant)) for turn in self.turns]
+        system = [("system", self.system)] if self.system else []
+        return [{"role": role, "content": text} for role, text in [*system, *(each for both in said for each in both)]]
+
+    @property
+    def ids(self) -> list[int]:
+        """The exact tokens, those that were generated as they were generated."""
+        return ids_of(self.turns)
+
+    @property
+    def held(self) -> int:
+        """How many of the ids, from the first on, have their KV here."""
+        return self._kv.num_entries
+
+    @property
+    def missing(self) -> int:
+        """Ids that the next answer computes again. Usually one: the last token of an answer was never an input."""
+        return len(self.ids) - self.held
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV pages it holds, those it shares with forks included."""
+        groups = self._kv.layout.groups
+        return sum(len(pages) * group.shape.page_bytes for pages, group in zip(self._kv.pages(), groups, strict=True))
+
+    # Talking.
+
+    def say(self, text: str, params: SamplingParams | None = None) -> Generator[str, None, None]:
+        """The answer, piece by piece; afterwards the turn is part of the conversation, and `last` has the numbers.
+
+        An answer that is stopped, or whose reader leaves, stays as far as it came; a question without one token of
+        answer is taken back. An error leaves the conversation as it was.
+        """
+        ids = self._prompt(text)
+        self._rewind(ids[:-1])
+        self._live = stream = self.llm.stream(ids[self.held :], params, kv=self._kv, keep_kv=True)
+        try:
+            for piece in stream:  # noqa: UP028 (`yield from` would close the stream before it can be stopped)
+                yield piece
+        except GeneratorExit:
+            stream.stop()
+            self._keep(text, ids, stream.completion)
+            raise
+        finally:
+            self._live = None
+        self._keep(text, ids, stream.completion)
+
+    def stop(self) -> None:
+        """End the answer in progress with what it has; for the callback of a signal, so it may come twice."""
+        stream, self._live = self._live, None
+        if stream is not None:
+            stream.stop()
+            self.llm.executor.cancel()
+
+    # The verbs: none of them computes anything.
+
+    def undo(self) -> Turn:
+        """Take the last question and its answer back. Where a window forgot too much, `missing` is all of the rest."""
+        if not self.turns:
+            raise InputError("there is nothing to undo")
+        *before, last = self.turns
+        self.turns = tuple(before)
+        self._rewind(self.ids)
+        return last
+
+    def fork(self) -> Conversation:
+        """A second conversation with the same past; it costs page ids."""
+        return Conversation(self.llm, self.system, self.turns, self._kv.fork())
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.turns = ()
+        self._kv.truncate(0)
+
+    def restart(self, system: str) -> None:
+        """Forget everything and begin with another system message."""
+        self.clear()
+        self.system = system
+
+    def save(self, path: Path, label: str = "") -> None:
+        """Write the conversation to `path` and its KV to a file beside it; `label` is what to call the model."""
+        if not self.turns:
+            raise InputError("nothing has been said yet, so there is nothing to save")
+        identity = self.llm.executor.pool.identity()
+        name = kv_name(path, self.ids[: self.held])
+        before = _kv_of(path)
+        self._kv.save(path.with_name(name))
+        # From here on the new pair is complete; until then the old one was.
+        write_record(path, Record(identity.model, identity.numerics, label, self.system, self.turns, name))
+        if before is not None and before != path.with_name(name):
+            before.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(llm: LLM, path: Path) -> Loaded:
+        """A saved conversation, with its KV; a BlobError if the two files are damaged, foreign or do not agree."""
+        record = read_record(path)
+        identity = llm.executor.pool.identity()
+        if record.model != identity.model:
+            made = f"with {record.label!r}, which is" if record.label else "with"
+            raise BlobError("model", f"this chat was made {made} another model; load that model first")
+        if max(token for turn in record.turns for token in turn.ids) >= llm.executor.spec.vocab_size:
+            raise BlobError("turns.ids", "a token id is past this model's vocabulary")
+        kv = _open_kv(llm, path.with_name(record.kv))
+        if kv.batch_size != 1 or kv.tokens() != ids_of(record.turns)[: kv.num_entries]:
+            kv.close()
+            raise BlobError("kv", "the KV file holds other tokens than this chat")
+        conversation = Conversation(llm, record.system, record.turns, kv)
+        return Loaded(conversation, 0 if record.numerics == identity.numerics else conversation.held)
+
+    def close(self) -> None:
+        """Give the KV back."""
+        self._kv.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _prompt(self, text: str) -> list[int]:
+        """The ids of the conversation with one more question."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        template, tokenizer = self.llm.chat_template, self.llm.tokenizer
+        behind = template.encode_after(tokenizer, messages) if self.turns else None
+        if behind is None:
+            return template.encode(tokenizer, messages)
+        ids = self.ids
+        if ids[-1] in self.llm.stop_ids:
+            ids.pop()  # the template ends the turn itself, with the same token or the one it prefers
+        return ids + behind
+
+    def _rewind(self, ids: Sequence[int]) -> None:
+        """Make the cache a beginning of `ids`, as long a one as it can be."""
+        try:
+            self._kv.truncate(self._kv.shared_prefix(ids))
+        except TruncateError:  # a window gave that part back: it is computed again when it is needed
+            self._kv.truncate(0)
+
+    def _keep(self, text: str, ids: list[int], done: Completion) -> None:
+        """Take an answer in."""
+        assert done.kv is not None
+        self.last = dataclasses.replace(done, kv=None)
+        if not done.token_ids:
+            done.kv.close()
+            return
+        kept = sum(1 for _ in takewhile(bool, map(eq, self.ids, ids)))
+        self.turns += (Turn(text, done.text, kept, (*ids[kept:], *done.token_ids)),)
+        self._kv.close()
+        self._kv = done.kv
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A conversation from a file, and how many of its tokens had to be computed again for other numerics."""
+
+    conversation: Conversation
+    computed: int
+
+
+def _open_kv(llm: LLM, path: Path) -> KVCache:
+    """A saved cache. KV of another shape (a run with another kv_dtype) is a miss: the next answer computes it."""
+    if not path.is_file() or path.is_symlink():
+        raise BlobError("kv", f"the KV file {path.name} of this chat is not there")
+    try:
+        return llm.executor.open_kv_cache(path)
+    except BlobError as error:
+        if error.field != "layout":
+            raise
+    return llm.executor.create_kv_cache()
+
+
+def _kv_of(path: Path) -> Path | None:
+    """The KV file of the chat that is saved at `path` now, if one is."""
+    try:
+        return path.with_name(read_record(path).kv)
+    except (InputError, BlobError):
+        return None
