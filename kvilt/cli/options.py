@@ -12,7 +12,7 @@ from ..errors import ParamError
 _SAMPLING = "Sampling"
 _RUNTIME = "Runtime"
 
-Model = Annotated[str, typer.Option("--model", "-m", help="A model's name or the path of a checkpoint.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].")]
 
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]

@@ -24,7 +24,7 @@ def pool(scribe: Any) -> PagePool:
 
 def test_a_new_pool_is_free(pool: PagePool) -> None:
     assert pool.free_pages() == (8, 8)
-    assert pool.usage() == PoolUsage(total=16, used=0, shared=0)
+    assert pool.usage() == PoolUsage(total=16, used=0, shared=0, used_bytes=0)
     assert pool.usage().free == 16
 
 
@@ -48,14 +48,15 @@ def test_taking_is_all_or_nothing_across_groups(pool: PagePool, counts: list[int
 
 def test_a_page_is_free_again_after_its_last_holder(pool: PagePool) -> None:
     (pages, _) = pool.take([2, 0])
+    page_bytes = pool.layout.groups[0].shape.page_bytes
     pool.share(0, pages)
     pool.share(0, pages[:1])
     assert [pool.holders(0, page) for page in pages] == [3, 2]
-    assert pool.usage() == PoolUsage(total=16, used=2, shared=2)
+    assert pool.usage() == PoolUsage(total=16, used=2, shared=2, used_bytes=2 * page_bytes)
     pool.drop(0, pages)
     pool.drop(0, pages)
     assert pool.free_pages() == (7, 8)
-    assert pool.usage() == PoolUsage(total=16, used=1, shared=0)
+    assert pool.usage() == PoolUsage(total=16, used=1, shared=0, used_bytes=page_bytes)
     pool.drop(0, pages[:1])
     assert pool.free_pages() == (8, 8)
 
