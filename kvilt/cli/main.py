@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +36,7 @@ def root(
 
 
 @app.command()
+@opt.gathers(sampling=opt.SAMPLING, config=opt.RUNTIME)
 def run(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' or nothing reads it from a pipe.")] = "-",
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -45,101 +46,31 @@ def run(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    typical_p: opt.TypicalP = 1.0,
-    min_tokens: opt.MinTokens = 0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    logprobs: opt.Logprobs = None,
-    n: opt.Samples = 1,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
-    device: opt.Device = "cpu",
-    threads: opt.Threads = None,
-    kv_memory: opt.KVMemory = None,
-    max_context: opt.MaxContext = None,
-    kv_dtype: opt.KVDtype = "float32",
-    backend: opt.Backend = "auto",
+    *,
+    sampling: dict[str, Any],
+    config: dict[str, Any],
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr."""
     with reported():
         from .run import Ask, answer
 
-        ask = Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose)
-        sampling = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "typical_p": typical_p,
-            "min_tokens": min_tokens,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "logprobs": logprobs,
-            "n": n,
-            "seed": seed,
-            "stop": tuple(stop or ()),
-        }
-        config = {
-            "device": device,
-            "threads": threads,
-            "kv_memory": kv_memory,
-            "max_context": max_context,
-            "kv_dtype": kv_dtype,
-            "backend": backend,
-        }
-        answer(ask, model, sampling, config)
+        answer(Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose), model, sampling, config)
 
 
 @app.command()
+@opt.gathers(sampling=opt.SAMPLING.without("n", "logprobs"), config=opt.RUNTIME)
 def chat(
     model: opt.Model = opt.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
     saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Go on with a chat that was saved.")] = "",
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
-    device: opt.Device = "cpu",
-    threads: opt.Threads = None,
-    kv_memory: opt.KVMemory = None,
-    max_context: opt.MaxContext = None,
-    kv_dtype: opt.KVDtype = "float32",
-    backend: opt.Backend = "auto",
+    *,
+    sampling: dict[str, Any],
+    config: dict[str, Any],
 ) -> None:
     """Talk with a model; /help inside lists what can be done with the chat's KV."""
     with reported():
         from .chat import chat as talk
 
-        sampling = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": tuple(stop or ()),
-        }
-        config = {
-            "device": device,
-            "threads": threads,
-            "kv_memory": kv_memory,
-            "max_context": max_context,
-            "kv_dtype": kv_dtype,
-            "backend": backend,
-        }
         if not talk(model, system, saved, sampling, config):
             raise typer.Exit(FAILURE)
 
@@ -158,26 +89,25 @@ def pull(
 
 
 @app.command()
+@opt.gathers(config=opt.RUNTIME)
 def perplexity(
     file: Annotated[str, typer.Argument(help="A text file; '-' reads a pipe.")],
     model: opt.Model = opt.DEFAULT_MODEL,
     chunk: Annotated[int, typer.Option(help="Tokens that are scored together.")] = 1024,
     limit: Annotated[int | None, typer.Option(help="Use only this many tokens.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    threads: opt.Threads = None,
-    kv_memory: opt.KVMemory = None,
-    kv_dtype: opt.KVDtype = "float32",
-    backend: opt.Backend = "auto",
+    *,
+    config: dict[str, Any],
 ) -> None:
     """How well a model predicts a text."""
     with reported():
         from .perplexity import report
 
-        config = {"threads": threads, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend}
         report(file, model, chunk, limit, json, config)
 
 
 @app.command()
+@opt.gathers(config=opt.RUNTIME)
 def bench(
     model: opt.Model = opt.DEFAULT_MODEL,
     prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "128,512",
@@ -186,10 +116,8 @@ def bench(
     steps: Annotated[int, typer.Option(help="Tokens per decode.")] = 32,
     runs: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    threads: opt.Threads = None,
-    kv_memory: opt.KVMemory = None,
-    kv_dtype: opt.KVDtype = "float32",
-    backend: opt.Backend = "auto",
+    *,
+    config: dict[str, Any],
 ) -> None:
     """Tokens per second of prefill, decode and batches, and the memory bandwidth they reach."""
     with reported():
@@ -203,7 +131,6 @@ def bench(
             steps=steps,
             runs=runs,
         )
-        config = {"threads": threads, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend}
         measure(model, shape, json, config)
 
 

@@ -1,46 +1,110 @@
-"""Options that several commands share, with the names they have in `kvilt.load` and `SamplingParams`."""
+"""Options that several commands share, with the names they have in `kvilt.load` and `SamplingParams`.
+
+A command asks for a whole group with `@gathers(config=RUNTIME)` and gets it as one dict.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
 from ..config import DEFAULT_MODEL as DEFAULT_MODEL
 from ..errors import ParamError
 
-_SAMPLING = "Sampling"
-_RUNTIME = "Runtime"
-
 Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].")]
 
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[float, typer.Option(help="Keep tokens this likely against the best.", rich_help_panel=_SAMPLING)]
-TypicalP = Annotated[float, typer.Option(help="Keep tokens of typical surprise.", rich_help_panel=_SAMPLING)]
-MinTokens = Annotated[int, typer.Option(help="Fewest tokens to generate.", rich_help_panel=_SAMPLING)]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)]
-PresencePenalty = Annotated[float, typer.Option(help="Discourages what was said.", rich_help_panel=_SAMPLING)]
-FrequencyPenalty = Annotated[float, typer.Option(help="The same, by how often.", rich_help_panel=_SAMPLING)]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(help="With --json: log-probabilities, and the n likeliest tokens.", rich_help_panel=_SAMPLING),
-]
-Samples = Annotated[int, typer.Option("-n", "--n", help="Samples behind one prompt.", rich_help_panel=_SAMPLING)]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text; may be repeated.", rich_help_panel=_SAMPLING)]
 
-Device = Annotated[str, typer.Option(help="Where to run: cpu.", rich_help_panel=_RUNTIME)]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default all.", rich_help_panel=_RUNTIME)]
-KVMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory for KV, like 2G; default a quarter of what is free.", rich_help_panel=_RUNTIME),
-]
-MaxContext = Annotated[int | None, typer.Option(help="Longest sequence in tokens.", rich_help_panel=_RUNTIME)]
-KVDtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.", rich_help_panel=_RUNTIME)]
-Backend = Annotated[str, typer.Option(help="auto or reference.", rich_help_panel=_RUNTIME)]
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a group: its type as typer wants it, its default, its help, and flags if not the usual ones."""
+
+    type: Any
+    default: Any
+    help: str
+    flags: tuple[str, ...] = ()
+
+    def parameter(self, name: str, panel: str) -> inspect.Parameter:
+        """The option as a parameter of a command."""
+        option = typer.Option(*self.flags, help=self.help, rich_help_panel=panel)
+        annotation = Annotated[self.type, option]  # type: ignore[name-defined]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Options that go together, under one heading of the help."""
+
+    panel: str
+    options: Mapping[str, Option]
+
+    def without(self, *names: str) -> Group:
+        """The group less some of its options."""
+        return Group(self.panel, {name: option for name, option in self.options.items() if name not in names})
+
+
+SAMPLING = Group(
+    "Sampling",
+    MappingProxyType(
+        {
+            "max_tokens": Option(int, 512, "Most tokens to generate."),
+            "min_tokens": Option(int, 0, "Fewest tokens to generate."),
+            "temperature": Option(float, 0.0, "0 is greedy."),
+            "top_k": Option(int, 0, "Keep the k likeliest tokens; 0 is off."),
+            "top_p": Option(float, 1.0, "Keep the likeliest tokens up to this mass."),
+            "min_p": Option(float, 0.0, "Keep tokens this likely against the best."),
+            "typical_p": Option(float, 1.0, "Keep tokens of typical surprise."),
+            "repetition_penalty": Option(float, 1.0, "Above 1 discourages repeats."),
+            "presence_penalty": Option(float, 0.0, "Discourages what was said."),
+            "frequency_penalty": Option(float, 0.0, "The same, by how often."),
+            "logprobs": Option(int | None, None, "With --json: log-probabilities, and the n likeliest tokens."),
+            "n": Option(int, 1, "Samples behind one prompt.", ("-n", "--n")),
+            "seed": Option(int | None, None, "Makes sampling repeatable."),
+            "stop": Option(list[str], (), "Stop at this text; may be repeated."),
+        }
+    ),
+)
+
+RUNTIME = Group(
+    "Runtime",
+    MappingProxyType(
+        {
+            "device": Option(str, "cpu", "Where to run: cpu."),
+            "threads": Option(int | None, None, "CPU threads; default all."),
+            "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default a quarter of what is free."),
+            "max_context": Option(int | None, None, "Longest sequence in tokens."),
+            "kv_dtype": Option(str, "float32", "float32, float16 or bfloat16."),
+            "backend": Option(str, "auto", "auto or reference."),
+        }
+    ),
+)
+
+
+def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every option of these groups; it receives each group as a dict under the keyword's name."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
+        for group in groups.values():
+            parameters += [option.parameter(name, group.panel) for name, option in group.options.items()]
+
+        @wraps(command)
+        def gathered(**given: Any) -> None:
+            packed = {key: {name: given.pop(name) for name in group.options} for key, group in groups.items()}
+            command(**given, **packed)
+
+        del gathered.__wrapped__  # typer would read the signature of what it wraps
+        gathered.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        gathered.__annotations__ = {p.name: p.annotation for p in parameters}
+        return gathered
+
+    return decorate
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
