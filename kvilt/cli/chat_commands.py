@@ -64,9 +64,8 @@ def _system(session: Session, rest: str) -> str:
 
 def _save(session: Session, rest: str) -> str:
     name = _name(rest, "/save")
-    _, cost = _measured(session, lambda: session.save(name))
-    conversation = session.conversation
-    return f"saved {name} · {size(conversation)}, {mebibytes(conversation.kv_bytes)} · {cost}"
+    written_bytes, cost = _measured(session, lambda: session.save(name))
+    return f"saved {name} · {size(session.conversation)}, {mebibytes(written_bytes)} · {cost}"
 
 
 def _load(session: Session, rest: str) -> str:

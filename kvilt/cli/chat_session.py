@@ -60,12 +60,11 @@ class Session:
             before.close()
         self.branches[name] = self.conversation.fork()
 
-    def save(self, name: str) -> Path:
-        """Write the conversation where it survives this process."""
+    def save(self, name: str) -> int:
+        """Write the conversation where it survives this process; returns the bytes it takes there."""
         path = chat_path(chats_folder(), name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.conversation.save(path, self.label)
-        return path
+        return self.conversation.save(path, self.label)
 
     def load(self, name: str) -> Loaded:
         """Go on with a branch, or with a saved conversation where no branch has that name."""

@@ -117,18 +117,22 @@ class Conversation:
         self.clear()
         self.system = system
 
-    def save(self, path: Path, label: str = "") -> None:
-        """Write the conversation to `path` and its KV to a file beside it; `label` is what to call the model."""
+    def save(self, path: Path, label: str = "") -> int:
+        """Write the conversation to `path` and its KV to a file beside it; returns the bytes that the two take.
+
+        `label` is what to call the model.
+        """
         if not self.turns:
             raise InputError("nothing has been said yet, so there is nothing to save")
         identity = self.llm.executor.pool.identity()
-        name = kv_name(path, self.ids[: self.held])
+        kv_path = path.with_name(kv_name(path, self.ids[: self.held]))
         before = _kv_of(path)
-        self._kv.save(path.with_name(name))
-        # From here on the new pair is complete; until then the old one was.
-        write_record(path, Record(identity.model, identity.numerics, label, self.system, self.turns, name))
-        if before is not None and before != path.with_name(name):
+        self._kv.save(kv_path)
+        # Up to here the old pair of files is whole, and from here on the new one.
+        write_record(path, Record(identity.model, identity.numerics, label, self.system, self.turns, kv_path.name))
+        if before is not None and before != kv_path:
             before.unlink(missing_ok=True)
+        return path.stat().st_size + kv_path.stat().st_size
 
     @staticmethod
     def load(llm: LLM, path: Path) -> Loaded:

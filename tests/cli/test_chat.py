@@ -132,7 +132,7 @@ def terminal(*args: str, home: Path) -> Iterator[Terminal]:
 
 def test_a_chat_in_a_real_terminal(smollm2_path: Path, tmp_path: Path) -> None:
     model = ["--model", str(smollm2_path), "--kv-memory", "256M"]
-    with terminal(*model, "--max-tokens", "400", home=tmp_path) as tty:
+    with terminal(*model, "--max-tokens", "200", home=tmp_path) as tty:
         tty.ready()
         tty.ask("What is the capital of France?")
         tty.expect("Paris")
@@ -144,10 +144,9 @@ def test_a_chat_in_a_real_terminal(smollm2_path: Path, tmp_path: Path) -> None:
         tty.type(CTRL_C)
         stopped = tty.numbers()
         assert (stopped["stopped"], stopped["reused"]) == (1, first["context"] - 1)
-        assert 1 <= stopped["tokens"] < 400
+        assert 1 <= stopped["tokens"] < 200
 
-        tty.ask("What is the capital of Italy?")
-        tty.expect("Rome")
+        tty.ask("What is the capital of Italy?")  # behind a story cut anywhere, so the answer may be anything
         went_on = tty.numbers()
         assert (went_on["stopped"], went_on["reused"]) == (0, stopped["context"] - 1)
 

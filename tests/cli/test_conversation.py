@@ -330,7 +330,8 @@ def test_a_saved_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> 
     path = chat_path(tmp_path, "one")
     with Conversation(llm, "You answer briefly.") as chat:
         ask(chat, FRANCE)
-        chat.save(path, "a model")
+        written = chat.save(path, "a model")
+        assert written == sum(file.stat().st_size for file in tmp_path.iterdir())
         loaded = Conversation.load(llm, path)
         with loaded.conversation as other:
             assert loaded.computed == 0
