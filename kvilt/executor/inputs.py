@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,8 @@ class Inputs:
     def __post_init__(self) -> None:
         if len(self.at) != self.embeddings.shape[0]:
             raise InputError(f"{self.embeddings.shape[0]} embedding rows were given for {len(self.at)} places")
-        if list(self.at) != sorted(set(self.at)) or any(not 0 <= i < len(self.ids) for i in self.at):
+        places = [operator.index(i) for i in self.at]
+        if places != sorted(set(places)) or any(not 0 <= i < len(self.ids) for i in places):
             raise InputError("the places of embedding rows must ascend and lie inside the ids")
 
     def __len__(self) -> int:
@@ -77,6 +79,8 @@ def _per_row(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
     """A list of rows, or one bare row for a cache of batch 1."""
     if isinstance(value, Inputs):
         return [value]
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+        raise InputError(f"an input is made of token ids, not {type(value).__name__}; encode text with the tokenizer")
     items: list[Any] = list(value)
     if batch_size == 1 and not any(_is_row(item) for item in items):
         return [items]
@@ -87,8 +91,8 @@ def _per_row(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
 
 
 def _is_row(item: object) -> bool:
-    if isinstance(item, Tensor):
-        return item.dim() > 0
+    if isinstance(item, Tensor | np.ndarray):
+        return item.ndim > 0
     return isinstance(item, Inputs) or (isinstance(item, Sequence) and not isinstance(item, str | bytes))
 
 
@@ -97,12 +101,13 @@ def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> Row
     if len(inputs) == 0:
         raise InputError("the input is empty; give at least one token")
     embeds = {}
-    if inputs.at:
+    if len(inputs.at):
         if tuple(inputs.embeddings.shape[1:]) != (hidden_size,):
             raise InputError(f"embedding rows must have {hidden_size} numbers each")
-        if not bool(torch.isfinite(inputs.embeddings).all()):
-            raise InputError("embedding rows must be finite numbers")
-        embeds = {i: inputs.embeddings[n].detach().float() for n, i in enumerate(inputs.at)}
+        vectors = inputs.embeddings.detach().float()
+        if not bool(torch.isfinite(vectors).all()):  # as float32: a larger float may be finite and still overflow
+            raise InputError("embedding rows must be finite float32 numbers")
+        embeds = {operator.index(i): vectors[n] for n, i in enumerate(inputs.at)}
     ids = tuple(0 if i in embeds else _id(token, vocab_size) for i, token in enumerate(inputs.ids))
     return RowInput(ids, embeds)
 
