@@ -167,13 +167,13 @@ class Batch:
             raise InputError("a batch needs at least one row")
         pool = rows[0].cache.pool
         layers = pool.layout.num_layers
-        seen: dict[tuple[int, int], None] = {}
-        for row in rows:
-            _check_row(row, pool, layers)
-            if (key := (id(row.cache), row.cache_row)) in seen:
-                raise InputError("two rows of a batch write to the same row of a cache")
-            seen[key] = None
-        with pool.lock:
+        with pool.lock:  # what is checked here must still be so when the tables are read
+            seen: dict[tuple[int, int], None] = {}
+            for row in rows:
+                _check_row(row, pool, layers)
+                if (key := (id(row.cache), row.cache_row)) in seen:
+                    raise InputError("two rows of a batch write to the same row of a cache")
+                seen[key] = None
             held = tuple(Held(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows))
             return Batch(tuple(rows), _starts(rows), _segments(rows, pool, layers), pool, held)
 
@@ -230,6 +230,10 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
     tokens = token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):
         raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")
+    if isinstance(row.source, Embeds) and len(row.source.at) != len(row.source.vectors):
+        raise InputError(f"{len(row.source.vectors)} embedding rows were given for {len(row.source.at)} places")
+    if isinstance(row.source, Embeds) and any(not 0 <= i < tokens for i in row.source.at):
+        raise InputError("the places of embedding rows must lie inside the ids")
     if any(b <= a for a, b in pairwise(row.positions)):
         raise InputError("the positions of a row must ascend")
     if not row.cache.row(row.cache_row).writable(row.positions):

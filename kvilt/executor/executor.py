@@ -26,7 +26,7 @@ from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampled, SampleState, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
-from .inputs import NO_INPUT, InputsLike, RowInput, read_inputs
+from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
 
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
 
@@ -89,6 +89,7 @@ class Executor:
                 raise Unsupported("LoRA adapters are not supported in this version")
             if isinstance(row.want, KeyMass):
                 raise Unsupported("attention mass per key is not supported in this version")
+            check_row(row, self.spec.vocab_size, self.spec.hidden_size)
         with self._call() as stop, batch.lease(), torch.no_grad():
             logits = self._decoder(batch, lambda _layer: _observe(stop))
         self.metrics.add(STEPS)
@@ -131,7 +132,7 @@ class Executor:
         """An empty cache with this model's layout; `capacity` tokens per row, the context if not given."""
         if capacity is not None and capacity > self._max_context:
             raise ContextOverflow(capacity, self._max_context)
-        return KVCache(self._pool, batch_size, capacity or self._max_context)
+        return KVCache(self._pool, batch_size, self._max_context if capacity is None else capacity)
 
     def open_kv_cache(self, path: str | os.PathLike[str], accept_numerics: bool = False) -> KVCache:
         """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import Embeds, Ids
+from ..batch import Embeds, Hidden, Ids, Row, Score
 from ..errors import InputError
 from ..kv.row import Token
 
@@ -120,6 +120,34 @@ def _id(token: object, vocab_size: int) -> int:
     if not 0 <= value < vocab_size:
         raise InputError(f"token id {value} is outside the vocabulary (0 to {vocab_size - 1})")
     return value
+
+
+def check_row(row: Row, vocab_size: int, hidden_size: int) -> None:
+    """Raise unless a model of these sizes can run the row; a backend would fail late, on a device past repair."""
+    match row.source:
+        case Ids(ids):
+            _check_ids(ids, vocab_size)
+        case Embeds(ids, at, vectors):
+            places = set(at)
+            _check_ids([token for i, token in enumerate(ids) if i not in places], vocab_size)
+            _check_width(vectors, hidden_size)
+        case Hidden(states):
+            _check_width(states, hidden_size)
+    if isinstance(row.want, Score):
+        _check_ids(row.want.targets, vocab_size)
+        if not 0 <= row.want.top <= vocab_size:
+            raise InputError(f"the {row.want.top} likeliest of {vocab_size} tokens were asked for")
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            _id(token, vocab_size)  # says what is wrong, if anything is
+
+
+def _check_width(states: Tensor, hidden_size: int) -> None:
+    if states.dim() != 2 or states.shape[1] != hidden_size:
+        raise InputError(f"hidden states must be [tokens, {hidden_size}], not {list(states.shape)}")
 
 
 def _digest(row: Tensor) -> bytes:

@@ -64,6 +64,8 @@ def test_create_kv_cache(tiny: Executor) -> None:
         assert kv.capacity == tiny.max_context
     with pytest.raises(ContextOverflow):
         tiny.create_kv_cache(capacity=tiny.max_context + 1)
+    with pytest.raises(InputError, match="at least 1 token"):
+        tiny.create_kv_cache(capacity=0)
     for batch_size in (0, -1):
         with pytest.raises(InputError):
             tiny.create_kv_cache(batch_size)

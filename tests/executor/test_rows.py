@@ -1,0 +1,61 @@
+"""Rows that a model cannot run are refused by `run` and `Batch.of` with an error that says why."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvilt import Executor
+from kvilt.batch import Batch, Embeds, Hidden, Ids, LayerSpan, Nothing, Row, Score, Source, Want, token_count
+from kvilt.errors import InputError
+from kvilt.kv.row import CacheRow
+
+
+def run(executor: Executor, source: Source, want: Want = Nothing(), layers: LayerSpan = LayerSpan()) -> None:  # noqa: B008
+    with executor.create_kv_cache() as kv:
+        kv.reserve(token_count(source))
+        executor.run(Batch.of([Row(source, range(token_count(source)), kv, want=want, layers=layers)]))
+
+
+@pytest.mark.parametrize("ids", [[1, 61], [-1, 2], [1.7, 2]])
+def test_ids_outside_the_vocabulary_are_refused(tiny: Executor, ids: list[int]) -> None:
+    with pytest.raises(InputError, match="token id"):
+        run(tiny, Ids(ids))
+
+
+@pytest.mark.parametrize("want", [Score([1, 61]), Score([1, 2], 62), Score([1, 2], -1)])
+def test_scores_of_tokens_that_do_not_exist_are_refused(tiny: Executor, want: Want) -> None:
+    with pytest.raises(InputError, match="tok"):
+        run(tiny, Ids([1, 2]), want)
+
+
+def test_embeddings_must_agree_with_their_places(tiny: Executor) -> None:
+    width = tiny.spec.hidden_size
+    for at, shape in (([0, 1], (1, width)), ([2], (1, width)), ([0], (1, width + 1))):
+        with pytest.raises(InputError):
+            run(tiny, Embeds([0, 0], at, torch.zeros(shape)))
+    with pytest.raises(InputError, match="hidden states"):
+        run(tiny, Hidden(torch.zeros(2, width + 1)), layers=LayerSpan(1))
+
+
+def test_a_cache_does_not_change_between_the_check_of_a_batch_and_its_tables(
+    tiny: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny.create_kv_cache() as kv:
+        kv.reserve(2)
+        cut = threading.Thread(target=lambda: kv.truncate(0))
+        honest = CacheRow.writable
+
+        def checked_then_cut(row: CacheRow, positions: range) -> bool:
+            good = honest(row, positions)
+            cut.start()
+            cut.join(0.2)
+            return good
+
+        monkeypatch.setattr(CacheRow, "writable", checked_then_cut)
+        batch = Batch.of([Row(Ids([1, 2]), range(2), kv)])
+        cut.join()
+        with pytest.raises(InputError, match="changed after this batch was made"):
+            tiny.run(batch)
