@@ -5,6 +5,7 @@ A `KVCache` is a handle on rows of pages in a pool. Refuses to know requests, te
 
 from __future__ import annotations
 
+import operator
 import os
 import tempfile
 import warnings
@@ -153,7 +154,7 @@ class KVCache:
         """Go back to `length` tokens in every row (or one length per row)."""
         rows, lengths = self.rows(), self._per_row(length)
         for row, count in zip(rows, lengths, strict=True):
-            row.check_truncate(count, self._common_floor() if isinstance(length, int) else row.floor)
+            row.check_truncate(count, row.floor if isinstance(length, Sequence) else self._common_floor())
         for row, count in zip(rows, lengths, strict=True):
             row.truncate(count)
 
@@ -290,12 +291,12 @@ class KVCache:
 
     def _per_row(self, value: int | Sequence[int]) -> list[int]:
         rows = len(self.rows())
-        each = [value] * rows if type(value) is int else value
-        if not isinstance(each, Sequence) or not all(type(number) is int for number in each):
+        each = list(value) if isinstance(value, Sequence) else [value] * rows
+        if any(isinstance(number, bool) or not hasattr(number, "__index__") for number in each):
             raise InputError(f"a whole number, or one for each row, is needed, not {value!r}")
         if len(each) != rows:
             raise InputError(f"{len(each)} numbers were given for {rows} rows")
-        return list(each)
+        return [operator.index(number) for number in each]
 
 
 def read_images(pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False) -> list[RowImage]:

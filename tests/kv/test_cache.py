@@ -6,6 +6,7 @@ import gc
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvilt.errors import CacheClosed, ContextOverflow, InputError, LayoutMismatch, PoolExhausted, TruncateError
@@ -337,3 +338,14 @@ def test_a_repr_tells_lengths_and_pages(scribe: Any, pool: Any) -> None:
     cache, _ = scribe.grown(pool, range(5), batch=2)
     with cache:
         assert repr(cache) == "KVCache(lengths=[5, 5], pages=4)"
+
+
+def test_whole_numbers_of_numpy_are_numbers_and_flags_are_not(pool: Any) -> None:
+    with KVCache(pool) as kv:
+        kv.reserve(np.int64(3))
+        kv.commit([[1, 2, 3]])
+        kv.truncate([np.int32(2)])
+        assert kv.lengths == (2,)
+        for wrong in (True, 1.0, "1", [None]):
+            with pytest.raises(InputError, match="whole number"):
+                kv.truncate(wrong)  # type: ignore[arg-type]
