@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import kvilt
-from kvilt import LLM, Completion, SamplingParams
+from kvilt import LLM, Completion, Inputs, SamplingParams
 from kvilt.batch import Batch, Logits
 from kvilt.errors import Cancelled, ContextOverflow, InputError, ModelNotFound, ParamError, TemplateError
 
@@ -424,3 +427,68 @@ def test_no_ngram_comes_twice(llm: LLM) -> None:
 
     assert repeated(prompt + llm.generate(prompt, max_tokens=10).token_ids)
     assert not repeated(prompt + llm.generate(prompt, max_tokens=10, no_repeat_ngram_size=3).token_ids)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"ab", [1.0, 2.0], [[1], [None]], [-1], [10**6], [[1, 2], [10**6]]])
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InputError, match="token id"):
+        llm.generate(wrong, max_tokens=1)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_arrays_of_ids_are_prompts(llm: LLM, make: Callable[[Any], Any]) -> None:
+    ids = [[504, 3575], [28, 29]]
+    expected = [done.token_ids for done in llm.generate(ids, max_tokens=2)]
+    assert [done.token_ids for done in llm.generate(make(ids), max_tokens=2)] == expected
+    assert llm.generate(make(ids[0]), max_tokens=2).token_ids == expected[0]
+
+
+def test_embedded_places_are_not_tokens_that_penalties_know(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    honest = llm.executor.sample
+
+    def spying(logits: torch.Tensor, states: Any, positions: Any) -> Any:
+        seen.extend(list(state.history.ids) for state in states)
+        return honest(logits, states, positions)
+
+    monkeypatch.setattr(llm.executor, "sample", spying)
+    with llm.executor.create_kv_cache() as kv:
+        llm.executor.prefill(Inputs([7, 0], [1], torch.zeros(1, llm.executor.spec.hidden_size)), kv)
+        llm.generate([28], kv=kv, max_tokens=1, repetition_penalty=2.0)
+    assert seen == [[7, 28]]
+
+
+def test_a_prompt_past_the_pool_is_refused_before_any_work(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvilt.load(str(smollm2_path), kv_memory="32M", max_context=2048) as small:
+        monkeypatch.setattr(small.executor, "run", lambda _batch: pytest.fail("a step was run"))
+        with pytest.raises(ContextOverflow):
+            small.generate([28] * 1500)
+        assert small.executor.pool.usage().used == 0
+
+
+def test_a_cancelled_generation_carries_the_tokens_so_far(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=5).token_ids
+    honest, calls = llm.executor.run, iter(range(100))
+
+    def third_is_cancelled(batch: Batch) -> Logits:
+        if next(calls) == 2:
+            raise Cancelled()
+        return honest(batch)
+
+    monkeypatch.setattr(llm.executor, "run", third_is_cancelled)
+    with pytest.raises(Cancelled) as cancelled:
+        llm.generate("Once upon a time", max_tokens=5)
+    assert cancelled.value.tokens == [whole[:2]]
+
+
+def test_a_stream_that_failed_has_no_completion_and_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("Once upon a time", max_tokens=5)
+
+    def broken(_batch: Batch) -> Logits:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm.executor, "run", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        list(stream)
+    with pytest.raises(InputError, match="no completion"):
+        _ = stream.completion

@@ -75,6 +75,13 @@ def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size
     return [_read_row(row, vocab_size, hidden_size) for row in rows]
 
 
+def read_ids(value: Iterable[Any], vocab_size: int) -> list[int]:
+    """One sequence of checked token ids, perhaps empty."""
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
+        raise InputError(f"an input is made of token ids, not {type(value).__name__}; encode text with the tokenizer")
+    return [_id(token, vocab_size) for token in value]
+
+
 def _per_row(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
     """A list of rows, or one bare row for a cache of batch 1."""
     if isinstance(value, Inputs):

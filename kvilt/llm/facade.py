@@ -5,7 +5,7 @@ Refuses to know HTTP and terminals, and how a model is found and built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..batch import Batch, Last
 from ..errors import Cancelled, ContextOverflow, InputError, ParamError, TruncateError
 from ..executor.executor import STEP_TOKENS, Executor
+from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import SampleState
@@ -149,14 +150,17 @@ class LLM:
 
     def _ids(self, prompt: Prompt, kv: KVCache | None) -> list[int]:
         """All tokens of a prompt, those in `kv` first."""
-        ids = self.tokenizer.encode(prompt, add_special=kv is None) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special=kv is None)
+        else:
+            ids = read_ids(prompt, self.executor.spec.vocab_size)
         if not ids:
             raise InputError("the prompt is empty; give at least one token")
         if kv is None:
             return ids
         if kv.batch_size != 1:
             raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")
-        # A place that was embedded has no id; it is never read again, only counted.
+        # A place that was embedded has no id; the place is counted, its 0 is not read.
         return [token if isinstance(token, int) else 0 for token in kv.tokens()] + ids
 
     def _complete(
@@ -167,18 +171,26 @@ class LLM:
         with closing(runs):
             for ids in prompts:
                 runs.append(self._start(ids, params, kv, reused))  # noqa: PERF401 (what has begun must be closed)
-            while live := [run for first in runs for run in first.samples if run.finish_reason is None]:
-                self._step(live)
+            try:
+                while live := [run for first in runs for run in first.samples if run.finish_reason is None]:
+                    self._step(live)
+            except Cancelled:
+                raise Cancelled([run.generated for first in runs for run in first.samples]) from None
             return [run.completion(keep_kv) for run in runs]
 
     def _start(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int) -> Run:
         """A run of `ids`, whose first `reused` tokens are taken from a fork of `kv`."""
         params = self._spelled(params)
         params.validate_vocab(self.executor.spec.vocab_size)
-        if len(ids) > self.executor.max_context:
-            raise ContextOverflow(len(ids), self.executor.max_context)
         own = self._reuse(kv, reused) if kv is not None and reused else self.executor.create_kv_cache()
-        state = SampleState(params, ids, end_ids=() if params.ignore_eos else self.stop_ids)
+        try:
+            if len(ids) > own.capacity:  # before any work, though room is found step by step
+                raise ContextOverflow(len(ids), own.capacity)
+            history = [token for token in own.tokens() if isinstance(token, int)] + ids[own.num_entries :]
+            state = SampleState(params, history, end_ids=() if params.ignore_eos else self.stop_ids)
+        except BaseException:
+            own.close()
+            raise
         return Run(ids=ids, kv=own, state=state, tokenizer=self.tokenizer, cached=own.num_entries)
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
@@ -203,6 +215,11 @@ class LLM:
         run = self._start(ids, params, kv, reused)
         results: list[Completion] = []
 
+        def result() -> Completion:
+            if not results:
+                raise InputError("this stream failed or was closed before its end, so it has no completion")
+            return results[0]
+
         def pieces() -> Iterator[str]:
             with closing([run]):
                 while run.finish_reason is None:
@@ -210,12 +227,12 @@ class LLM:
                         self._step([run])
                     except Cancelled:
                         if run.finish_reason is None:  # nobody stopped this stream: the caller must hear of it
-                            raise
+                            raise Cancelled([run.generated]) from None
                     if text := run.take_text():
                         yield text
                 results.append(run.completion(keep_kv))
 
-        return Stream(pieces(), lambda: results[0], run.stop)
+        return Stream(pieces(), result, run.stop)
 
     def _step(self, runs: Sequence[Run]) -> None:
         """One forward for all these runs; each is at its own place."""
@@ -238,7 +255,11 @@ class LLM:
 
 
 def _is_one(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (len(prompt) > 0 and all(hasattr(item, "__index__") for item in prompt))
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Collection):
+        raise InputError(f"a prompt is a text or token ids, or a list of these, not {type(prompt).__name__}")
+    return len(prompt) > 0 and not any(isinstance(each, Sequence) or getattr(each, "ndim", 0) for each in prompt)
 
 
 def _shared(ids: list[int], kv: KVCache | None) -> int:

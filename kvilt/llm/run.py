@@ -47,6 +47,11 @@ class Run:
         """This run and those forked off it."""
         return [self, *self.others]
 
+    @property
+    def generated(self) -> list[int]:
+        """The tokens behind the prompt."""
+        return self.ids[self.prompt_tokens :]
+
     def row(self, most: int) -> Row:
         """This run's share of a step: the next tokens that are not in the cache yet."""
         start = self.kv.num_entries
@@ -114,7 +119,7 @@ class Run:
     def completion(self, keep_kv: bool) -> Completion:
         """The result, with those of the other samples inside."""
         assert self.finish_reason is not None
-        generated = self.ids[self.prompt_tokens :]
+        generated = self.generated
         return Completion(
             text=self.text,
             token_ids=generated,
