@@ -57,8 +57,9 @@ class LlmExecutor:
         """One token for each of these caches, whatever their lengths, in one forward."""
         if not inputs:
             return []
-        logits = self._table.extend([Part(one.cache_id, [one.token], 1) for one in inputs])
-        return [self._decoded(one.cache_id, logits.of_row(row)[0], 0) for row, one in enumerate(inputs)]
+        with self._table.lock:  # until the lengths are read, too
+            logits = self._table.extend([Part(one.cache_id, [one.token], 1) for one in inputs])
+            return [self._decoded(one.cache_id, logits.of_row(row)[0], 0) for row, one in enumerate(inputs)]
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """N+1 tokens in one forward, one row of logits per token; the tokens of a cache follow each other."""
@@ -67,14 +68,15 @@ class LlmExecutor:
         tokens: dict[str, list[int]] = {}
         for one in inputs:
             tokens.setdefault(one.cache_id, []).append(one.token)
-        logits = self._table.extend([Part(cache_id, ids, len(ids)) for cache_id, ids in tokens.items()])
-        rows = {cache_id: iter(logits.of_row(row)) for row, cache_id in enumerate(tokens)}
-        left = {cache_id: len(ids) for cache_id, ids in tokens.items()}
-        outputs = []
-        for one in inputs:
-            left[one.cache_id] -= 1
-            outputs.append(self._decoded(one.cache_id, next(rows[one.cache_id]), left[one.cache_id]))
-        return outputs
+        with self._table.lock:  # until the lengths are read, too
+            logits = self._table.extend([Part(cache_id, ids, len(ids)) for cache_id, ids in tokens.items()])
+            rows = {cache_id: iter(logits.of_row(row)) for row, cache_id in enumerate(tokens)}
+            left = {cache_id: len(ids) for cache_id, ids in tokens.items()}
+            outputs = []
+            for one in inputs:
+                left[one.cache_id] -= 1
+                outputs.append(self._decoded(one.cache_id, next(rows[one.cache_id]), left[one.cache_id]))
+            return outputs
 
     def unified_decode(self, batch: UnifiedBatch) -> list[Tensor | None]:
         """Prefill chunks and decodes mixed in one forward; [vocab] logits where a chunk is final, in order."""

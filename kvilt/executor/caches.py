@@ -13,7 +13,7 @@ from ..batch import Batch, Ids, Last, Logits, Nothing, Row
 from ..errors import InputError, TruncateError
 from ..kv.cache import KVCache
 from .executor import Executor, settled
-from .inputs import read_inputs
+from .inputs import read_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class CacheTable:
         return self._caches[cache_id].num_entries if cache_id in self._caches else 0
 
     def tokens(self) -> int:
-        return sum(kv.num_entries for kv in self._caches.values())
+        """Tokens of all caches; waits for no step, since a status is asked for while one runs."""
+        with self.executor.pool.lock:  # nothing is closed between the question and the count
+            return sum(kv.num_entries for kv in list(self._caches.values()) if not kv.closed)
 
     def release(self, cache_id: str) -> None:
         """Close a cache; an id that is gone already is fine."""
@@ -132,8 +134,10 @@ class CacheTable:
         return logits
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
-        spec = self.executor.spec
-        return list(read_inputs(list(tokens), 1, spec.vocab_size, spec.hidden_size)[0].ids)
+        ids = read_ids(tokens, self.executor.spec.vocab_size)
+        if not ids:
+            raise InputError("the input is empty; give at least one token")
+        return ids
 
 
 def _distinct(names: Sequence[str]) -> None:

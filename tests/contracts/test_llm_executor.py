@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,3 +279,29 @@ def test_empty_batches_are_empty(served: LlmExecutor, forwards: Forwards) -> Non
     assert served.batch_prefill([]) == served.batch_decode([]) == served.forward_verify([]) == []
     assert served.unified_decode(UnifiedBatch([])) == []
     assert forwards.rows == []
+
+
+def test_a_status_may_be_asked_for_while_caches_come_and_go(tiny: Executor) -> None:
+    served, errors, done = LlmExecutor(tiny), [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            try:
+                served.status()
+            except Exception as error:
+                errors.append(error)
+
+    watcher, interval = threading.Thread(target=watch), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        watcher.start()
+        for i in range(150):
+            served.prefill(PrefillInput(f"c{i % 7}", [1, 2, i % 50]))
+            served.release_cache(f"c{(i + 3) % 7}")
+    finally:
+        done.set()
+        watcher.join()
+        sys.setswitchinterval(interval)
+        for i in range(7):
+            served.release_cache(f"c{i}")
+    assert errors == []
