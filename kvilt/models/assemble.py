@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -133,13 +133,13 @@ class _Loader:
     norm_shift: float
     norm_eps: float
     progress: Progress | None
-    done: int = 0
+    taken: set[str] = field(default_factory=set)
 
     def _take(self, name: str) -> Weight:
         tensor = self.checkpoint.tensors.tensor(self.found[name])
-        self.done += 1
+        self.taken.add(name)  # a fused tensor is taken once for each of its parts
         if self.progress is not None:
-            self.progress(self.done, len(self.found))
+            self.progress(len(self.taken), len(self.found))
         return tensor
 
     def weight(self, name: str) -> Weight:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import random_model, write_checkpoint
+from families import LLAMA3_ROPE, random_model, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from kvilt.config import RunConfig
 from kvilt.errors import KviltError, Unsupported, WeightError
 from kvilt.executor.load import load_executor
+from kvilt.kv.layout import Full
 from kvilt.models.assemble import read_spec
+from kvilt.models.spec import RopeSpec
 from kvilt.weights.source import open_checkpoint
 
 TINY_POOL = RunConfig(kv_memory=1 << 22)
@@ -93,6 +95,9 @@ def test_the_older_spelling_of_a_config_means_the_same(
         ("attention_bias", True, WeightError, "missing"),
         ("vocab_size", 96, WeightError, "embed_tokens"),
         ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, Unsupported, "dynamic"),
+        ("rope_parameters", {"rope_theta": 10**400}, WeightError, "rope_theta"),
+        ("rope_parameters", LLAMA3_ROPE | {"high_freq_factor": 1.0}, WeightError, "high_freq_factor"),
+        ("hidden_act", ["silu"], Unsupported, "hidden_act"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused_by_name(
@@ -102,6 +107,37 @@ def test_a_config_that_cannot_be_is_refused_by_name(
     edit_config(folder, lambda config: config.update({field: value}))
     with pytest.raises(error, match=says):
         load_executor(folder, TINY_POOL)
+
+
+def test_a_theta_beside_the_rope_table_counts(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("llama"), tmp_path)
+    edit_config(folder, lambda config: config.update(rope_parameters={"rope_type": "default"}, rope_theta=5e5))
+    rope = read_spec(open_checkpoint(folder)).layers[0].attention.rope
+    assert isinstance(rope, RopeSpec)
+    assert rope.theta == type(random_model("llama")).from_pretrained(folder).config.rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_llama_has_no_window_whatever_its_config_carries(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("llama"), tmp_path)
+    edit_config(folder, lambda config: config.update(sliding_window=4))
+    assert read_spec(open_checkpoint(folder)).layers[0].attention.reach == Full()
+
+
+@pytest.mark.parametrize("value", ["2", -1, True])
+def test_a_bad_number_of_layers_below_the_windows_is_named(tmp_path: Path, value: object) -> None:
+    folder = write_checkpoint(random_model("qwen2-windows"), tmp_path)
+    edit_config(folder, lambda config: config.update(max_window_layers=value))
+    with pytest.raises(WeightError, match="max_window_layers"):
+        read_spec(open_checkpoint(folder))
+    edit_config(folder, lambda config: config.update(max_window_layers=None))
+    assert read_spec(open_checkpoint(folder)).layers[-1].attention.reach == Full()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_progress_ends_at_its_total(tmp_path: Path, name: str) -> None:
+    seen: list[tuple[int, int]] = []
+    load_executor(write_checkpoint(random_model(name), tmp_path), TINY_POOL, lambda *now: seen.append(now))
+    assert max(done for done, _ in seen) == seen[-1][0] == seen[-1][1]
 
 
 def test_missing_and_unexpected_tensors_are_reported_together(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +43,8 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise WeightError(self.prefix + name, f"must be a positive number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise WeightError(self.prefix + name, "must be a positive number")
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
@@ -61,7 +62,7 @@ class Fields:
 
     def activation(self, name: str, default: str) -> Activation:
         value = self._value(name, default)
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise Unsupported(f"{self.prefix + name} is {value!r}; kvilt knows {', '.join(sorted(_ACTIVATIONS))}")
         return _ACTIVATIONS[value]
 
@@ -85,15 +86,13 @@ class Rope:
 
 def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> Rope:
     """The rope of config.json: `rope_parameters` (perhaps one per layer kind), or the older separate fields."""
-    values = config.get("rope_parameters")
-    if isinstance(values, Mapping):
-        nested = values.get(kind) if kind else None
-        values = nested if isinstance(nested, Mapping) else values
-    else:
-        older = config.get("rope_scaling")
-        values = dict(older) if isinstance(older, Mapping) else {}
-        values.setdefault("rope_theta", config.get("rope_theta"))
-        values.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
+    values = config.get("rope_parameters") or config.get("rope_scaling")
+    values = dict(values) if isinstance(values, Mapping) else {}
+    if kind and isinstance(nested := values.get(kind), Mapping):
+        values = dict(nested)
+    else:  # what the table leaves out stands beside it
+        for name in ("rope_theta", "partial_rotary_factor"):
+            values.setdefault(name, config.get(name))
     fields = Fields(values)
     return Rope(
         fields.number("rope_theta", theta), _hf_scaling(config, fields), fields.number("partial_rotary_factor", 1.0)
@@ -108,12 +107,7 @@ def _hf_scaling(config: Mapping[str, Any], fields: Fields) -> Scaling:
         case "linear":
             return LinearScaling(fields.number("factor"))
         case "llama3":
-            return Llama3Scaling(
-                fields.number("factor"),
-                fields.number("low_freq_factor"),
-                fields.number("high_freq_factor"),
-                fields.integer("original_max_position_embeddings"),
-            )
+            return _hf_llama3(fields)
         case "yarn":
             return _hf_yarn(config, fields)
         case "longrope" | "su":
@@ -122,6 +116,13 @@ def _hf_scaling(config: Mapping[str, Any], fields: Fields) -> Scaling:
             raise Unsupported(
                 f"rope scaling {kind!r} is not supported; kvilt knows default, linear, llama3, yarn and longrope"
             )
+
+
+def _hf_llama3(fields: Fields) -> Llama3Scaling:
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if low >= high:
+        raise WeightError("high_freq_factor", f"must be above low_freq_factor, which is {low:g}")
+    return Llama3Scaling(fields.number("factor"), low, high, fields.integer("original_max_position_embeddings"))
 
 
 def _stretch(config: Mapping[str, Any], fields: Fields) -> tuple[float, int]:

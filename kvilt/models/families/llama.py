@@ -18,6 +18,10 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
+    return hf_spec(checkpoint, "llama")
+
+
+def from_mistral(checkpoint: Checkpoint) -> ModelSpec:
     spec, config = hf_spec(checkpoint, "llama"), Fields(checkpoint.config)
     if not config.has("sliding_window"):
         return spec
@@ -29,6 +33,8 @@ LLAMA = Family(
     "llama",
     (
         Dialect("gguf", ("llama",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("LlamaForCausalLM", "MistralForCausalLM"), from_hf, HF_NAMES, HF_IGNORED),
+        # Llama has no windows: a config converted from Mistral's may still carry the field, which then means nothing.
+        Dialect("hf", ("LlamaForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
+        Dialect("hf", ("MistralForCausalLM",), from_mistral, HF_NAMES, HF_IGNORED),
     ),
 )

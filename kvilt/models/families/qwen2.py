@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...errors import WeightError
 from ...kv.layout import Full, Reach, Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
@@ -27,7 +28,10 @@ def window_above(config: Fields, layers: int) -> tuple[Reach, ...]:
     if not config.flag("use_sliding_window"):
         return (Full(),) * layers
     window = Window(config.integer("sliding_window"))
-    full = config.values.get("max_window_layers", layers)
+    full = config.values.get("max_window_layers")
+    full = layers if full is None else full
+    if type(full) is not int or full < 0:
+        raise WeightError("max_window_layers", "must be a number of layers")
     return tuple(window if index >= full else Full() for index in range(layers))
 
 
