@@ -263,7 +263,10 @@ class Executor:
                 ends = stop == len(rows[i])
                 step.append(Row(rows[i].source(start, stop), positions, kv, i, want=want if ends else Nothing()))
                 done[i] = stop
-            result = self.run(Batch.of(step))
+            with self._pool.lock:
+                kv.reserve([len(row) for row in rows])  # another thread may have forked the cache: its tail is shared
+                batch = Batch.of(step)
+            result = self.run(batch)
             logits |= {i: result.of_row(n) for n, i in enumerate(waiting) if done[i] == len(rows[i])}
         return torch.cat([logits[i] for i in sorted(logits)]) if logits else torch.empty(0, self.spec.vocab_size)
 

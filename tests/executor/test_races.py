@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,26 @@ def test_loaded_tokens_are_checked_against_the_vocabulary(tiny: Executor) -> Non
         blob = kv.serialize()
         with tiny.create_kv_cache() as other, pytest.raises(BlobError, match=r"payload\.tokens"):
             other.load(blob)
+
+
+def test_a_fork_between_two_steps_disturbs_neither(tiny: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.create_kv_cache() as kv:
+        expected = tiny.sample_tokens(6, PROMPT, kv)
+    honest, forks = tiny.sample, []
+    with tiny.create_kv_cache() as kv:
+
+        def forking(*given: Any) -> Any:
+            forks.append(kv.fork())
+            return honest(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny, "sample", forking)
+            assert tiny.sample_tokens(6, PROMPT, kv) == expected
+        for length, fork in enumerate(forks[1:], len(PROMPT)):
+            with fork:
+                assert fork.lengths == (length,)
+                assert tiny.sample_tokens(1, [expected[0][length - len(PROMPT)]], fork) == [
+                    [expected[0][length - len(PROMPT) + 1]]
+                ]
+        forks[0].close()
+    assert tiny.pool.usage().used == 0
