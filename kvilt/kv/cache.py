@@ -10,7 +10,8 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,14 @@ def _one_event(verb: Callable[Concatenate[KVCache, P], R]) -> Callable[Concatena
             return verb(self, *args, **kwargs)
 
     return locked
+
+
+@contextmanager
+def _both(one: PagePool, other: PagePool) -> Iterator[None]:
+    """Hold the locks of two pools, always in the same order, so that two copies never wait for each other."""
+    first, second = sorted((one, other), key=id)
+    with first.lock, second.lock:
+        yield
 
 
 class KVCache:
@@ -158,19 +167,19 @@ class KVCache:
         for row, count in zip(rows, lengths, strict=True):
             row.truncate(count)
 
-    @_one_event
     def select_and_copy_from(self, other: KVCache, batch_index: int) -> None:
         """Row `batch_index` of `other` becomes the one row of this cache."""
-        if self.batch_size != 1:
-            raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
-        self._replace(self._rows_like([other.row(batch_index)], other))
+        with _both(self._pool, other._pool):
+            if self.batch_size != 1:
+                raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
+            self._replace(self._rows_like([other.row(batch_index)], other))
 
-    @_one_event
     def broadcast_and_copy_from(self, other: KVCache) -> None:
         """The one row of `other` becomes every row of this cache; costs page ids, not bytes."""
-        if other.batch_size != 1:
-            raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
-        self._replace(self._rows_like([other.row(0)] * self.batch_size, other))
+        with _both(self._pool, other._pool):
+            if other.batch_size != 1:
+                raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
+            self._replace(self._rows_like([other.row(0)] * self.batch_size, other))
 
     @_one_event
     def deep_copy(self) -> KVCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from kvilt.errors import CacheClosed, ContextOverflow, InputError, LayoutMismatch, PoolExhausted, TruncateError
 from kvilt.kv.cache import KVCache
 from kvilt.kv.identity import Identity
+from kvilt.kv.row import CacheRow, RowImage
 
 
 @pytest.fixture
@@ -349,3 +351,22 @@ def test_whole_numbers_of_numpy_are_numbers_and_flags_are_not(pool: Any) -> None
         for wrong in (True, 1.0, "1", [None]):
             with pytest.raises(InputError, match="whole number"):
                 kv.truncate(wrong)  # type: ignore[arg-type]
+
+
+def test_a_source_abroad_does_not_change_while_it_is_copied(scribe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, abroad = scribe.pool(), scribe.pool()
+    with KVCache(here) as target, KVCache(abroad) as source:
+        scribe.extend(source, [scribe.cells(range(9))])
+        cut = threading.Thread(target=lambda: source.truncate(0))
+        honest, seen = CacheRow.image, []
+
+        def cut_meanwhile(row: CacheRow) -> RowImage:
+            cut.start()
+            cut.join(0.2)
+            seen.append(row.length)
+            return honest(row)
+
+        monkeypatch.setattr(CacheRow, "image", cut_meanwhile)
+        target.select_and_copy_from(source, 0)
+        cut.join()
+        assert (seen, target.lengths, source.lengths) == ([9], (9,), (0,))
