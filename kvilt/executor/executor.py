@@ -182,7 +182,8 @@ class Executor:
             rows = self._read(inputs, kv, lora_id)
             states = self._states(rows, kv, params)
             # All room is found before any work, so that no step can fail for want of pages.
-            kv.reserve([_room(kv, index, len(row), num_steps) for index, row in enumerate(rows)])
+            most = [min(num_steps, state.params.max_tokens or num_steps) for state in states]
+            kv.reserve([_room(kv, index, len(row), most[index]) for index, row in enumerate(rows)])
             with settled(kv):
                 return self._sample_loop(num_steps, rows, states, kv)
 

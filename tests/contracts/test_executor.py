@@ -394,3 +394,13 @@ def test_the_usual_loop(tiny: Executor) -> None:
     with tiny.create_kv_cache() as kv:
         tiny.prefill(PROMPT[:-1], kv)
         assert tiny.sample_tokens(5, [PROMPT[-1]], kv)[0] == greedy_alone(tiny, PROMPT, 5)
+
+
+def test_sample_tokens_finds_room_only_for_what_max_tokens_allows(tiny: Executor) -> None:
+    taken = tiny.pool.take([count - 1 for count in tiny.pool.free_pages()])
+    try:
+        with tiny.create_kv_cache() as kv:
+            assert len(tiny.sample_tokens(200, PROMPT, kv, params=SamplingParams(max_tokens=2))[0]) == 2
+    finally:
+        for group, pages in enumerate(taken):
+            tiny.pool.drop(group, pages)
