@@ -12,6 +12,7 @@ from tiny import write_tiny
 from kvilt.config import RunConfig
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.ops.select import BACKENDS
 from kvilt.weights.hub import resolve
 
 # Tiny models gain nothing from threads, and on a shared machine waiting threads cost a lot.
@@ -26,12 +27,16 @@ def smollm2_path() -> Path:
     return resolve("smollm2")
 
 
-@pytest.fixture(scope="session", params=["full", "window"])
+TINY = [(reach, backend) for backend in BACKENDS for reach in ("full", "window")]
+
+
+@pytest.fixture(scope="session", params=TINY, ids="-".join)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    """An executor over a tiny random model, once with full attention and once with a sliding window."""
-    window = 9 if request.param == "window" else None
-    folder = write_tiny(tmp_path_factory.mktemp(request.param), sliding_window=window)
-    return load_executor(folder, RunConfig(kv_memory=1 << 22))
+    """An executor over a tiny random model: with full attention and with a sliding window, on every backend."""
+    reach, backend = request.param
+    window = 9 if reach == "window" else None
+    folder = write_tiny(tmp_path_factory.mktemp(reach), sliding_window=window)
+    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend=backend, threads=1))
 
 
 def _dev(name: str) -> Path:

@@ -45,6 +45,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.sampling.grammar": frozenset({"llguidance", "xgrammar"}),
     "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
+    "kvilt.ops.native": frozenset({"_kvilt_native"}),  # our own extension
     "kvilt.ops.triton": frozenset({"triton"}),
 }
 STANDARD = sys.stdlib_module_names

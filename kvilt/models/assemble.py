@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import WeightError
 from ..kv.layout import KVLayout, Place
-from ..ops.contract import Ops
+from ..ops.contract import Ops, Prepared
 from ..quant.tensor import QuantTensor, Weight
 from ..weights.names import Needed, match
 from ..weights.source import Checkpoint
@@ -142,7 +142,7 @@ class _Loader:
             self.progress(len(self.taken), len(self.found))
         return tensor
 
-    def weight(self, name: str) -> Weight:
+    def weight(self, name: str) -> Prepared:
         if (part := self.slices.get(name)) is None:
             return self.ops.prepare(self._take(name))
         return self.ops.prepare(_rows(self._take(part.whole), part.start, part.stop))

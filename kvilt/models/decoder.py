@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Source
-from ..ops.contract import Ops
-from ..quant.tensor import Weight
+from ..ops.contract import Ops, Prepared
 from .attention import Attention
 from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
@@ -47,7 +46,7 @@ class Decoder:
 
     spec: ModelSpec
     ops: Ops
-    embedding: Weight
+    embedding: Prepared
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops.contract import Ops, PageStore, Paging, Rotation
-from ..quant.tensor import Weight
+from ..ops.contract import Ops, PageStore, Paging, Prepared, Rotation
 from .spec import FeedForwardSpec, RopeSpec
 
 
@@ -29,7 +28,7 @@ class Context:
 class Linear:
     """A weight [out, in] and perhaps a bias [out]."""
 
-    weight: Weight
+    weight: Prepared
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:

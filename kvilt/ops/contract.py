@@ -5,8 +5,9 @@ Refuses to know models, caches and requests: an operation sees tensors, page ids
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,24 @@ from ..quant.tensor import Weight
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight in a layout of one backend's own."""
+
+    kind: str
+    shape: tuple[int, ...]  # [outputs, inputs]
+    data: Tensor  # uint8
+    handle: Any  # what the backend's kernels know it by
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+# What a backend multiplies with.
+Prepared: TypeAlias = Weight | PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +111,19 @@ class Ops(Protocol):
         """Names everything that decides the bits of a result: backend, instruction set, revision."""
         ...
 
-    def prepare(self, weight: Weight) -> Weight:
+    def alone(self) -> AbstractContextManager[None]:
+        """Held while a call runs: keeps other pools of threads off the cores this backend uses."""
+        ...
+
+    def prepare(self, weight: Weight) -> Prepared:
         """Bring a weight into the form this backend multiplies with, once, at load."""
         ...
 
-    def embed(self, table: Weight, ids: Tensor) -> Tensor:
+    def embed(self, table: Prepared, ids: Tensor) -> Tensor:
         """Rows of `table` [vocab, hidden] for `ids` [tokens], as float32 [tokens, hidden]."""
         ...
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out]."""
         ...
 

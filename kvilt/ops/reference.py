@@ -6,6 +6,7 @@ Refuses to be clever: weights are float32 copies made at load, attention is a lo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import dequantize
-from .contract import Activation, AttentionMask, KeysValues, PageShape, PageStore, Paging, Rotation
+from .contract import (
+    Activation,
+    AttentionMask,
+    KeysValues,
+    PackedWeight,
+    PageShape,
+    PageStore,
+    Paging,
+    Prepared,
+    Rotation,
+)
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
 
@@ -46,16 +57,19 @@ class ReferenceOps:
     def numerics(self) -> str:
         return f"reference-1/torch-{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}"
 
-    def prepare(self, weight: Weight) -> Weight:
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self, weight: Weight) -> Tensor:
         if isinstance(weight, QuantTensor):
             return dequantize(weight)
         # A copy, never a view of the mapped file: memory is aligned, and no forward depends on the file staying whole.
         return weight.to(torch.float32, copy=True)
 
-    def embed(self, table: Weight, ids: Tensor) -> Tensor:
+    def embed(self, table: Prepared, ids: Tensor) -> Tensor:
         return F.embedding(ids, _plain(table))
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, _plain(weight), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -147,7 +161,8 @@ def _attend_block(
     return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
 
 
-def _plain(weight: Weight) -> Tensor:
+def _plain(weight: Prepared) -> Tensor:
+    assert not isinstance(weight, PackedWeight), "a weight packed by another backend"
     return dequantize(weight) if isinstance(weight, QuantTensor) else weight
 
 

@@ -80,7 +80,7 @@ def test_verbose_names_the_model_and_the_backend(model: str) -> None:
     done = kvilt("run", "Hi", "--model", model, "--max-tokens", "2", "-v", "--system", "Be brief.")
     assert done.returncode == 0, done.stderr
     assert "llama, 30 layers" in done.stderr
-    assert "reference" in done.stderr
+    assert "native" in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_traceback(model: str) -> None:

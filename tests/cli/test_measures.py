@@ -132,7 +132,7 @@ def test_bench_in_the_terminal(smollm2_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [result["name"] for result in found["results"]] == ["prefill 8", "decode at 4", "batch of 2"]
-    assert "reference" in found["backend"]
+    assert "native" in found["backend"]
     wrong = kvilt("bench", "--prefill", "8,x")
     assert wrong.returncode == 2
     assert "prefill" in wrong.stderr

@@ -188,15 +188,15 @@ def test_capabilities_follow_the_truth(tmp_path: Path) -> None:
     other = LlmExecutor(
         load_executor(
             write_tiny(tmp_path / "window", sliding_window=9),
-            RunConfig(kv_memory=1 << 19, max_context=100, kv_dtype="bfloat16"),
+            RunConfig(kv_memory=1 << 19, max_context=100, kv_dtype="bfloat16", backend="reference"),
         )
     ).capabilities()
     assert (plain.layer_groups, other.layer_groups) == (("full",), ("window",))
     assert (plain.max_context, other.max_context) == (256, 100)
     assert (plain.kv_dtype, other.kv_dtype) == ("float32", "bfloat16")
     assert plain.max_rows == other.max_rows == (1 << 20) // (32 * 3 * 2 * 12 * 4)
-    assert plain.backend == "reference"
-    assert plain.numerics.startswith("reference")
+    assert (plain.backend, other.backend) == ("native", "reference")
+    assert plain.numerics.startswith("native")
 
 
 def test_status_follows_the_truth(tiny: Executor, served: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

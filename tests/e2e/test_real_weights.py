@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +27,30 @@ PROMPTS = [
     "😀 means happy, 😢 means",
     "   indented\n\ttabbed\n\nand blank lines, then",
 ]
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "life_of_a_token.md").read_text() + (DOCS / "decisions.md").read_text()
 STEPS = 64
 NEAR_TIE = 1e-3  # logits closer than this may swap between two correct float32 programs
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same file, opened twice."""
+    """The same file: in transformers, on the reference backend and on native kernels."""
 
     oracle: PreTrainedModel
     llm: LLM
+    native: LLM
 
 
 def open_pair(path: Path) -> Iterator[Pair]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     oracle = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    with kvilt.load(str(path), kv_memory="512M") as llm:
-        yield Pair(oracle, llm)
+    with (
+        kvilt.load(str(path), kv_memory="512M", backend="reference") as llm,
+        kvilt.load(str(path), kv_memory="512M", backend="native") as native,
+    ):
+        yield Pair(oracle, llm, native)
     torch.set_num_threads(threads)
 
 
@@ -102,6 +109,26 @@ def test_smollm2_prefill_logits(smollm2: Pair, prompt: str) -> None:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_smollm2_greedy(smollm2: Pair, prompt: str) -> None:
     check_greedy(smollm2, prompt)
+
+
+def check_native(pair: Pair) -> None:
+    """Eight-bit activations move log-probabilities a little: the text stays as likely within 0.5 %."""
+    ids = pair.llm.tokenizer.encode(TEXT, add_special=False)
+    exact, native = (llm.executor.score(ids).logprobs.double() for llm in (pair.llm, pair.native))
+    ratio = math.exp(float(exact.mean() - native.mean()))
+    assert abs(ratio - 1) < 5e-3, f"perplexity {math.exp(-float(native.mean())):.4f}, {ratio:.4f} times the exact one"
+
+
+def test_smollm2_native_perplexity(smollm2: Pair) -> None:
+    check_native(smollm2)
+
+
+def test_gemma3_native_perplexity(gemma3: Pair) -> None:
+    check_native(gemma3)
+
+
+def test_qwen2_native_perplexity(qwen2: Pair) -> None:
+    check_native(qwen2)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

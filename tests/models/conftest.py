@@ -10,12 +10,16 @@ from families import FAMILIES, Pair, random_model, write_checkpoint
 
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
+from kvilt.ops.select import BACKENDS
+
+PAIRS = [(family, backend) for family in sorted(FAMILIES) for backend in BACKENDS]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model = random_model(request.param)
-    folder: Path = write_checkpoint(model, tmp_path_factory.mktemp(request.param))
-    executor = load_executor(folder, RunConfig(kv_memory=1 << 24))
+    family, backend = request.param
+    model = random_model(family)
+    folder: Path = write_checkpoint(model, tmp_path_factory.mktemp(family))
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend=backend, threads=1))
     yield Pair(model, executor)
     executor.close()

@@ -1,0 +1,195 @@
+"""The native kernels: every packed format on every instruction set this machine has, and law 5 to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _kvilt_native
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import write_tiny
+
+import kvilt
+from kvilt.batch import Batch, Ids, Last, Row
+from kvilt.config import RunConfig
+from kvilt.errors import Unsupported
+from kvilt.executor.executor import Executor
+from kvilt.executor.load import load_executor
+from kvilt.ops.native.backend import NativeOps
+from kvilt.ops.select import select
+from kvilt.quant.formats import FORMATS
+from kvilt.quant.tensor import QuantTensor
+from kvilt.quant.unpack import dequantize
+
+ISAS = _kvilt_native.available_isas()
+PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    return NativeOps(2, request.param)
+
+
+def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
+    """Random bits with ordinary scales, in a file's own layout."""
+    layout = FORMATS[name]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (rows, columns // layout.block_elements, layout.block_bytes), dtype=np.uint8)
+    halves = {"Q6_K": (208,), "Q3_K": (108,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,)}.get(
+        name, (0, 2)
+    )
+    for at in halves:
+        scale = random.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return QuantTensor(layout, (rows, columns), torch.from_numpy(blocks.reshape(rows, -1)))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_weight_unpacks_to_itself(ops: NativeOps, name: str) -> None:
+    weight = random_blocks(name, 37, 512)
+    assert torch.equal(ops.embed(ops.prepare(weight), torch.arange(37)), dequantize(weight))
+    oracle = gguf.dequantize(weight.data.numpy(), gguf.GGMLQuantizationType[name])
+    assert torch.equal(dequantize(weight), torch.from_numpy(oracle))
+
+
+@pytest.mark.parametrize("name", [*PACKED, "F32", "Q3_K", "IQ4_NL"])
+def test_linear_is_close_to_the_product_with_unpacked_weights(ops: NativeOps, name: str) -> None:
+    weight: Any = torch.randn(37, 512) if name == "F32" else random_blocks(name, 37, 512)
+    plain = weight if name == "F32" else dequantize(weight)
+    x, bias = torch.randn(21, 512), torch.randn(37)
+    found, truth = ops.linear(x, ops.prepare(weight), bias), x @ plain.T + bias
+    error = float((found - truth).norm() / truth.norm())
+    assert error < (1e-5 if name not in PACKED else 1e-2)
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    """What the kernels make of activations: blocks of 32 with one scale."""
+    blocks = x.view(len(x), -1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return ((blocks / scale).round() * scale).view(x.shape)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, name: str) -> None:
+    weight, x = random_blocks(name, 37, 512), torch.randn(5, 512)
+    truth = (eight_bits(x).double() @ dequantize(weight).double().T).float()
+    torch.testing.assert_close(
+        ops.linear(x, ops.prepare(weight)), truth, rtol=1e-4, atol=1e-3 * float(truth.abs().max())
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 50),
+    blocks=st.integers(1, 5),
+    name=st.sampled_from([*PACKED, "F32"]),
+)
+def test_a_row_of_linear_does_not_see_its_neighbours(rows: int, outputs: int, blocks: int, name: str) -> None:
+    columns = blocks * 256
+    weight: Any = torch.randn(outputs, columns) if name == "F32" else random_blocks(name, outputs, columns)
+    x = torch.randn(rows, columns)
+    together = [
+        NativeOps(threads, isa).linear(x, NativeOps(1, isa).prepare(weight)) for threads in (1, 3) for isa in ISAS[:1]
+    ]
+    for isa in ISAS:
+        ops = NativeOps(2, isa)
+        packed = ops.prepare(weight)
+        whole = ops.linear(x, packed)
+        assert torch.equal(torch.cat([ops.linear(x[i : i + 1], packed) for i in range(rows)]), whole)
+    assert torch.equal(together[0], together[1])  # nor does it see the number of threads
+
+
+def test_columns_that_fill_no_block_are_padded(ops: NativeOps) -> None:
+    for rows, columns in ((1, 1), (17, 24), (16, 33), (5, 7)):
+        weight, x = torch.randn(rows, columns), torch.randn(3, columns)
+        torch.testing.assert_close(ops.linear(x, ops.prepare(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_weight_or_no_id_is_refused(ops: NativeOps) -> None:
+    packed = ops.prepare(torch.randn(4, 8))
+    for ids in ([4], [-1], [2**40]):
+        with pytest.raises(IndexError):
+            ops.embed(packed, torch.tensor(ids))
+    with pytest.raises(ValueError, match="packed weight"):
+        ops._engine.linear(_kvilt_native.Weight(1, 16, 32, packed.data.data_ptr(), 7), 0, 1, 0, 0)
+    with pytest.raises(Unsupported, match="avx1024"):
+        NativeOps(1, "avx1024")
+
+
+def test_auto_takes_the_native_backend() -> None:
+    assert select("auto", 1).name == "native"
+
+
+def test_torch_keeps_its_own_threads(ops: NativeOps) -> None:
+    before = torch.get_num_threads()
+    with ops.alone():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+# Law 5, end to end: bit-identical logits whatever the batch, the cut, the threads, the history of the pages.
+
+IDS = [int(i) for i in torch.randint(0, 61, (90,), generator=torch.Generator().manual_seed(5))]
+
+
+def whole(executor: Executor, ids: list[int]) -> torch.Tensor:
+    """[tokens, vocab] in one piece, alone."""
+    with executor.create_kv_cache() as kv:
+        kv.reserve(len(ids))
+        return executor.run(Batch.of([Row(Ids(ids), range(len(ids)), kv, want=Last(len(ids)))])).values
+
+
+def check_law_5(executor: Executor, ids: list[int], cuts: list[int], others: list[list[int]]) -> None:
+    truth = whole(executor, ids)
+    # However the prompt is cut, each piece beside other rows.
+    with executor.create_kv_cache() as kv:
+        for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+            with executor.create_kv_cache(max(1, len(others))) as beside:
+                kv.reserve(stop - start)
+                beside.reserve([len(other) for other in others] or [0])
+                rows = [Row(Ids(ids[start:stop]), range(start, stop), kv, want=Last(stop - start))]
+                rows += [Row(Ids(o), range(len(o)), beside, i) for i, o in enumerate(others)]
+                rows = rows[1:] + rows[:1]  # ours comes last
+                logits = executor.run(Batch.of(rows))
+                assert torch.equal(logits.of_row(len(rows) - 1), truth[start:stop])
+                kv.commit([ids[start:stop]])
+        # Forked, saved and loaded, cut back and computed again: the next token is the same.
+        last = len(ids) - 1
+        with kv.fork() as fork, executor.create_kv_cache() as loaded:
+            loaded.load(kv.serialize())
+            for cache in (fork, loaded, kv):
+                cache.truncate(last)
+                assert torch.equal(executor.step([ids[last]], cache)[0], truth[last])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_law_5_on_a_tiny_model(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    window = data.draw(st.sampled_from([None, 40]))
+    dtype = data.draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+    threads = data.draw(st.sampled_from([1, 2, 3]))
+    folder = tmp_path_factory.getbasetemp() / f"tiny-{window}"
+    if not folder.exists():
+        write_tiny(folder, sliding_window=window)
+    config = RunConfig(kv_memory=1 << 22, backend="native", kv_dtype=dtype, threads=threads)
+    executor = load_executor(folder, config)
+    torch.set_num_threads(1)
+    ids = IDS[: data.draw(st.integers(2, 90))]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids) - 1), max_size=6)))
+    others = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=5))
+    check_law_5(executor, ids, cuts, others)
+
+
+def test_law_5_on_real_weights(smollm2_path: Path) -> None:
+    with kvilt.load(str(smollm2_path), backend="native", threads=2, kv_memory="256M") as llm:
+        torch.set_num_threads(1)
+        ids = llm.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 8)
+        check_law_5(
+            llm.executor, ids, [1, 2, 9, 40, 41, 73], [ids[3:8], [5], ids[:33], [7], [9], [11], [13], [17], [19]]
+        )
