@@ -182,7 +182,7 @@ void Engine::attend(const float* query, int64_t heads, const Pages& pages, const
         throw std::out_of_range("a position is outside its page table");
       row_of[t] = row;
     }
-  for (auto& scratch : scratch_) scratch.resize(pages.lanes + pages.value_dim);
+  for (auto& scratch : scratch_) scratch.resize(4 * pages.lanes);
   workers_.run(tokens * pages.kv_heads, [&](int64_t item, int worker) {
     // Long prompts: the last tokens cost most, so they go first.
     const int64_t t = tokens - 1 - item / pages.kv_heads, head = item % pages.kv_heads;

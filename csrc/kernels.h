@@ -69,7 +69,7 @@ struct Kernels {
   void (*embed)(const Packed& w, int64_t row, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   void (*gate)(const float* gate, const float* up, int64_t n, int activation, float* out);
-  // One token: all query heads of one KV head. `scratch` holds group * (dim + lanes) floats and more, see engine.cpp.
+  // One token: all query heads of one KV head. `scratch` has room for four pages of scores.
   void (*attend)(const float* query, int64_t group, const Pages& pages, int64_t kv_head, const int64_t* table,
                  int64_t position, const Mask& mask, float* scratch, float* out);
 };
