@@ -29,14 +29,16 @@ class ParamError(InputError):
 
 
 class ContextOverflow(InputError):
-    """A prompt does not fit the context."""
+    """A sequence does not fit; `setting` names what limits it, `max_context` or `kv_memory`."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, limit: int, setting: str = "max_context") -> None:
+        holder = "the KV memory" if setting == "kv_memory" else "the context"
         super().__init__(
-            f"the prompt has {tokens} tokens and the context holds {limit}; shorten the prompt or raise max_context"
+            f"room for {tokens} tokens is needed and {holder} holds {limit}; shorten the prompt or raise {setting}"
         )
         self.tokens = tokens
         self.limit = limit
+        self.setting = setting
 
 
 class TokenizerError(KviltError):
@@ -57,6 +59,13 @@ class WeightError(KviltError):
 
 class ModelNotFound(KviltError):
     """No model answers to that name or path, or it cannot be fetched now."""
+
+
+class ModelClosed(KviltError):
+    """The model was closed; its caches can still be looked at and closed."""
+
+    def __init__(self) -> None:
+        super().__init__("this model is closed; run it, and save its KV caches, before closing it")
 
 
 class KVError(KviltError):

@@ -13,7 +13,15 @@ import torch
 import kvilt
 from kvilt import LLM, Completion, Inputs, SamplingParams
 from kvilt.batch import Batch, Logits
-from kvilt.errors import Cancelled, ContextOverflow, InputError, ModelNotFound, ParamError, TemplateError
+from kvilt.errors import (
+    Cancelled,
+    ContextOverflow,
+    InputError,
+    ModelClosed,
+    ModelNotFound,
+    ParamError,
+    TemplateError,
+)
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -178,7 +186,7 @@ def test_the_context_limit_is_a_clean_finish(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(llm: LLM) -> None:
-    with pytest.raises(ContextOverflow, match=r"513 tokens and the context holds 512"):
+    with pytest.raises(ContextOverflow, match=r"513 tokens is needed and the context holds 512"):
         llm.generate([1] * 513)
 
 
@@ -461,7 +469,7 @@ def test_embedded_places_are_not_tokens_that_penalties_know(llm: LLM, monkeypatc
 def test_a_prompt_past_the_pool_is_refused_before_any_work(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with kvilt.load(str(smollm2_path), kv_memory="32M", max_context=2048) as small:
         monkeypatch.setattr(small.executor, "run", lambda _batch: pytest.fail("a step was run"))
-        with pytest.raises(ContextOverflow):
+        with pytest.raises(ContextOverflow, match="raise kv_memory"):
             small.generate([28] * 1500)
         assert small.executor.pool.usage().used == 0
 
@@ -479,6 +487,74 @@ def test_a_cancelled_generation_carries_the_tokens_so_far(llm: LLM, monkeypatch:
     with pytest.raises(Cancelled) as cancelled:
         llm.generate("Once upon a time", max_tokens=5)
     assert cancelled.value.tokens == [whole[:2]]
+
+
+class CancelBetween:
+    """Cancels the executor after its nth draw, between two steps."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+        self._llm, self._left, self._sample = llm, nth, llm.executor.sample
+        monkeypatch.setattr(llm.executor, "sample", self)
+
+    def __call__(self, *given: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._llm.executor.cancel()
+        return self._sample(*given)
+
+
+def test_a_cancel_between_two_steps_is_heard(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "The capital of France is"]
+    whole = [done.token_ids for done in llm.generate(prompts, max_tokens=5)]
+    with monkeypatch.context() as patch:
+        CancelBetween(llm, patch, 2)
+        with pytest.raises(Cancelled) as cancelled:
+            llm.generate(prompts, max_tokens=5)
+    assert cancelled.value.tokens == [ids[:2] for ids in whole]
+    assert llm.executor.pool.usage().used == 0
+    assert [done.token_ids for done in llm.generate(prompts, max_tokens=5)] == whole
+
+
+def test_a_cancel_within_a_piece_of_a_stream_is_heard_and_one_between_pieces_is_idle(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=6)
+    pieces = []
+    for piece in llm.stream("Once upon a time", max_tokens=6):
+        pieces.append(piece)
+        llm.executor.cancel()  # the consumer has control, and nothing is in progress
+    assert "".join(pieces) == whole.text
+    with monkeypatch.context() as patch:
+        CancelBetween(llm, patch, 2)
+        with pytest.raises(Cancelled) as cancelled:
+            list(llm.stream("Once upon a time", max_tokens=6, stop=whole.text))  # all of it is held back
+    assert cancelled.value.tokens == [whole.token_ids[:2]]
+
+
+def test_a_stopped_stream_shows_what_was_held_back_for_a_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=12)
+    held = llm.tokenizer.decode(whole.token_ids[:4])
+    stream = llm.stream("Once upon a time", max_tokens=12, stop=held + "never said")
+    honest, draws = llm.executor.sample, iter(range(100))
+
+    def third_stops(*given: Any) -> Any:
+        if next(draws) == 2:
+            stream.stop()
+        return honest(*given)
+
+    monkeypatch.setattr(llm.executor, "sample", third_stops)
+    pieces = list(stream)
+    done = stream.completion
+    assert (done.token_ids, done.finish_reason) == (whole.token_ids[:3], "cancelled")
+    assert done.text == "".join(pieces) == llm.tokenizer.decode(done.token_ids)
+
+
+def test_a_closed_model_says_so(smollm2_path: Path) -> None:
+    with kvilt.load(str(smollm2_path), kv_memory="32M", max_context=64) as short, short.prefill("Hello") as kv:
+        short.close()
+        for refused in (lambda: short.generate("Hello"), lambda: short.generate("!", kv=kv), kv.serialize):
+            with pytest.raises(ModelClosed, match="before closing it"):
+                refused()
 
 
 def test_a_stream_that_failed_has_no_completion_and_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

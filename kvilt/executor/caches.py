@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Logits, Nothing, Row
-from ..errors import InputError, TruncateError
+from ..errors import InputError
 from ..kv.cache import KVCache
 from .executor import Executor, settled
 from .inputs import read_ids
@@ -71,7 +71,7 @@ class CacheTable:
             _distinct([cache_id for cache_id, _ in prompts])
             ids = {cache_id: self._checked(tokens) for cache_id, tokens in prompts}
             # On forks, so that a failure leaves every cache as it was, also those that had to be cut back.
-            table = {name: self._beginning(self._caches.get(name), tokens) for name, tokens in ids.items()}
+            table = {name: self._beginning(name, tokens) for name, tokens in ids.items()}
             saved = {name: kv.num_entries for name, kv in table.items()}
             try:
                 parts = [Part(name, tokens[saved[name] :], 1) for name, tokens in ids.items()]
@@ -106,17 +106,12 @@ class CacheTable:
             self._caches |= fresh
             return logits
 
-    def _beginning(self, kv: KVCache | None, tokens: list[int]) -> KVCache:
-        """A cache that holds as much of `tokens` as `kv` does; at least one token is left to compute."""
-        if kv is None:
+    def _beginning(self, cache_id: str, tokens: list[int]) -> KVCache:
+        """A cache that holds as much of `tokens` as the one of that id; at least one token is left to compute."""
+        if cache_id not in self._caches:
             return self.executor.create_kv_cache()
-        same = kv.shared_prefix(tokens[:-1])
-        fork = kv.fork()
-        try:
-            fork.truncate(same)
-        except TruncateError:  # a window gave that part back
-            fork.truncate(0)
-        return fork
+        kv = self._caches[cache_id]
+        return kv.fork_to(kv.shared_prefix(tokens[:-1]))
 
     def _run(self, parts: Sequence[Part], table: dict[str, KVCache]) -> Logits:
         caches = [table[part.cache_id] for part in parts]

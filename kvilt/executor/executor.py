@@ -9,14 +9,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..batch import Adapted, Batch, Ids, KeyMass, Last, Logits, Nothing, Row, Score, Scores
-from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ParamError, Unsupported
-from ..kv.cache import KVCache, read_images
+from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ModelClosed, ParamError, Unsupported
+from ..kv.cache import KVCache, positive, read_file, read_images
+from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.row import RowImage
@@ -28,6 +28,7 @@ from ..sampling.sampler import Sampled, SampleState, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
 
+_DEFAULTS = SamplingParams()
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
 
 
@@ -47,7 +48,9 @@ class Executor:
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
         self.adapters: dict[int, int] = {}  # rows that are running on each loaded adapter
+        self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._on_close = on_close
+        self._closed = False
         self._lock = threading.RLock()
         self._running: threading.Event | None = None  # set to stop the call in progress
 
@@ -90,7 +93,7 @@ class Executor:
             if isinstance(row.want, KeyMass):
                 raise Unsupported("attention mass per key is not supported in this version")
             check_row(row, self.spec.vocab_size, self.spec.hidden_size)
-        with self._call() as stop, batch.lease(), torch.no_grad():
+        with self.call() as stop, batch.lease(), torch.no_grad():
             logits = self._decoder(batch, lambda _layer: _observe(stop))
         self.metrics.add(STEPS)
         self.metrics.add(ROWS, len(batch.rows), adapter="base")
@@ -110,7 +113,7 @@ class Executor:
         row = read_inputs(list(ids), 1, self.spec.vocab_size, self.spec.hidden_size)[0]
         if len(row) < 2:
             raise InputError("scoring needs at least two tokens: one to start from and one to score")
-        with self.create_kv_cache() if kv is None else kv.fork() as own:
+        with self.call(), self.create_kv_cache() if kv is None else kv.fork() as own:
             if own.batch_size != 1:
                 raise InputError(f"scoring continues a cache of one row, this one has {own.batch_size}")
             start, parts = own.num_entries, []
@@ -130,31 +133,33 @@ class Executor:
 
     def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None) -> KVCache:
         """An empty cache with this model's layout; `capacity` tokens per row, the context if not given."""
-        if capacity is not None and capacity > self._max_context:
-            raise ContextOverflow(capacity, self._max_context)
-        return KVCache(self._pool, batch_size, self._max_context if capacity is None else capacity)
+        self._check_open()
+        asked = self._room if capacity is None else positive("capacity", capacity)
+        if asked > self._max_context:
+            raise ContextOverflow(asked, self._max_context)
+        return KVCache(self._pool, batch_size, asked)
 
     def open_kv_cache(self, path: str | os.PathLike[str], accept_numerics: bool = False) -> KVCache:
         """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
-        data = Path(path).read_bytes()
+        data = read_file(self._pool, path, self._room)
         try:
-            images = read_images(self._pool, data, self._max_context, accept_numerics)
-            return KVCache.of_images(self._pool, images, self._max_context)
+            images = read_images(self._pool, data, self._room, accept_numerics)
+            return KVCache.of_images(self._pool, images, self._room)
         except BlobError as error:
             if error.field != "identity.numerics":
                 raise
-        return self._compute_again(read_images(self._pool, data, self._max_context, accept_numerics=True))
+        return self._compute_again(read_images(self._pool, data, self._room, accept_numerics=True))
 
     # The seeds' executor.
 
     def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> None:
         """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
-        with self._call():
+        with self.call():
             self._extend(self._read(inputs, kv, lora_id), kv)
 
     def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> Tensor:
         """One decode step for your own sampler: float32 logits [batch, vocab] after the input."""
-        with self._call():
+        with self.call():
             rows = self._read(inputs, kv, lora_id)
             kv.reserve([len(row) for row in rows])
             with settled(kv):
@@ -176,9 +181,8 @@ class Executor:
         A row ends early at one of its stop tokens (which it returns), at its `max_tokens` or at the end of its context.
         Afterwards the cache holds the input and all sampled tokens but the last.
         """
-        if num_steps < 1:
-            raise InputError(f"num_steps must be at least 1, not {num_steps}")
-        with self._call():
+        num_steps = positive("num_steps", num_steps)
+        with self.call():
             rows = self._read(inputs, kv, lora_id)
             states = self._states(rows, kv, params)
             # All room is found before any work, so that no step can fail for want of pages.
@@ -201,23 +205,38 @@ class Executor:
         raise InputError(f"there is no LoRA adapter with id {lora_id}")
 
     def close(self) -> None:
-        """Let go of the checkpoint's files."""
-        self._on_close()
+        """Let go of the checkpoint's files, once the call in progress is done.
 
-    # How the above is made of `run`.
+        Nothing runs afterwards and no KV is saved or loaded, since its identity is a hash of those files.
+        """
+        with self._lock:
+            self._closed = True
+            self._pool.identity = _no_identity
+            self._on_close()
 
     @contextmanager
-    def _call(self) -> Iterator[threading.Event]:
-        """One caller at a time; a call inside a call shares its stop signal."""
+    def call(self) -> Iterator[threading.Event]:
+        """Hold the executor for several runs that are one call to `cancel`: it stops the next layer of any of them.
+
+        One caller at a time; a call inside a call shares its stop signal.
+        """
         with self._lock:
+            self._check_open()
             if self._running is not None:
                 yield self._running
                 return
             self._running = threading.Event()
             try:
-                yield self._running
+                with self._pool.ops.alone():
+                    yield self._running
             finally:
                 self._running = None
+
+    # How the above is made of `run`.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed()
 
     def _read(self, inputs: InputsLike, kv: KVCache, lora_id: int | None) -> list[RowInput]:
         if lora_id is not None and lora_id not in self.adapters:
@@ -233,7 +252,7 @@ class Executor:
             )
         kv = self.create_kv_cache(len(images))
         try:
-            with self._call():
+            with self.call():
                 self._extend([RowInput(tuple(image.ids), {}) for image in images], kv)
         except BaseException:
             kv.close()
@@ -275,7 +294,9 @@ class Executor:
         self, rows: Sequence[RowInput], kv: KVCache, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SampleState]:
         given = SamplingParams() if params is None else params
-        each = [given] * len(rows) if isinstance(given, SamplingParams) else list(given)
+        each = [given] * len(rows) if isinstance(given, SamplingParams) else given
+        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+            raise ParamError("params", f"must be a SamplingParams, or one for each row, not {type(given).__name__}")
         if len(each) != len(rows):
             raise InputError(f"{len(each)} sampling params were given for {len(rows)} rows")
         for one in each:
@@ -319,10 +340,14 @@ def _observe(stop: threading.Event) -> None:
         raise Cancelled()
 
 
+def _no_identity() -> Identity:
+    raise ModelClosed()
+
+
 def _refuse_text(params: SamplingParams) -> None:
     """An executor samples ids for the rows it is given; what needs text, or more rows, is refused by name."""
-    for field, empty in (("stop", ()), ("bad_words", ()), ("n", 1), ("logprobs", None)):
-        if getattr(params, field) != empty:
+    for field in ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "n", "logprobs"):
+        if getattr(params, field) != getattr(_DEFAULTS, field):
             raise ParamError(field, "does not act in sample_tokens, which returns ids alone; use LLM.generate")
 
 

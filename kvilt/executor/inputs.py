@@ -77,18 +77,20 @@ def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size
 
 def read_ids(value: Iterable[Any], vocab_size: int) -> list[int]:
     """One sequence of checked token ids, perhaps empty."""
+    return [_id(token, vocab_size) for token in _listed(value)]
+
+
+def _listed(value: Any) -> list[Any]:
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
         raise InputError(f"an input is made of token ids, not {type(value).__name__}; encode text with the tokenizer")
-    return [_id(token, vocab_size) for token in value]
+    return list(value)
 
 
 def _per_row(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
     """A list of rows, or one bare row for a cache of batch 1."""
     if isinstance(value, Inputs):
         return [value]
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
-        raise InputError(f"an input is made of token ids, not {type(value).__name__}; encode text with the tokenizer")
-    items: list[Any] = list(value)
+    items = _listed(value)
     if batch_size == 1 and not any(_is_row(item) for item in items):
         return [items]
     for item in items:
@@ -122,6 +124,8 @@ def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> Row
 def _id(token: object, vocab_size: int) -> int:
     try:
         value = operator.index(token)  # type: ignore[arg-type]
+        if isinstance(token, bool):  # an int to Python, a mistake here
+            raise TypeError
     except TypeError:
         raise InputError(f"a token id must be a whole number, not {token!r}") from None
     if not 0 <= value < vocab_size:

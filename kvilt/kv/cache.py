@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, SupportsIndex, TypeGuard, TypeVar
 
-from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch
-from .codec import pack, unpack
+from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch, TruncateError
+from .codec import max_bytes, pack, unpack
 from .layout import KVLayout
 from .pool import PagePool
 from .row import CacheRow, RowImage, Token, held, rows_from_images
@@ -50,14 +50,11 @@ class KVCache:
     """The keys and values of `batch_size` sequences. Close it, or use it as a context manager."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1, capacity: int | None = None) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, not {batch_size}")
-        room = pool.pages * pool.layout.page_tokens
-        if capacity is not None and capacity < 1:
-            raise InputError(f"capacity must be at least 1 token, not {capacity}")
         self._pool = pool
-        self._capacity = min(capacity or room, room)
-        self._rows = [CacheRow(pool) for _ in range(batch_size)]
+        self._capacity = pool.tokens if capacity is None else positive("capacity", capacity)
+        if self._capacity > pool.tokens:
+            raise ContextOverflow(self._capacity, pool.tokens, "kv_memory")
+        self._rows = [CacheRow(pool) for _ in range(positive("batch_size", batch_size))]
         self._finalizer = weakref.finalize(self, _forgotten, pool, self._rows)
         self._finalizer.atexit = False
 
@@ -110,6 +107,12 @@ class KVCache:
 
     # Extending: find room, let the executor write, advance.
 
+    def check_fits(self, tokens: int) -> None:
+        """Raise unless a row may hold this many tokens."""
+        if tokens > self._capacity:
+            setting = "kv_memory" if self._capacity == self._pool.tokens else "max_context"
+            raise ContextOverflow(tokens, self._capacity, setting)
+
     @_one_event
     def reserve(self, extra: int | Sequence[int]) -> None:
         """Make room for `extra` more tokens in each row (or one number per row), or change nothing."""
@@ -118,8 +121,7 @@ class KVCache:
         if min(counts) < 0:
             raise InputError(f"room for {min(counts)} tokens was asked for; the number must not be negative")
         for row, count in zip(rows, counts, strict=True):
-            if row.length + count > self._capacity:
-                raise ContextOverflow(row.length + count, self._capacity)
+            self.check_fits(row.length + count)
         needs = [row.pages_needed(count) for row, count in zip(rows, counts, strict=True)]
         spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)])
         for row, count in zip(rows, counts, strict=True):
@@ -158,6 +160,15 @@ class KVCache:
             raise InputError(f"n must not be negative, not {n}")
         return [self.fork() for _ in range(n)]
 
+    def fork_to(self, length: int) -> KVCache:
+        """A fork that ends at `length`, or an empty one where a window gave that part back."""
+        child = self.fork()
+        try:
+            child.truncate(length)
+        except TruncateError:
+            child.truncate(0)
+        return child
+
     @_one_event
     def truncate(self, length: int | Sequence[int]) -> None:
         """Go back to `length` tokens in every row (or one length per row)."""
@@ -169,6 +180,7 @@ class KVCache:
 
     def select_and_copy_from(self, other: KVCache, batch_index: int) -> None:
         """Row `batch_index` of `other` becomes the one row of this cache."""
+        self._check_kin(other)
         with _both(self._pool, other._pool):
             if self.batch_size != 1:
                 raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
@@ -176,6 +188,7 @@ class KVCache:
 
     def broadcast_and_copy_from(self, other: KVCache) -> None:
         """The one row of `other` becomes every row of this cache; costs page ids, not bytes."""
+        self._check_kin(other)
         with _both(self._pool, other._pool):
             if other.batch_size != 1:
                 raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
@@ -195,10 +208,13 @@ class KVCache:
 
     # Bytes.
 
-    @_one_event
     def serialize(self) -> bytes:
         """All rows as self-describing, checksummed bytes."""
-        return pack(self._images(), self.layout, self._pool.identity())
+        self.rows()
+        identity = self._pool.identity()  # may hash all weights, so nobody waits for it
+        with self._pool.lock:
+            images = self._images()
+        return pack(images, self.layout, identity)
 
     def load(self, data: bytes, accept_numerics: bool = False) -> None:
         """Become what `data` holds, or raise a BlobError and stay as it was."""
@@ -276,11 +292,8 @@ class KVCache:
     def _rows_like(self, rows: Sequence[CacheRow], owner: KVCache) -> list[CacheRow]:
         """Rows with the same content in this cache's pool: shared pages at home, copies from abroad."""
         self.rows()
-        if owner._pool is not self._pool:
-            self._check_kin(owner)
         for row in rows:
-            if row.length > self._capacity:
-                raise ContextOverflow(row.length, self._capacity)
+            self.check_fits(row.length)
         if owner._pool is self._pool:
             return [row.fork() for row in rows]
         (first, *rest) = rows
@@ -288,6 +301,9 @@ class KVCache:
         return [copied, *(copied.fork() for _ in rest)]
 
     def _check_kin(self, other: KVCache) -> None:
+        """Before any lock is taken: an identity may hash all weights."""
+        if other._pool is self._pool:
+            return
         if self.layout.describe() != other.layout.describe():
             raise LayoutMismatch("the two caches hold KV of different shapes; they belong to different models")
         if self._pool.identity() != other._pool.identity():
@@ -301,11 +317,30 @@ class KVCache:
     def _per_row(self, value: int | Sequence[int]) -> list[int]:
         rows = len(self.rows())
         each = list(value) if isinstance(value, Sequence) else [value] * rows
-        if any(isinstance(number, bool) or not hasattr(number, "__index__") for number in each):
+        if not all(map(_is_whole, each)):
             raise InputError(f"a whole number, or one for each row, is needed, not {value!r}")
         if len(each) != rows:
             raise InputError(f"{len(each)} numbers were given for {rows} rows")
         return [operator.index(number) for number in each]
+
+
+def _is_whole(number: object) -> TypeGuard[SupportsIndex]:
+    return hasattr(number, "__index__") and not isinstance(number, bool)
+
+
+def positive(name: str, number: object) -> int:
+    """A whole number of any kind that is at least 1."""
+    if not _is_whole(number) or operator.index(number) < 1:
+        raise InputError(f"{name} must be a whole number and at least 1, not {number!r}")
+    return operator.index(number)
+
+
+def read_file(pool: PagePool, path: str | os.PathLike[str], capacity: int) -> bytes:
+    """The bytes of a saved cache, unless they are more than any cache of this pool could have."""
+    data_bytes, most_bytes = Path(path).stat().st_size, max_bytes(pool.layout, pool.pages, capacity)
+    if data_bytes > most_bytes:
+        raise BlobError("size", f"{data_bytes} bytes are more than the KV memory holds; raise kv_memory")
+    return Path(path).read_bytes()
 
 
 def read_images(pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False) -> list[RowImage]:

@@ -90,8 +90,7 @@ def unpack(
     _check_identity(fields.get("identity"), identity, accept_numerics)
     if fields.get("layout") != layout.describe():
         raise BlobError("layout", "KV of another shape than this model's; it belongs to another model")
-    rows = [_row_header(row, layout, capacity) for row in _list(fields, "rows")]
-    _check_payload(rows, layout, payload)
+    rows = _row_headers(fields, layout, capacity, payload)
     images, at = [], 0
     for row in rows:
         images.append(_row_image(row, layout, payload[at : at + _row_bytes(row, layout)]))
@@ -99,13 +98,18 @@ def unpack(
     return images
 
 
+def max_bytes(layout: KVLayout, pages: int, capacity: int) -> int:
+    """More than this no cache on `pages` pages takes, each of whose rows holds up to `capacity` tokens."""
+    frame = _PREFIX.size + _MAX_HEADER_BYTES + DIGEST_BYTES
+    return frame + pages * (layout.page_bytes + capacity * (8 + HASH_BYTES))
+
+
 def describe(data: bytes | memoryview, first_tokens: int = 16) -> Description:
     """What a serialized cache says of itself, once frame, checksum and every count are right; needs no model."""
     fields, payload = _open(data)
     identity = Identity(**_names(fields.get("identity")))
     layout = _read_layout(fields.get("layout"))
-    rows = [_row_header(row, layout, _MAX_TOKENS) for row in _list(fields, "rows")]
-    _check_payload(rows, layout, payload)
+    rows = _row_headers(fields, layout, _MAX_TOKENS, payload)
     facts, at = [], 0
     for row in rows:
         ids = array("q", bytes(payload[at : at + 8 * min(row.length, first_tokens)]))
@@ -116,7 +120,10 @@ def describe(data: bytes | memoryview, first_tokens: int = 16) -> Description:
 
 def _open(data: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
     """Header fields and payload of a blob whose frame and checksum are right."""
-    view = memoryview(data)
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise BlobError("data", f"a serialized KV cache is bytes, not {type(data).__name__}") from None
     if len(view) < _PREFIX.size + DIGEST_BYTES:
         raise BlobError("size", f"{len(view)} bytes are too few for a serialized KV cache")
     magic, version, header_bytes = _PREFIX.unpack_from(view)
@@ -147,10 +154,14 @@ def _names(found: Any) -> dict[str, str]:
     return found
 
 
-def _check_payload(rows: Sequence[_RowHeader], layout: KVLayout, payload: memoryview) -> None:
+def _row_headers(fields: dict[str, Any], layout: KVLayout, capacity: int, payload: memoryview) -> list[_RowHeader]:
+    rows = [_row_header(row, layout, capacity) for row in _list(fields, "rows")]
+    if not rows:
+        raise BlobError("rows", "there is none; a cache has at least one")
     expected = sum(_row_bytes(row, layout) for row in rows)
     if expected != len(payload):
         raise BlobError("payload", f"the header promises {expected} bytes and {len(payload)} are there")
+    return rows
 
 
 def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:

@@ -63,6 +63,11 @@ class PagePool:
         self._leases = 0
         self._limbo: list[tuple[int, int]] = []  # (group, page) freed while a step may still write to it
 
+    @property
+    def tokens(self) -> int:
+        """Tokens a sequence could have if every page were its own."""
+        return self.pages * self.layout.page_tokens
+
     def take(self, counts: Sequence[int]) -> list[list[int]]:
         """`counts[g]` pages of each group g, all of them or none."""
         with self.lock:

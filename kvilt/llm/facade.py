@@ -12,7 +12,7 @@ from typing import Any, Self, overload
 from torch import Tensor
 
 from ..batch import Batch, Last
-from ..errors import Cancelled, ContextOverflow, InputError, ParamError, TruncateError
+from ..errors import Cancelled, InputError, ParamError
 from ..executor.executor import STEP_TOKENS, Executor
 from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
@@ -168,7 +168,7 @@ class LLM:
     ) -> list[Completion]:
         """Run all prompts to their ends, each step one batch of everything that still runs."""
         runs: list[Run] = []
-        with closing(runs):
+        with self.executor.call(), closing(runs):
             for ids in prompts:
                 runs.append(self._start(ids, params, kv, reused))  # noqa: PERF401 (what has begun must be closed)
             try:
@@ -182,10 +182,9 @@ class LLM:
         """A run of `ids`, whose first `reused` tokens are taken from a fork of `kv`."""
         params = self._spelled(params)
         params.validate_vocab(self.executor.spec.vocab_size)
-        own = self._reuse(kv, reused) if kv is not None and reused else self.executor.create_kv_cache()
+        own = kv.fork_to(reused) if kv is not None and reused else self.executor.create_kv_cache()
         try:
-            if len(ids) > own.capacity:  # before any work, though room is found step by step
-                raise ContextOverflow(len(ids), own.capacity)
+            own.check_fits(len(ids))  # before any work, though room is found step by step
             history = [token for token in own.tokens() if isinstance(token, int)] + ids[own.num_entries :]
             state = SampleState(params, history, end_ids=() if params.ignore_eos else self.stop_ids)
         except BaseException:
@@ -201,14 +200,6 @@ class LLM:
         spelled = [self.tokenizer.encode(text, add_special=False) for word in bare for text in (word, f" {word}")]
         return SamplingParams.of(params, bad_words=(), bad_words_ids=[*params.bad_words_ids, *filter(None, spelled)])
 
-    def _reuse(self, kv: KVCache, length: int) -> KVCache:
-        fork = kv.fork()
-        try:
-            fork.truncate(length)
-        except TruncateError:  # a window gave that part back: compute it again
-            fork.truncate(0)
-        return fork
-
     def _stream(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool) -> Stream:
         if params.n > 1:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
@@ -222,17 +213,23 @@ class LLM:
 
         def pieces() -> Iterator[str]:
             with closing([run]):
-                while run.finish_reason is None:
-                    try:
-                        self._step([run])
-                    except Cancelled:
-                        if run.finish_reason is None:  # nobody stopped this stream: the caller must hear of it
-                            raise Cancelled([run.generated]) from None
-                    if text := run.take_text():
-                        yield text
+                while text := self._piece(run):
+                    yield text
                 results.append(run.completion(keep_kv))
 
         return Stream(pieces(), result, run.stop)
+
+    def _piece(self, run: Run) -> str:
+        """The next text of a run, after as many steps as that takes; empty at its end."""
+        try:
+            with self.executor.call():
+                while run.finish_reason is None and run.shown == len(run.text):
+                    self._step([run])
+        except Cancelled:
+            if run.finish_reason is None:  # nobody stopped this stream: the caller must hear of it
+                raise Cancelled([run.generated]) from None
+        run.settle()
+        return run.take_text()
 
     def _step(self, runs: Sequence[Run]) -> None:
         """One forward for all these runs; each is at its own place."""

@@ -5,13 +5,26 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tiny import write_tiny
 
 from kvilt import Executor, Inputs, KVCache, SamplingParams
 from kvilt.batch import Batch, Ids, Row
-from kvilt.errors import Cancelled, ContextOverflow, InputError, ParamError, PoolExhausted, Unsupported
+from kvilt.config import RunConfig
+from kvilt.errors import (
+    BlobError,
+    Cancelled,
+    ContextOverflow,
+    InputError,
+    ModelClosed,
+    ParamError,
+    PoolExhausted,
+    Unsupported,
+)
+from kvilt.executor.load import load_executor
 from kvilt.kv.cache import KVCache as Cache
 
 PROMPT = [5, 17, 3, 44, 21, 9, 9, 30, 2, 58, 13, 7]
@@ -64,11 +77,26 @@ def test_create_kv_cache(tiny: Executor) -> None:
         assert kv.capacity == tiny.max_context
     with pytest.raises(ContextOverflow):
         tiny.create_kv_cache(capacity=tiny.max_context + 1)
-    with pytest.raises(InputError, match="at least 1 token"):
-        tiny.create_kv_cache(capacity=0)
-    for batch_size in (0, -1):
-        with pytest.raises(InputError):
+    for capacity in (0, True, 9.0, "9"):
+        with pytest.raises(InputError, match="capacity must be a whole number and at least 1"):
+            tiny.create_kv_cache(capacity=capacity)
+    for batch_size in (0, -1, True, 1.0):
+        with pytest.raises(InputError, match="batch_size"):
             tiny.create_kv_cache(batch_size)
+
+
+def test_a_pool_smaller_than_the_context_is_named_as_the_limit(tmp_path: Path) -> None:
+    small = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=40_000))
+    room = small.pool.tokens
+    assert room < small.max_context
+    with small.create_kv_cache() as kv:
+        assert kv.capacity == room
+        with pytest.raises(ContextOverflow, match=r"KV memory .* raise kv_memory"):
+            small.prefill([1] * (room + 1), kv)
+    with pytest.raises(ContextOverflow, match="raise kv_memory"):
+        small.create_kv_cache(capacity=room + 1)
+    with pytest.raises(ContextOverflow, match="raise max_context"):
+        small.create_kv_cache(capacity=small.max_context + 1)
 
 
 def test_prefill_updates_the_cache(tiny: Executor) -> None:
@@ -89,7 +117,7 @@ def test_prefills_continue_where_the_last_one_ended(tiny: Executor) -> None:
 
 
 @pytest.mark.parametrize("call", ["prefill", "step", "sample_tokens"])
-@pytest.mark.parametrize("bad", [[], [[]], [61], [-1], [2**70], [1.5], ["a"], [True, 2.0]])
+@pytest.mark.parametrize("bad", [[], [[]], [61], [-1], [2**70], [1.5], ["a"], [True], [1, False]])
 def test_input_that_is_no_input_is_an_error_and_changes_nothing(tiny: Executor, call: str, bad: list[object]) -> None:
     with tiny.create_kv_cache() as kv:
         tiny.prefill(PROMPT, kv)
@@ -154,9 +182,13 @@ def test_every_field_acts_in_sample_tokens_or_is_refused(tiny: Executor) -> None
     with tiny.create_kv_cache() as kv:
         assert len(tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(max_tokens=4))[0]) == 4
         before = kv.tokens()
-        for field, value in (("stop", ["x"]), ("bad_words", ["x"]), ("n", 2), ("logprobs", 0)):
+        texts = {"stop": ["x"], "bad_words": ["x"], "include_stop_str_in_output": True, "ignore_eos": True}
+        for field, value in {**texts, "n": 2, "logprobs": 0}.items():
             with pytest.raises(ParamError, match=field):
                 tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(**{field: value}))
+        for wrong in ({"temperature": 1.0}, "greedy", 7, [None], [{}]):
+            with pytest.raises(ParamError, match="params: must be a SamplingParams"):
+                tiny.sample_tokens(9, PROMPT, kv, params=wrong)
         assert kv.tokens() == before
 
 
@@ -169,7 +201,7 @@ def test_sampling_with_a_seed_repeats_itself(tiny: Executor) -> None:
         assert alone != greedy_alone(tiny, PROMPT, 15)
 
 
-@pytest.mark.parametrize("steps", [0, -3])
+@pytest.mark.parametrize("steps", [0, -3, True, 2.5])
 def test_no_steps_is_an_error(tiny: Executor, steps: int) -> None:
     with tiny.create_kv_cache() as kv, pytest.raises(InputError):
         tiny.sample_tokens(steps, PROMPT, kv)
@@ -228,6 +260,35 @@ def test_a_cancelled_generation_carries_its_tokens_and_continues(
         assert kv.tokens() == ([*PROMPT, *done[:-1]] if done else [])
         rest = tiny.sample_tokens(8 - len(done), done[-1:] or PROMPT, kv)[0]
         assert done + rest == whole
+
+
+def test_a_cancel_between_the_pieces_of_a_score_is_heard(tiny: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvilt.executor.executor.STEP_TOKENS", 4)
+    honest, pieces = tiny.run, []
+
+    def then_cancel(batch: Batch) -> object:
+        pieces.append(batch)
+        logits = honest(batch)
+        tiny.cancel()
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "run", then_cancel)
+        with pytest.raises(Cancelled):
+            tiny.score(PROMPT)
+    assert len(pieces) == 2, "the second piece stops before its first layer"
+    assert tiny.pool.usage().used == 0
+    assert len(tiny.score(PROMPT).logprobs) == len(PROMPT) - 1
+
+
+def test_calls_of_several_runs_are_one_call_to_cancel(tiny: Executor) -> None:
+    with tiny.create_kv_cache() as kv:
+        with pytest.raises(Cancelled), tiny.call():
+            tiny.prefill(PROMPT, kv)
+            tiny.cancel()
+            tiny.step([1], kv)
+        assert kv.tokens() == PROMPT
+        tiny.step([1], kv)
 
 
 def test_cancel_comes_from_any_thread(tiny: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +359,10 @@ def test_concurrent_use_serialises(tiny: Executor) -> None:
 
 def test_inputs_mix_ids_and_embeddings(tiny: Executor) -> None:
     """ExecutorInputs: feeding the embeddings of some tokens equals feeding the tokens."""
-    table = tiny._decoder.embedding
+    decoder = tiny._decoder
     at = [0, 4, 5, 11]
-    mixed = Inputs([0 if i in at else token for i, token in enumerate(PROMPT)], at, table[[PROMPT[i] for i in at]])
+    vectors = decoder.ops.embed(decoder.embedding, torch.tensor([PROMPT[i] for i in at]))
+    mixed = Inputs([0 if i in at else token for i, token in enumerate(PROMPT)], at, vectors)
     with tiny.create_kv_cache() as a, tiny.create_kv_cache() as b:
         assert torch.equal(tiny.step(mixed, a), tiny.step(PROMPT, b))
         assert [isinstance(token, bytes) for token in a.tokens()] == [i in at for i in range(len(PROMPT))]
@@ -355,6 +417,58 @@ def test_save_and_open(tiny: Executor, tmp_path: object) -> None:
             assert again.tokens() == PROMPT[:-1]
             assert again.serialize() == kv.serialize()
             assert tiny.sample_tokens(6, PROMPT[-1:], again) == tiny.sample_tokens(6, PROMPT[-1:], kv)
+
+
+def test_a_closed_model_runs_and_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    executor = load_executor(write_tiny(tmp_path / "model"), RunConfig(kv_memory=1 << 20))
+    other = load_executor(tmp_path / "model", RunConfig(kv_memory=1 << 20))
+    kv, beside = executor.create_kv_cache(), other.create_kv_cache()
+    executor.prefill(PROMPT, kv)
+    kv.save(tmp_path / "before.kv")  # so that the identity is known already; the rule is the same
+    executor.close()
+    executor.close()
+    for refused in (
+        lambda: executor.step([1], kv),
+        lambda: executor.score(PROMPT),
+        executor.create_kv_cache,
+        lambda: executor.open_kv_cache(tmp_path / "before.kv"),
+        kv.serialize,
+        lambda: kv.save(tmp_path / "after.kv"),
+        lambda: beside.select_and_copy_from(kv, 0),
+    ):
+        with pytest.raises(ModelClosed, match="before closing it"):
+            refused()
+    assert [file.name for file in tmp_path.glob("*.kv")] == ["before.kv"]
+    with kv, kv.fork() as fork:
+        fork.truncate(3)
+        assert (kv.tokens(), fork.tokens()) == (PROMPT, PROMPT[:3])
+    assert executor.pool.usage().used == 0
+    beside.close()
+    other.close()
+
+
+def test_a_file_larger_than_the_pool_is_refused_before_it_is_read(
+    tiny: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "huge.kv"
+    with path.open("wb") as out:
+        out.truncate(1 << 40)  # a hole: costs no disk
+    monkeypatch.setattr(Path, "read_bytes", lambda _self: pytest.fail("the file was read"))
+    with pytest.raises(BlobError, match=r"size: .* raise kv_memory"):
+        tiny.open_kv_cache(path)
+
+
+def test_the_fullest_pool_can_be_saved_and_opened(tmp_path: Path) -> None:
+    """So that the bound on a file's size never refuses a cache that would fit."""
+    executor = load_executor(write_tiny(tmp_path / "model"), RunConfig(kv_memory=100_000))
+    rows = executor.pool.pages
+    with executor.create_kv_cache(batch_size=rows) as kv:
+        executor.prefill([[5] * executor.layout.page_tokens] * rows, kv)
+        assert executor.pool.usage().free == 0
+        kv.save(tmp_path / "full.kv")
+    with executor.open_kv_cache(tmp_path / "full.kv") as again:
+        assert again.batch_size == rows
+    executor.close()
 
 
 def test_kv_of_other_numerics_is_computed_again_unless_accepted(

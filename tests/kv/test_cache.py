@@ -115,15 +115,65 @@ def test_a_row_past_its_capacity_is_refused_before_a_page_is_taken(scribe: Any, 
         assert pool.free_pages() == (32,)
 
 
-def test_a_capacity_is_never_more_than_the_pool(pool: Any) -> None:
-    with KVCache(pool, capacity=10**9) as cache:
+def test_a_capacity_past_the_pool_is_refused_and_the_pool_named(pool: Any) -> None:
+    with pytest.raises(ContextOverflow, match=r"129 tokens .* KV memory holds 128; .* raise kv_memory"):
+        KVCache(pool, capacity=32 * 4 + 1)
+    with KVCache(pool) as cache, pytest.raises(ContextOverflow, match="kv_memory") as refused:
         assert cache.capacity == 32 * 4
+        cache.reserve(129)
+    assert refused.value.setting == "kv_memory"
+    with KVCache(pool, capacity=127) as cache, pytest.raises(ContextOverflow, match="max_context"):
+        cache.reserve(128)
 
 
-@pytest.mark.parametrize(("batch", "capacity"), [(0, None), (-1, None), (1, 0), (1, -5)])
-def test_a_cache_without_rows_or_room_is_refused(pool: Any, batch: int, capacity: int | None) -> None:
+@pytest.mark.parametrize(
+    ("batch", "capacity"),
+    [(0, None), (-1, None), (1, 0), (1, -5), (True, None), (1.0, None), ("1", None), (1, 2.5), (1, True), (1, "9")],
+)
+def test_a_cache_without_rows_or_room_is_refused(pool: Any, batch: Any, capacity: Any) -> None:
     with pytest.raises(InputError, match="at least 1"):
         KVCache(pool, batch, capacity)
+
+
+def test_sizes_may_be_whole_numbers_of_any_kind(pool: Any) -> None:
+    with KVCache(pool, np.int64(2), np.int32(9)) as cache:
+        assert (cache.batch_size, cache.capacity) == (2, 9)
+        assert type(cache.capacity) is int
+
+
+def test_a_fork_to_a_length_is_empty_where_a_window_gave_that_part_back(scribe: Any) -> None:
+    cache, rows = scribe.grown(scribe.pool(scribe.windowed()), range(60))
+    with cache, cache.fork_to(59) as near, cache.fork_to(1) as far:
+        scribe.check(near, [rows[0][:59]])
+        scribe.check(far, [[]])
+        scribe.check(cache, rows)
+
+
+def test_nobody_waits_while_an_identity_is_computed(scribe: Any) -> None:
+    """Hashing weights may take long; another thread's verbs go on meanwhile."""
+    caches = [scribe.grown(scribe.pool(), range(5))[0] for _ in range(2)]
+    pools = [cache.pool for cache in caches]
+    free: list[bool] = []
+
+    def hashing() -> Identity:
+        def verb() -> None:
+            for pool in pools:
+                free.append(pool.lock.acquire(timeout=5))
+                pool.lock.release()
+
+        other = threading.Thread(target=verb)
+        other.start()
+        other.join()
+        return scribe.identity
+
+    for pool in pools:
+        pool.identity = hashing
+    with caches[0] as one, caches[1] as other:
+        one.serialize()
+        one.select_and_copy_from(other, 0)
+        one.broadcast_and_copy_from(other)
+    assert len(free) >= 6
+    assert all(free)
 
 
 def test_only_reserved_unshared_room_above_the_length_is_writable(scribe: Any, pool: Any) -> None:

@@ -190,7 +190,7 @@ CRAFTED: list[tuple[str, str, Craft]] = [
     ("other layers", "layout", _set("layout", "groups", 0, "layers", to=[0])),
     ("no rows field", "rows", _drop("rows")),
     ("rows an object", "rows", _set("rows", to={"0": {}})),
-    ("no row", "payload", _set("rows", to=[])),
+    ("no row", "rows", _set("rows", to=[])),
     ("no row and no payload", "rows", lambda b: (_set("rows", to=[])(b), _attr(payload=b"")(b))),
     ("a row that is a number", "rows", _set("rows", 0, to=3)),
     ("a row that is null", "rows", _set("rows", 0, to=None)),
@@ -247,6 +247,11 @@ def test_a_crafted_blob_is_refused_by_the_name_of_its_field(cache: KVCache, fiel
     blob = Blob(cache.serialize())
     craft(blob)
     assert refused(cache, blob.sealed()) == field
+
+
+@pytest.mark.parametrize("data", ["text", None, 7, [1, 2]])
+def test_what_is_no_bytes_is_refused_as_data(cache: KVCache, data: Any) -> None:
+    assert refused(cache, data) == "data"
 
 
 def test_an_untouched_blob_put_together_again_is_taken(cache: KVCache) -> None:
