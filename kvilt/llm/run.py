@@ -108,8 +108,13 @@ class Run:
         self.finish_reason = reason
 
     def stop(self) -> None:
-        """End here, unless it has ended already."""
+        """End here, unless it has ended already. From any thread, so the text is left to `settle`."""
         self.finish_reason = self.finish_reason or "cancelled"
+
+    def settle(self) -> None:
+        """After a stop what was held back comes out, so that the text is that of all tokens."""
+        if self.finish_reason == "cancelled":
+            self._finish("cancelled")
 
     def take_text(self) -> str:
         """Text that has not been shown yet."""

@@ -50,6 +50,7 @@ class StopChecker:
 
     def finish(self) -> str:
         """The text still held back when the stream ends without a stop."""
+        self._state = 0  # nothing waits any more
         return "" if self._stop is not None else self._held.take(self._held.chars)
 
 
