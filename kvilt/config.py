@@ -30,12 +30,10 @@ class RunConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ParamError("threads", f"must be at least 1, not {self.threads}")
-        if self.kv_memory is not None and self.kv_memory < 1:
-            raise ParamError("kv_memory", f"must be a positive number of bytes, not {self.kv_memory}")
-        if self.max_context is not None and self.max_context < 1:
-            raise ParamError("max_context", f"must be at least 1 token, not {self.max_context}")
+        for name in ("threads", "kv_memory", "max_context"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
         if self.kv_dtype not in KV_DTYPES:
             raise ParamError("kv_dtype", f"must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         if self.backend not in BACKENDS:
@@ -57,8 +55,8 @@ def env_threads() -> int | None:
     text = os.environ.get("KVILT_THREADS", "").strip()
     if not text:
         return None
-    if not text.isdecimal():
-        raise ParamError("KVILT_THREADS", f"must be a whole number, not {text!r}")
+    if not text.isdecimal() or int(text) < 1:
+        raise ParamError("KVILT_THREADS", f"must be a whole number and at least 1, not {text!r}")
     return int(text)
 
 

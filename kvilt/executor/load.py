@@ -47,7 +47,10 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     if pages < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
-    pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
+    try:
+        pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
+        raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
     return Executor(decoder, pool, max_context, on_close=checkpoint.tensors.close)
 
 
