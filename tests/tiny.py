@@ -25,6 +25,7 @@ def write_tiny(folder: Path, **changes: Any) -> Path:
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
+        "sliding_window": None,
         "tie_word_embeddings": True,
         **changes,
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import WeightError
 from ..kv.layout import Full, KVLayout, LayerGroup, Reach
 from ..ops.contract import Activation, PageShape, Pairing
 
@@ -83,6 +84,15 @@ class RopeSpec:
     dims: int
     pairing: Pairing = "half"
     scaling: Scaling = NoScaling()
+
+    def __post_init__(self) -> None:
+        match self.scaling:
+            case YarnScaling() if self.theta <= 1:
+                raise WeightError("rope_theta", f"must be above 1 for YaRN, not {self.theta:g}")
+            case LongScaling(short, long):
+                for name, factors in (("short_factor", short), ("long_factor", long)):
+                    if len(factors) != self.dims // 2:
+                        raise WeightError(name, f"must have {self.dims // 2} numbers, not {len(factors)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from families import LLAMA3_ROPE, random_model, write_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from kvilt.config import RunConfig
 from kvilt.errors import KviltError, Unsupported, WeightError
 from kvilt.executor.load import load_executor
-from kvilt.kv.layout import Full
+from kvilt.kv.layout import Full, Window
 from kvilt.models.assemble import read_spec
 from kvilt.models.spec import RopeSpec
 from kvilt.weights.source import open_checkpoint
@@ -123,10 +124,116 @@ def test_a_llama_has_no_window_whatever_its_config_carries(tmp_path: Path) -> No
     assert read_spec(open_checkpoint(folder)).layers[0].attention.reach == Full()
 
 
+def without(*names: str) -> Callable[[dict[str, Any]], None]:
+    def edit(config: dict[str, Any]) -> None:
+        for name in names:
+            config.pop(name, None)
+
+    return edit
+
+
+def reaches(folder: Path) -> list[int | None]:
+    """The window of each layer as kvilt reads it."""
+    found = [layer.attention.reach for layer in read_spec(open_checkpoint(folder)).layers]
+    return [reach.tokens if isinstance(reach, Window) else None for reach in found]
+
+
+def test_a_mistral_without_the_field_has_the_window_of_transformers(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("mistral-window"), tmp_path)
+    assert set(reaches(folder)) == {9}
+    edit_config(folder, without("sliding_window"))
+    assert set(reaches(folder)) == {AutoConfig.from_pretrained(folder).sliding_window} == {4096}
+    edit_config(folder, lambda config: config.update(sliding_window=None))
+    assert set(reaches(folder)) == {AutoConfig.from_pretrained(folder).sliding_window} == {None}
+
+
+def test_a_smollm3_without_theta_and_tie_has_those_of_transformers(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("smollm3"), tmp_path)
+    edit_config(folder, without("rope_parameters", "rope_theta", "tie_word_embeddings"))
+    spec, theirs = read_spec(open_checkpoint(folder)), AutoConfig.from_pretrained(folder)
+    rope = spec.layers[0].attention.rope
+    assert isinstance(rope, RopeSpec)
+    assert rope.theta == theirs.rope_parameters["rope_theta"] == 2000000.0
+    assert spec.tied_head == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["qwen2-windows", "qwen3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_window_layers": 1, "layer_types": ["sliding_attention", "full_attention"]},
+        {"max_window_layers": 1, "layer_types": None},
+        {"max_window_layers": 1, "sliding_window": ...},
+        {"max_window_layers": ...},
+        {"sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": False, "max_window_layers": 0},
+    ],
+)
+def test_windows_of_qwen_stand_where_transformers_puts_them(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
+    folder = write_checkpoint(random_model(name), tmp_path)
+
+    def edit(config: dict[str, Any]) -> None:
+        layers = config["num_hidden_layers"]
+        config.update({"use_sliding_window": True, "sliding_window": 7, "layer_types": None} | fields)
+        if config["layer_types"]:
+            config["layer_types"] = (config["layer_types"] * layers)[:layers]
+        for absent in [field for field, value in fields.items() if value is ...]:
+            del config[absent]
+
+    edit_config(folder, edit)
+    theirs = AutoConfig.from_pretrained(folder)
+    kinds = theirs.layer_types
+    assert reaches(folder) == [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+@pytest.mark.parametrize("kinds", ["full_attention", ["full_attention"], ["round_attention"] * 3, [["x"]] * 3])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_bad_kinds_of_layers_are_named(tmp_path: Path, name: str, kinds: object) -> None:
+    folder = write_checkpoint(random_model(name), tmp_path)
+    edit_config(folder, lambda config: config.update(layer_types=kinds))
+    with pytest.raises(WeightError, match="layer_types"):
+        read_spec(open_checkpoint(folder))
+
+
+def test_windows_that_are_named_and_turned_off_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(random_model("qwen2-windows"), tmp_path)
+    edit_config(folder, lambda config: config.update(use_sliding_window=False))
+    assert "sliding_attention" in json.loads((folder / "config.json").read_text())["layer_types"]
+    with pytest.raises(WeightError, match="layer_types"):
+        read_spec(open_checkpoint(folder))
+
+
+def longrope(short: int = 4, long: int = 4, original: int = 32) -> dict[str, Any]:
+    """Of a model whose heads have 8 dimensions."""
+    factors = {"short_factor": [1.0] * short, "long_factor": [2.0] * long}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        (longrope(short=3), "short_factor"),
+        (longrope(long=5), "long_factor"),
+        (longrope(long=0), "long_factor"),
+        (longrope() | {"partial_rotary_factor": 0.5}, "short_factor"),
+        (longrope(original=1), "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 0.5}, "rope_theta"),
+    ],
+)
+def test_a_rope_that_cannot_be_is_refused_by_name(tmp_path: Path, rope: dict[str, Any], field: str) -> None:
+    folder = write_checkpoint(random_model("phi3"), tmp_path)
+    edit_config(folder, lambda config: config.update(rope_parameters=longrope()))
+    read_spec(open_checkpoint(folder))
+    edit_config(folder, lambda config: config.update(rope_parameters=rope))
+    with pytest.raises(WeightError, match=f"^{field}: must"):
+        read_spec(open_checkpoint(folder))
+
+
 @pytest.mark.parametrize("value", ["2", -1, True])
 def test_a_bad_number_of_layers_below_the_windows_is_named(tmp_path: Path, value: object) -> None:
     folder = write_checkpoint(random_model("qwen2-windows"), tmp_path)
-    edit_config(folder, lambda config: config.update(max_window_layers=value))
+    edit_config(folder, lambda config: config.update(max_window_layers=value, layer_types=None))
     with pytest.raises(WeightError, match="max_window_layers"):
         read_spec(open_checkpoint(folder))
     edit_config(folder, lambda config: config.update(max_window_layers=None))

@@ -23,6 +23,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
+# What transformers takes where a config has no `sliding_window` at all; an explicit null means none.
+DEFAULT_WINDOW = 4096
+_KINDS = ("full_attention", "sliding_attention")
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Configuration values under a prefix."""
@@ -32,6 +37,10 @@ class Fields:
 
     def has(self, name: str) -> bool:
         return self.values.get(self.prefix + name) is not None
+
+    def says_none(self, name: str) -> bool:
+        """Whether the field is there and null, which is not the same as absent."""
+        return self.values.get(self.prefix + name, ...) is None
 
     def integer(self, name: str, default: int | None = None, high: int = 1 << 24) -> int:
         """A positive integer up to `high`."""
@@ -82,6 +91,18 @@ class Rope:
     theta: float
     scaling: Scaling
     partial: float = 1.0
+
+
+def layer_kinds(config: Fields, layers: int) -> tuple[str, ...] | None:
+    """What each layer attends to, where a config names it layer by layer."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise WeightError("layer_types", f"must name the kind of each of the {layers} layers")
+    if unknown := [kind for kind in kinds if kind not in _KINDS]:
+        raise WeightError("layer_types", f"{unknown[0]!r} is not a kind of layer; there are {', '.join(_KINDS)}")
+    return tuple(kinds)
 
 
 def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> Rope:
@@ -156,6 +177,8 @@ def _hf_yarn(config: Mapping[str, Any], fields: Fields) -> YarnScaling:
 
 def _hf_long(config: Mapping[str, Any], fields: Fields) -> LongScaling:
     factor, original = _stretch(config, fields)
+    if original < 2:
+        raise WeightError("original_max_position_embeddings", "must be at least 2 for longrope")
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return LongScaling(
         fields.numbers("short_factor"),

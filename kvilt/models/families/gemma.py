@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ...errors import WeightError
 from ...kv.layout import Window
 from ...weights.source import Checkpoint
 from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 from .family import Dialect, Family
-from .fields import Fields, gguf_scaling, hf_rope, whole_heads
+from .fields import DEFAULT_WINDOW, Fields, gguf_scaling, hf_rope, layer_kinds, whole_heads
 from .plain import GGUF_IGNORED, HF_IGNORED, gguf_fields, gguf_vocab_size
 from .plain import GGUF_NAMES as PLAIN_GGUF_NAMES
 from .plain import HF_NAMES as PLAIN_HF_NAMES
@@ -116,7 +115,7 @@ def from_hf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
             layers=_layers(
                 _kinds(config, generation),
                 wide,
-                replace(wide, rope=local, reach=Window(config.integer("sliding_window"))),
+                replace(wide, rope=local, reach=Window(config.integer("sliding_window", DEFAULT_WINDOW))),
                 config.integer("intermediate_size"),
             ),
             norm_eps=config.number("rms_norm_eps"),
@@ -148,19 +147,13 @@ def _alternating(pattern: int, layers: int) -> tuple[str, ...]:
 
 def _kinds(config: Fields, generation: Generation) -> tuple[str, ...]:
     layers = config.integer("num_hidden_layers", high=1 << 12)
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        return _alternating(config.integer("sliding_window_pattern", generation.pattern), layers)
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise WeightError("layer_types", f"must name the kind of each of the {layers} layers")
-    return tuple(str(kind) for kind in kinds)
+    kinds = layer_kinds(config, layers)
+    return kinds or _alternating(config.integer("sliding_window_pattern", generation.pattern), layers)
 
 
 def _layers(kinds: tuple[str, ...], wide: AttentionSpec, narrow: AttentionSpec, hidden: int) -> tuple[LayerSpec, ...]:
     whole_heads(wide.heads, wide.kv_heads)
     table = {"sliding_attention": narrow, "full_attention": wide}
-    if unknown := [kind for kind in kinds if kind not in table]:
-        raise WeightError("layer_types", f"{unknown[0]!r} is not a kind of layer; there are {', '.join(table)}")
     feed_forward = FeedForwardSpec(hidden, "gelu_tanh")
     return tuple(LayerSpec(table[kind], feed_forward, post_norms=True) for kind in kinds)
 

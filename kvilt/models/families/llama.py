@@ -8,7 +8,7 @@ from ...kv.layout import Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
 from .family import Dialect, Family
-from .fields import Fields
+from .fields import DEFAULT_WINDOW, Fields
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 
 
@@ -23,9 +23,9 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
 
 def from_mistral(checkpoint: Checkpoint) -> ModelSpec:
     spec, config = hf_spec(checkpoint, "llama"), Fields(checkpoint.config)
-    if not config.has("sliding_window"):
+    if config.says_none("sliding_window"):
         return spec
-    window = Window(config.integer("sliding_window"))
+    window = Window(config.integer("sliding_window", DEFAULT_WINDOW))
     return each_attention(spec, lambda _layer, attention: replace(attention, reach=window))
 
 

@@ -9,8 +9,10 @@ from ...kv.layout import Full, Reach, Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
 from .family import Dialect, Family
-from .fields import Fields
+from .fields import DEFAULT_WINDOW, Fields, layer_kinds
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
+
+DEFAULT_FULL_LAYERS = 28  # as in transformers
 
 
 def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
@@ -24,11 +26,16 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def window_above(config: Fields, layers: int) -> tuple[Reach, ...]:
-    """Full attention in the first layers, a window above them, where the config turns windows on."""
-    if not config.flag("use_sliding_window"):
+    """A window where the config turns windows on: in the layers it names, else in those above the first few."""
+    kinds = layer_kinds(config, layers)
+    if not config.flag("use_sliding_window") or config.says_none("sliding_window"):
+        if kinds and "sliding_attention" in kinds:
+            raise WeightError("layer_types", "names layers with a window, and the config turns windows off")
         return (Full(),) * layers
-    window = Window(config.integer("sliding_window"))
-    full = config.values.get("max_window_layers")
+    window = Window(config.integer("sliding_window", DEFAULT_WINDOW))
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else Full() for kind in kinds)
+    full = config.values.get("max_window_layers", DEFAULT_FULL_LAYERS)
     full = layers if full is None else full
     if type(full) is not int or full < 0:
         raise WeightError("max_window_layers", "must be a number of layers")

@@ -20,7 +20,7 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
-    spec, config = hf_spec(checkpoint, "smollm3"), Fields(checkpoint.config)
+    spec, config = hf_spec(checkpoint, "smollm3", theta=2000000.0, tied=True), Fields(checkpoint.config)
     if config.flag("use_sliding_window"):
         raise Unsupported("SmolLM3 with use_sliding_window is not supported; no published checkpoint turns it on")
     layers = len(spec.layers)
