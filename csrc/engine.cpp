@@ -87,33 +87,49 @@ int64_t Packed::block_bytes() const {
 Engine::Engine(int threads, const std::string& isa)
     : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), scratch_(std::max(1, threads)) {}
 
-void Engine::linear(const Packed& w, const float* x, int64_t rows, const float* bias, float* out) {
-  std::lock_guard<std::mutex> guard(lock_);
-  const int64_t tiles = w.tiles(), chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  if (w.kind == Kind::kFloat) {
-    workers_.run(tiles * chunks, [&](int64_t item, int) {
-      const int64_t first = item / tiles * kRowsAtOnce;
-      kernels_->linear_float(w, item % tiles, x, first, std::min(rows, first + kRowsAtOnce), bias, out, w.outputs);
-    });
-    return;
-  }
-  const int64_t blocks = w.blocks();
+void Engine::quantize(const float* x, int64_t rows, int64_t inputs) {
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock;
   values_.resize(rows * blocks * kBlock);
   scales_.resize(rows * blocks);
   sums_.resize(rows * blocks);
   totals_.resize(rows * blocks * 2);
-  workers_.run(rows, [&](int64_t row, int) {
-    kernels_->quantize(x + row * w.inputs, w.inputs, blocks, values_.data() + row * blocks * kBlock,
+  const auto one = [&](int64_t row, int) {
+    kernels_->quantize(x + row * inputs, inputs, blocks, values_.data() + row * blocks * kBlock,
                        scales_.data() + row * blocks, sums_.data() + row * blocks, totals_.data() + row * blocks * 2);
-  });
+  };
+  if (rows < 8) for (int64_t row = 0; row < rows; ++row) one(row, 0);
+  else workers_.run(rows, one);
+}
+
+void Engine::linears(const std::vector<Product>& products, const float* x, int64_t rows) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const int64_t inputs = products.front().weight.inputs;
+  bool packed = false;
+  int64_t tiles = 0;
+  for (const Product& product : products) {
+    if (product.weight.inputs != inputs) throw std::invalid_argument("products of one input differ in its size");
+    packed |= product.weight.kind != Kind::kFloat;
+    tiles += product.weight.tiles();
+  }
+  if (packed) quantize(x, rows, inputs);
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock;
   const Quantized quantized{values_.data(), scales_.data(), sums_.data(), totals_.data(), blocks};
+  const int64_t chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   // A few tiles an item: handing one out costs as much as a short tile takes.
   const int64_t together = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (workers_.threads() * 4)));
   const int64_t groups = (tiles + together - 1) / together;
   workers_.run(groups * chunks, [&](int64_t item, int) {
-    const int64_t first = item / groups * kRowsAtOnce, begin = item % groups * together;
-    for (int64_t tile = begin; tile < std::min(tiles, begin + together); ++tile)
-      kernels_->linear(w, tile, quantized, first, std::min(rows, first + kRowsAtOnce), bias, out, w.outputs);
+    const int64_t first = item / groups * kRowsAtOnce, last = std::min(rows, first + kRowsAtOnce);
+    for (int64_t at = item % groups * together; at < std::min(tiles, (item % groups + 1) * together); ++at) {
+      int64_t tile = at;
+      size_t which = 0;
+      while (tile >= products[which].weight.tiles()) tile -= products[which++].weight.tiles();
+      const Product& p = products[which];
+      if (p.weight.kind == Kind::kFloat)
+        kernels_->linear_float(p.weight, tile, x, first, last, p.bias, p.out, p.weight.outputs);
+      else
+        kernels_->linear(p.weight, tile, quantized, first, last, p.bias, p.out, p.weight.outputs);
+    }
   });
 }
 

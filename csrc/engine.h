@@ -10,6 +10,12 @@
 
 namespace kvilt {
 
+struct Product {
+  Packed weight;
+  const float* bias;  // null: none
+  float* out;         // [rows][outputs]
+};
+
 class Engine {
  public:
   Engine(int threads, const std::string& isa);
@@ -17,7 +23,8 @@ class Engine {
   const char* isa() const { return kernels_->name; }
   int threads() const { return workers_.threads(); }
 
-  void linear(const Packed& w, const float* x, int64_t rows, const float* bias, float* out);
+  // Several products of the same input, which is quantized once; all tiles are one piece of work for the threads.
+  void linears(const std::vector<Product>& products, const float* x, int64_t rows);
   void embed(const Packed& w, const int64_t* ids, int64_t count, float* out);
   void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out);
   void gate(const float* gate, const float* up, int64_t n, int activation, float* out);
@@ -31,6 +38,8 @@ class Engine {
  private:
   Workers workers_;
   const Kernels* kernels_;
+  void quantize(const float* x, int64_t rows, int64_t inputs);
+
   std::mutex lock_;
   std::vector<int8_t> values_;
   std::vector<float> scales_, sums_;

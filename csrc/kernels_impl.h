@@ -339,7 +339,11 @@ inline void linear_rows(const uint8_t* w, const Quantized& x, int64_t row, F16x*
 }
 
 inline void write_tile(const Packed& w, int64_t tile, const float* bias, F16x acc, float* out) {
-  const int64_t first = tile * kTile, count = w.outputs - first < kTile ? w.outputs - first : kTile;
+  const int64_t first = tile * kTile, count = w.outputs - first;
+  if (count >= kTile) {
+    store(out + first, bias ? acc + load(bias + first) : acc);
+    return;
+  }
   float values[kTile];
   store(values, acc);
   for (int64_t o = 0; o < count; ++o) out[first + o] = values[o] + (bias ? bias[first + o] : 0.0f);

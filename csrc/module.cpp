@@ -54,8 +54,14 @@ NB_MODULE(_kvilt_native, m) {
       .def(nb::init<int, const std::string&>())
       .def_prop_ro("isa", [](const Engine& e) { return std::string(e.isa()); })
       .def_prop_ro("threads", &Engine::threads)
-      .def("linear", [](Engine& e, const Weight& w, Address x, int64_t rows, Address bias, Address out) {
-        e.linear(w.packed(), at<const float>(x), rows, at<const float>(bias), at<float>(out));
+      .def("linears", [](Engine& e, const std::vector<const Weight*>& weights, const std::vector<Address>& biases,
+                         const std::vector<Address>& outs, Address x, int64_t rows) {
+        if (weights.empty() || biases.size() != weights.size() || outs.size() != weights.size())
+          throw std::invalid_argument("one bias and one output belong to each weight");
+        std::vector<Product> products;
+        for (size_t i = 0; i < weights.size(); ++i)
+          products.push_back({weights[i]->packed(), at<const float>(biases[i]), at<float>(outs[i])});
+        e.linears(products, at<const float>(x), rows);
       }, Release())
       .def("embed", [](Engine& e, const Weight& w, Address ids, int64_t count, Address out) {
         e.embed(w.packed(), at<const int64_t>(ids), count, at<float>(out));

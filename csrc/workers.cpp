@@ -41,8 +41,10 @@ void Workers::run(int64_t items, const std::function<void(int64_t, int)>& work) 
   epoch_.fetch_add(1, std::memory_order_release);
   epoch_.notify_all();
   drain(0);
-  // The others are within one item of the end; waiting for them is short.
-  while (busy_.load(std::memory_order_acquire) > 0) relax();
+  // The others are within one item of the end, unless the system gave their core to somebody else: then give ours away.
+  for (int spin = 0; busy_.load(std::memory_order_acquire) > 0; ++spin)
+    if (spin < kSpins) relax();
+    else std::this_thread::yield();
 }
 
 void Workers::drain(int worker) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kv.layout import Place, Window
 from ..ops.contract import AttentionMask
-from .layers import Context, Linear, Norm
+from .layers import Context, Linear, Norm, together
 from .spec import AttentionSpec, RopeSpec
 
 
@@ -33,9 +33,7 @@ class Attention:
         """`x` [tokens, hidden] to [tokens, hidden]; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        q = self.q(x, ops).view(-1, spec.heads, spec.head_dim)
-        k = self.k(x, ops).view(-1, spec.kv_heads, spec.head_dim)
-        v = self.v(x, ops).view(-1, spec.kv_heads, spec.head_dim)
+        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in together(x, (self.q, self.k, self.v), ops))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
         if isinstance(spec.rope, RopeSpec):

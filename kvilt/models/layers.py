@@ -5,7 +5,7 @@ Reads like the equation; names no backend and no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,6 +35,11 @@ class Linear:
         return ops.linear(x, self.weight, self.bias)
 
 
+def together(x: Tensor, linears: Sequence[Linear], ops: Ops) -> list[Tensor]:
+    """Several linear maps of the same input."""
+    return ops.linears(x, [(linear.weight, linear.bias) for linear in linears])
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """Root-mean-square norm with a learned scale."""
@@ -57,4 +62,5 @@ class FeedForward:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         ops = context.ops
-        return self.down(ops.gate(self.gate(x, ops), self.up(x, ops), self.spec.activation), ops)
+        gate, up = together(x, (self.gate, self.up), ops)
+        return self.down(ops.gate(gate, up, self.spec.activation), ops)

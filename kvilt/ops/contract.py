@@ -5,6 +5,7 @@ Refuses to know models, caches and requests: an operation sees tensors, page ids
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -125,6 +126,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out]."""
+        ...
+
+    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
+        """Several linear maps (weight, bias) of the same input, which a backend then has to look at only once."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

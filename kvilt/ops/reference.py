@@ -5,7 +5,7 @@ Refuses to be clever: weights are float32 copies made at load, attention is a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -71,6 +71,9 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, _plain(weight), bias)
+
+    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
+        return [self.linear(x, weight, bias) for weight, bias in maps]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

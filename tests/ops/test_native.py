@@ -105,6 +105,17 @@ def test_a_row_of_linear_does_not_see_its_neighbours(rows: int, outputs: int, bl
     assert torch.equal(together[0], together[1])  # nor does it see the number of threads
 
 
+def test_products_of_one_input_are_what_each_is_alone(ops: NativeOps) -> None:
+    weights = [ops.prepare(random_blocks("Q4_1", 40, 512)), ops.prepare(torch.randn(7, 512))]
+    weights += [ops.prepare(random_blocks("Q6_K", 16, 512)), ops.prepare(random_blocks("Q8_0", 100, 512))]
+    biases = [torch.randn(weight.shape[0]) if i % 2 else None for i, weight in enumerate(weights)]
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 512)
+        together = ops.linears(x, list(zip(weights, biases, strict=True)))
+        for found, weight, bias in zip(together, weights, biases, strict=True):
+            assert torch.equal(found, ops.linear(x, weight, bias))
+
+
 def test_columns_that_fill_no_block_are_padded(ops: NativeOps) -> None:
     for rows, columns in ((1, 1), (17, 24), (16, 33), (5, 7)):
         weight, x = torch.randn(rows, columns), torch.randn(3, columns)
@@ -117,7 +128,11 @@ def test_what_is_no_weight_or_no_id_is_refused(ops: NativeOps) -> None:
         with pytest.raises(IndexError):
             ops.embed(packed, torch.tensor(ids))
     with pytest.raises(ValueError, match="packed weight"):
-        ops._engine.linear(_kvilt_native.Weight(1, 16, 32, packed.data.data_ptr(), 7), 0, 1, 0, 0)
+        ops._engine.linears([_kvilt_native.Weight(1, 16, 32, packed.data.data_ptr(), 7)], [0], [0], 0, 1)
+    with pytest.raises(ValueError, match="one bias and one output"):
+        ops._engine.linears([packed.handle], [], [0], 0, 1)
+    with pytest.raises(ValueError, match="differ in its size"):
+        ops.linears(torch.randn(1, 8), [(packed, None), (ops.prepare(torch.randn(4, 9)), None)])
     with pytest.raises(Unsupported, match="avx1024"):
         NativeOps(1, "avx1024")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -89,11 +89,16 @@ class NativeOps:
         return out
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
-        packed, x = self._packed(weight), x.contiguous()
-        out = torch.empty((x.shape[0], packed.shape[0]))
-        bias_at = 0 if bias is None else bias.data_ptr()
-        self._engine.linear(packed.handle, x.data_ptr(), x.shape[0], bias_at, out.data_ptr())
-        return out
+        return self.linears(x, [(weight, bias)])[0]
+
+    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
+        x = x.contiguous()
+        packed = [self._packed(weight) for weight, _ in maps]
+        outs = [torch.empty((x.shape[0], one.shape[0])) for one in packed]
+        biases = [0 if bias is None else bias.data_ptr() for _, bias in maps]
+        handles, out_at = [one.handle for one in packed], [out.data_ptr() for out in outs]
+        self._engine.linears(handles, biases, out_at, x.data_ptr(), x.shape[0])
+        return outs
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
