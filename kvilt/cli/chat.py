@@ -72,7 +72,7 @@ def _sentence(error: KviltError | OSError) -> str:
     """What went wrong, and what helps in a chat."""
     if isinstance(error, ContextOverflow):
         return (
-            f"the chat would have {error.tokens:,} tokens and the context holds {error.limit:,}; "
+            f"the chat would have {error.tokens:,} tokens and {error.setting} allows {error.limit:,}; "
             "/undo or /clear makes room"
         )
     if isinstance(error, PoolExhausted):

@@ -124,7 +124,7 @@ def _read_row(row: Inputs | list[Any], vocab_size: int, hidden_size: int) -> Row
 def _id(token: object, vocab_size: int) -> int:
     try:
         value = operator.index(token)  # type: ignore[arg-type]
-        if isinstance(token, bool):  # an int to Python, a mistake here
+        if isinstance(token, bool) or getattr(token, "dtype", None) is torch.bool:  # an index to Python, a mistake here
             raise TypeError
     except TypeError:
         raise InputError(f"a token id must be a whole number, not {token!r}") from None

@@ -130,7 +130,7 @@ def test_a_wrong_architecture(tmp_path: Path) -> None:
 
 def test_a_prompt_longer_than_the_context(model: str) -> None:
     done = kvilt("run", "--model", model, "--max-context", "64", stdin="word " * 200)
-    refused(done, "tokens and the context holds 64", "shorten the prompt")
+    refused(done, "tokens is needed and the context holds 64", "shorten the prompt")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,8 +118,8 @@ def test_prefills_continue_where_the_last_one_ended(tiny: Executor) -> None:
 
 
 @pytest.mark.parametrize("call", ["prefill", "step", "sample_tokens"])
-@pytest.mark.parametrize("bad", [[], [[]], [61], [-1], [2**70], [1.5], ["a"], [True], [1, False]])
-def test_input_that_is_no_input_is_an_error_and_changes_nothing(tiny: Executor, call: str, bad: list[object]) -> None:
+@pytest.mark.parametrize("bad", [[], [[]], [61], [-1], [2**70], [1.5], ["a"], [True], [1, False], torch.tensor([True])])
+def test_input_that_is_no_input_is_an_error_and_changes_nothing(tiny: Executor, call: str, bad: Any) -> None:
     with tiny.create_kv_cache() as kv:
         tiny.prefill(PROMPT, kv)
         with pytest.raises(InputError):
