@@ -34,9 +34,10 @@ def load_executor(path: Path, config: RunConfig | None = None, progress: Progres
 
 def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None) -> Executor:
     """An executor for an open checkpoint, which it closes in the end."""
-    if threads := config.threads or env_threads():
+    threads = config.threads or env_threads()
+    if threads:
         torch.set_num_threads(threads)
-    ops = select(config.backend)
+    ops = select(config.backend, threads)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
