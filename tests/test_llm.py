@@ -23,7 +23,7 @@ from kvilt.errors import (
     TemplateError,
 )
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_stop_cuts_a_step_short_but_a_stray_cancel_is_heard(llm: LLM, monkeypa
 
 def test_chat_ends_at_the_end_of_its_turn(llm: LLM) -> None:
     done = llm.chat(QUESTION, max_tokens=60)
-    assert "Paris" in done.text
+    assert "Berlin" in done.text
     assert done.finish_reason == "stop"
     assert "<|im_end|>" not in done.text
     assert done.token_ids[-1] in llm.tokenizer.eos_ids
@@ -115,7 +115,7 @@ def test_chat_ends_at_the_end_of_its_turn(llm: LLM) -> None:
 
 def test_a_second_turn_computes_only_what_is_new(llm: LLM) -> None:
     first = llm.chat(QUESTION, max_tokens=60, keep_kv=True)
-    turns = [*QUESTION, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And of Italy?"}]
+    turns = [*QUESTION, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And of Japan?"}]
     assert first.kv is not None
     with first.kv as kv:
         before = kv.serialize()

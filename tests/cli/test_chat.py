@@ -134,8 +134,8 @@ def test_a_chat_in_a_real_terminal(smollm2_path: Path, tmp_path: Path) -> None:
     model = ["--model", str(smollm2_path), "--kv-memory", "256M"]
     with terminal(*model, "--max-tokens", "200", home=tmp_path) as tty:
         tty.ready()
-        tty.ask("What is the capital of France?")
-        tty.expect("Paris")
+        tty.ask("What is the capital of Germany?")
+        tty.expect("Berlin")
         first = tty.numbers()
         assert (first["reused"], first["stopped"], first["limit"]) == (0, 0, 8192)
 
@@ -200,12 +200,12 @@ def piped(*args: str, stdin: str, home: Path) -> subprocess.CompletedProcess[str
 
 
 def test_a_pipe_asks_line_by_line_and_gets_only_answers(smollm2_path: Path, tmp_path: Path) -> None:
-    lines = 'What is the capital of France?\n\n/undo\n"""What is the capital\nof Italy?"""\n'
+    lines = 'What is the capital of Germany?\n\n/undo\n"""What is the capital\nof Japan?"""\n'
     done = piped("--model", str(smollm2_path), "--max-tokens", "30", stdin=lines, home=tmp_path)
     assert done.returncode == 0, done.stderr
-    france, italy = done.stdout.splitlines()
-    assert "Paris" in france
-    assert "Rome" in italy
+    germany, japan = done.stdout.splitlines()
+    assert "Berlin" in germany
+    assert "Tokyo" in japan
     assert "\x1b" not in done.stdout + done.stderr
     assert re.fullmatch(r'took back "What is the capital of…" · 0 turns, .* · 0 tokens computed .* ms\n', done.stderr)
 

@@ -48,10 +48,10 @@ def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
 
 
 def test_run_reads_a_pipe_and_answers_in_json(model: str) -> None:
-    done = kvilt("run", "--json", "--model", model, "--max-tokens", "40", stdin="What is the capital of France?\n")
+    done = kvilt("run", "--json", "--model", model, "--max-tokens", "40", stdin="What is the capital of Germany?\n")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert "Paris" in answer["text"]
+    assert "Berlin" in answer["text"]
     assert answer["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
     assert set(answer["timing"]) == {"first_token_s", "total_s", "load_s", "tokens_per_s"}

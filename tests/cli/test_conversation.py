@@ -27,7 +27,7 @@ from kvilt.executor.counters import TOKENS
 from kvilt.executor.load import load_executor
 from tests.text import templates
 
-FRANCE, ITALY = "What is the capital of France?", "And of Italy?"
+GERMANY, JAPAN = "What is the capital of Germany?", "And of Japan?"
 SHORT = SamplingParams(max_tokens=12)
 HIDING = (
     "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -79,7 +79,7 @@ def with_template(llm: LLM, source: str) -> LLM:
 
 def test_the_first_turn_has_the_ids_of_the_template(llm: LLM) -> None:
     with Conversation(llm, "You answer briefly.") as chat:
-        generated = ask(chat, FRANCE)
+        generated = ask(chat, GERMANY)
         messages = chat.messages[:-1]
         assert [message["role"] for message in messages] == ["system", "user"]
         assert chat.ids == [*llm.chat_template.encode(llm.tokenizer, messages), *generated]
@@ -88,9 +88,9 @@ def test_the_first_turn_has_the_ids_of_the_template(llm: LLM) -> None:
 
 def test_a_later_turn_computes_only_what_is_new(llm: LLM) -> None:
     with Conversation(llm) as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         before, past = computed(llm), chat.ids
-        generated = ask(chat, ITALY)
+        generated = ask(chat, JAPAN)
         assert chat.last is not None
         usage = chat.last.usage
         assert usage.cached_tokens == len(past) - 1
@@ -100,7 +100,7 @@ def test_a_later_turn_computes_only_what_is_new(llm: LLM) -> None:
         assert chat.missing == 1
         with fresh(chat) as other:
             other.undo()
-            assert ask(other, ITALY) == generated
+            assert ask(other, JAPAN) == generated
             assert other.last is not None
             assert other.last.usage.cached_tokens == 0
 
@@ -112,7 +112,7 @@ STYLES = {name: getattr(templates, name) for name in ("LLAMA3", "GEMMA", "MISTRA
 def test_all_turns_together_read_as_the_template_writes_them(llm: LLM, style: str) -> None:
     styled = llm if style == "own" else with_template(llm, STYLES[style])
     with Conversation(styled) as chat:
-        for question in (FRANCE, "Say <|im_end|> twice.", ITALY):
+        for question in (GERMANY, "Say <|im_end|> twice.", JAPAN):
             ask(chat, question, SamplingParams(max_tokens=5))
         assert chat.last is not None
         assert chat.last.usage.cached_tokens > chat.last.usage.prompt_tokens / 2
@@ -128,22 +128,22 @@ def test_all_turns_together_read_as_the_template_writes_them(llm: LLM, style: st
 
 def test_generated_ids_are_kept_where_their_text_would_be_cut_another_way(llm: LLM) -> None:
     tokenizer = llm.tokenizer
-    prompt = llm.chat_template.encode(tokenizer, [{"role": "user", "content": FRANCE}])
-    odd = [token for letter in "Paris" for token in tokenizer.encode(letter, add_special=False)]
-    assert odd != tokenizer.encode("Paris", add_special=False)
-    with Conversation(llm, turns=[Turn(FRANCE, "Paris", 0, (*prompt, *odd))]) as chat:
-        ask(chat, ITALY, SamplingParams(max_tokens=2))
+    prompt = llm.chat_template.encode(tokenizer, [{"role": "user", "content": GERMANY}])
+    odd = [token for letter in "Berlin" for token in tokenizer.encode(letter, add_special=False)]
+    assert odd != tokenizer.encode("Berlin", add_special=False)
+    with Conversation(llm, turns=[Turn(GERMANY, "Berlin", 0, (*prompt, *odd))]) as chat:
+        ask(chat, JAPAN, SamplingParams(max_tokens=2))
         assert chat.ids[: len(prompt) + len(odd) + 1] == [*prompt, *odd, tokenizer.id_of("<|im_end|>")]
 
 
 def test_a_turn_ends_with_the_token_that_the_template_writes(llm: LLM) -> None:
     tokenizer = llm.tokenizer
-    prompt = llm.chat_template.encode(tokenizer, [{"role": "user", "content": FRANCE}])
+    prompt = llm.chat_template.encode(tokenizer, [{"role": "user", "content": GERMANY}])
     other, own = tokenizer.id_of("<|endoftext|>"), tokenizer.id_of("<|im_end|>")
     assert {other, own} <= llm.stop_ids
     for end in (other, own):
-        with Conversation(llm, turns=[Turn(FRANCE, "Rome", 0, (*prompt, 51, end))]) as chat:
-            ask(chat, ITALY, SamplingParams(max_tokens=2))
+        with Conversation(llm, turns=[Turn(GERMANY, "Rome", 0, (*prompt, 51, end))]) as chat:
+            ask(chat, JAPAN, SamplingParams(max_tokens=2))
             assert other not in chat.ids
             assert chat.ids[len(prompt) : len(prompt) + 2] == [51, own]
             assert ids_of(chat.turns[:1])[-1] == end  # the past turn is as it was
@@ -152,14 +152,14 @@ def test_a_turn_ends_with_the_token_that_the_template_writes(llm: LLM) -> None:
 def test_a_template_that_hides_answers_is_followed_by_the_longest_common_prefix(llm: LLM) -> None:
     hiding = with_template(llm, HIDING)
     with Conversation(hiding) as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         first = chat.ids
-        ask(chat, ITALY)
+        ask(chat, JAPAN)
         assert chat.last is not None
         prompt = hiding.chat_template.encode(hiding.tokenizer, [m for m in chat.messages if m["role"] == "user"])
         assert chat.ids == [*prompt, *chat.last.token_ids]
         shared = hiding.chat_template.encode(
-            hiding.tokenizer, [{"role": "user", "content": FRANCE}], add_generation_prompt=False
+            hiding.tokenizer, [{"role": "user", "content": GERMANY}], add_generation_prompt=False
         )
         assert chat.last.usage.cached_tokens == chat.turns[1].kept == len(shared) + 1  # and <|im_start|>
         chat.undo()
@@ -171,16 +171,16 @@ def test_a_template_that_hides_answers_is_followed_by_the_longest_common_prefix(
 
 def test_undo_and_the_same_question_give_the_same_answer(llm: LLM) -> None:
     with Conversation(llm) as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         past = chat.ids
-        answer, all_ids = ask(chat, ITALY), chat.ids
+        answer, all_ids = ask(chat, JAPAN), chat.ids
         before = computed(llm)
-        assert chat.undo().user == ITALY
+        assert chat.undo().user == JAPAN
         assert computed(llm) == before
         assert (chat.ids, chat.missing) == (past, 0)
         assert ask(chat, "Tell me a joke.") != answer
         chat.undo()
-        assert ask(chat, ITALY) == answer
+        assert ask(chat, JAPAN) == answer
         assert chat.ids == all_ids
         chat.undo()
         chat.undo()
@@ -191,25 +191,25 @@ def test_undo_and_the_same_question_give_the_same_answer(llm: LLM) -> None:
 
 def test_forks_do_not_see_each_other(llm: LLM) -> None:
     with Conversation(llm) as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         pages, before = llm.executor.pool.usage().used, computed(llm)
         with chat.fork() as other:
             assert llm.executor.pool.usage().used == pages
             assert computed(llm) == before
-            there, here = ask(other, "Tell me a joke."), ask(chat, ITALY)
+            there, here = ask(other, "Tell me a joke."), ask(chat, JAPAN)
             for one, answer in ((other, there), (chat, here)):
                 with fresh(one) as alone:
                     alone.undo()
                     assert ask(alone, one.turns[-1].user) == answer
-        assert [turn.user for turn in chat.turns] == [FRANCE, ITALY]
+        assert [turn.user for turn in chat.turns] == [GERMANY, JAPAN]
 
 
 def test_clear_and_restart_keep_nothing_that_was_said(llm: LLM) -> None:
     with Conversation(llm, "Be kind.") as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         chat.clear()
         assert (chat.messages, chat.held) == ([{"role": "system", "content": "Be kind."}], 0)
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         chat.restart("Be brief.")
         assert (chat.messages, chat.held) == ([{"role": "system", "content": "Be brief."}], 0)
         assert llm.executor.pool.usage().used == 0
@@ -235,10 +235,10 @@ def test_an_interrupted_answer_stays_and_the_chat_goes_on_from_it(llm: LLM, piec
         assert len(chat.last.token_ids) == pieces
         assert chat.turns[0].assistant == "".join(shown)
         assert chat.missing == 1
-        went_on = ask(chat, ITALY)
+        went_on = ask(chat, JAPAN)
         with fresh(chat) as other:
             other.undo()
-            assert ask(other, ITALY) == went_on
+            assert ask(other, JAPAN) == went_on
             assert other.ids == chat.ids
 
 
@@ -277,33 +277,33 @@ def test_a_question_without_one_token_of_answer_is_taken_back(
 
 def test_a_step_that_is_cancelled_half_way_leaves_the_chat_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with Conversation(llm) as chat:
-        whole = ask(chat, FRANCE)
+        whole = ask(chat, GERMANY)
         chat.undo()
         stop_at_layer(chat, monkeypatch, 3 * 30 + 11)
-        list(chat.say(FRANCE, SHORT))
+        list(chat.say(GERMANY, SHORT))
         monkeypatch.undo()
         assert chat.last is not None
         assert chat.last.finish_reason == "cancelled"
         assert chat.last.token_ids == whole[:3]
-        went_on = ask(chat, ITALY)
+        went_on = ask(chat, JAPAN)
         with fresh(chat) as other:
             other.undo()
-            assert ask(other, ITALY) == went_on
+            assert ask(other, JAPAN) == went_on
 
 
 def test_an_error_leaves_the_conversation_as_it_was(llm: LLM) -> None:
     with Conversation(llm) as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         past = chat.ids
         with pytest.raises(ContextOverflow):
             list(chat.say("word " * 4100))
         assert (chat.ids, chat.missing) == (past, 1)
-        ask(chat, ITALY)
+        ask(chat, JAPAN)
         assert chat.last is not None
         assert chat.last.usage.cached_tokens == len(past) - 1
     refusing = with_template(llm, "{{ raise_exception('No.') }}")
     with Conversation(refusing) as chat, pytest.raises(TemplateError, match="No"):
-        list(chat.say(FRANCE))
+        list(chat.say(GERMANY))
 
 
 def test_where_a_window_forgot_too_much_undo_says_so_and_the_next_answer_computes_again(
@@ -329,14 +329,14 @@ def test_where_a_window_forgot_too_much_undo_says_so_and_the_next_answer_compute
 def test_a_saved_conversation_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> None:
     path = chat_path(tmp_path, "one")
     with Conversation(llm, "You answer briefly.") as chat:
-        ask(chat, FRANCE)
+        ask(chat, GERMANY)
         written = chat.save(path, "a model")
         assert written == sum(file.stat().st_size for file in tmp_path.iterdir())
         loaded = Conversation.load(llm, path)
         with loaded.conversation as other:
             assert loaded.computed == 0
             assert (other.messages, other.ids, other.held) == (chat.messages, chat.ids, chat.held)
-            assert ask(other, ITALY) == ask(chat, ITALY)
+            assert ask(other, JAPAN) == ask(chat, JAPAN)
             assert other.last is not None
             assert other.last.usage.cached_tokens == len(ids_of(chat.turns[:1])) - 1
     assert saved_chats(tmp_path) == ["one"]
