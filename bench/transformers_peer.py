@@ -3,8 +3,8 @@
     pip install -c constraints.txt ".[test]" && python bench/transformers_peer.py [--backend native]
 
 Prints medians and the ratio kvilt / transformers. Only the ratio means something: machines are noisy. transformers runs
-the dequantized weights in float32, which is its fastest way on a CPU; so does kvilt's reference backend, while its native
-backend runs them as they are packed.
+the dequantized weights in float32, which is its fastest way on a CPU; so does kvilt's reference backend. Its native one
+runs them as they are packed.
 """
 
 from __future__ import annotations
