@@ -2,7 +2,7 @@
 //
 // Each file isa_*.cpp defines KVILT_ISA (a namespace) and includes this one. Only the integer dot products are written
 // with intrinsics. Law: the value of an output depends on its own row alone, whatever else is computed beside it, so
-// every loop that a row goes through has the same order for one row and for many.
+// every loop that a row goes through has the same order for one row and for many, and fused products are spelled out.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -25,6 +25,25 @@ inline F16x load(const float* p) {
 }
 inline void store(float* p, F16x v) { std::memcpy(p, &v, sizeof v); }
 inline F16x splat(float x) { return x - F16x{}; }
+
+// a * b + c. Written out wherever a row's result passes: left to itself, a compiler fuses the same expression in one
+// instantiation and not in another, and a row alone would round differently from the same row in a batch.
+inline F16x fma(F16x a, F16x b, F16x c) {
+#if defined(__AVX512F__)
+  return (F16x)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  union Halves {
+    F16x whole;
+    __m256 half[2];
+  } x{a}, y{b}, z{c};
+  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
+}
+inline F16x fma(F16x a, float b, F16x c) { return fma(a, splat(b), c); }
 
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -71,17 +90,17 @@ inline F16x exp16(F16x x) {
   x = x < low ? low : x;
   x = x > high ? high : x;
   const F16x magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F16x rounded = x * 1.44269504088896341f + magic;
+  const F16x rounded = fma(x, 1.44269504088896341f, magic);
   const F16x n = rounded - magic;
-  F16x r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
+  F16x r = fma(n, -0.693359375f, x);
+  r = fma(n, 2.12194440e-4f, r);
   F16x p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p * r, r, r) + 1.0f;
   I16x bits;
   std::memcpy(&bits, &rounded, sizeof bits);
   bits = (bits << 23) + 0x3f800000;  // the low bits of `rounded` are n; the rest is shifted out
@@ -315,8 +334,8 @@ inline void linear_rows(const uint8_t* w, const Quantized& x, int64_t row, F16x*
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.blocks + b;
         const I16x dot = dot_nibbles(n, x.values + at * kBlock);
-        acc[r] = __builtin_convertvector(dot, F16x) * (scale * x.scales[at]) + acc[r];
-        acc[r] = minimum * x.sums[at] + acc[r];
+        acc[r] = fma(__builtin_convertvector(dot, F16x), scale * x.scales[at], acc[r]);
+        acc[r] = fma(minimum, x.sums[at], acc[r]);
       }
     } else {
       const Bytes low = load_bytes(w), high = load_bytes(w + 256);
@@ -327,11 +346,11 @@ inline void linear_rows(const uint8_t* w, const Quantized& x, int64_t row, F16x*
         const I16x first = dot_bytes(low, q, x.totals[2 * at]);
         const I16x last = dot_bytes(high, q + 16, x.totals[2 * at + 1]);
         if constexpr (L::halves) {
-          acc[r] = __builtin_convertvector(first, F16x) * (scale * x.scales[at]) + acc[r];
-          acc[r] = __builtin_convertvector(last, F16x) * (second * x.scales[at]) + acc[r];
+          acc[r] = fma(__builtin_convertvector(first, F16x), scale * x.scales[at], acc[r]);
+          acc[r] = fma(__builtin_convertvector(last, F16x), second * x.scales[at], acc[r]);
         } else {
-          acc[r] = __builtin_convertvector(first + last, F16x) * (scale * x.scales[at]) + acc[r];
-          if constexpr (L::minimum) acc[r] = second * x.sums[at] + acc[r];
+          acc[r] = fma(__builtin_convertvector(first + last, F16x), scale * x.scales[at], acc[r]);
+          if constexpr (L::minimum) acc[r] = fma(second, x.sums[at], acc[r]);
         }
       }
     }
@@ -387,7 +406,7 @@ inline void float_rows(const float* w, int64_t inputs, const float* x, F16x* acc
   for (int r = 0; r < R; ++r) acc[r] = F16x{};
   for (int64_t k = 0; k < inputs; ++k) {
     const F16x column = load(w + k * kTile);
-    for (int r = 0; r < R; ++r) acc[r] = column * x[r * inputs + k] + acc[r];
+    for (int r = 0; r < R; ++r) acc[r] = fma(column, x[r * inputs + k], acc[r]);
   }
 }
 
@@ -455,7 +474,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, 
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
     const F16x v = load(x + i);
-    sums = v * v + sums;
+    sums = fma(v, v, sums);
   }
   float sum = total(sums);
   for (; i < n; ++i) sum += x[i] * x[i];
@@ -514,7 +533,7 @@ inline void page_products(const float* query, const Pages& pages, int64_t keys, 
     F16x sum[G] = {};
     for (int64_t d = 0; d < pages.dim; ++d) {
       const F16x key = load_as(pages.dtype, pages.keys, keys + d * pages.lanes + lane);
-      for (int g = 0; g < G; ++g) sum[g] = key * query[g * pages.dim + d] + sum[g];
+      for (int g = 0; g < G; ++g) sum[g] = fma(key, query[g * pages.dim + d], sum[g]);
     }
     for (int g = 0; g < G; ++g) store(scores + g * pages.lanes + lane, sum[g] * scale);
   }
@@ -557,7 +576,7 @@ inline void page_values(const Pages& pages, int64_t values, int64_t from, int64_
   for (int64_t t = from; t < to; ++t)
     for (int v = 0; v < V; ++v) {
       const F16x value = load_as(pages.dtype, pages.values, values + t * pages.value_dim + first + 16 * v);
-      for (int g = 0; g < G; ++g) sum[g][v] = value * weights[g * pages.lanes + t] + sum[g][v];
+      for (int g = 0; g < G; ++g) sum[g][v] = fma(value, weights[g * pages.lanes + t], sum[g][v]);
     }
   for (int g = 0; g < G; ++g)
     for (int v = 0; v < V; ++v) store(acc + g * pages.value_dim + first + 16 * v, sum[g][v]);
