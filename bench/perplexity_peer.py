@@ -1,6 +1,6 @@
 """Perplexity of the default model in kvilt and in transformers on the dequantized weights, over the same tokens.
 
-    python bench/perplexity_peer.py FILE [--tokens 20000] [--chunk 1024]
+    python bench/perplexity_peer.py FILE [--tokens 20000] [--chunk 1024] [--backend reference]
 
 FILE is a text, or a JSON list of questions with passages under `ctxs` (each with a `text`), which are joined.
 """
@@ -44,9 +44,10 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--backend", default="reference")
     arguments = parser.parse_args()
     path = resolve("smollm2")
-    with kvilt.load(path, kv_memory="1G") as llm:
+    with kvilt.load(path, kv_memory="1G", backend=arguments.backend) as llm:
         ids = llm.tokenizer.encode(read_text(arguments.file), add_special=False)[: arguments.tokens]
         ours = measure(llm.executor, ids, arguments.chunk)
     peer = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
