@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import BlobError, InputError, WeightError
+from ..kv.file import write_whole
 from ..weights.json_file import read_object
 
 FORMAT = 1
@@ -81,15 +80,7 @@ def kv_name(path: Path, tokens: Sequence[int]) -> str:
 def write_record(path: Path, record: Record) -> None:
     """Write a record to a file that is either complete or as it was."""
     data = json.dumps({"format": FORMAT, **asdict(record)}, ensure_ascii=False, separators=(",", ":")).encode()
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
-        try:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-            Path(out.name).replace(path)
-        except BaseException:
-            Path(out.name).unlink(missing_ok=True)
-            raise
+    write_whole(path, data)
 
 
 def read_record(path: Path) -> Record:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import os
-import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Concatenate, ParamSpec, Self, SupportsIndex, TypeGuard, TypeV
 
 from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch, TruncateError
 from .codec import max_bytes, pack, unpack
+from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
 from .row import CacheRow, RowImage, Token, held, rows_from_images
@@ -240,16 +240,7 @@ class KVCache:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `serialize()` to a file that is either complete or not there."""
-        target = Path(path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
-            try:
-                out.write(self.serialize())
-                out.flush()
-                os.fsync(out.fileno())
-                Path(out.name).replace(target)
-            except BaseException:
-                Path(out.name).unlink(missing_ok=True)
-                raise
+        write_whole(Path(path), self.serialize())
 
     # For the batch, and for this room.
 
