@@ -159,10 +159,6 @@ inline void quantize(const float* x, int64_t inputs, int64_t blocks, int8_t* val
 
 #if defined(__AVX512VNNI__)
 
-struct Sums {
-  __m512i v;
-};
-inline Sums zero_sums() { return {_mm512_setzero_si512()}; }
 inline __m512i four(const int8_t* x) {
   int32_t word;
   std::memcpy(&word, x, 4);

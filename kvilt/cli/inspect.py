@@ -266,7 +266,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
     """By format, the largest first."""
-    backend = select().name
+    backend = select(threads=1).name  # only its name is wanted, not its threads
     found = []
     for name in dict.fromkeys(tensor.format for tensor in tensors):
         of_it = [tensor for tensor in tensors if tensor.format == name]
