@@ -11,18 +11,13 @@ namespace kvilt::KVILT_ISA {
 inline F16x load_as(int dtype, const void* base, int64_t at) {
   if (dtype == 0) return load(static_cast<const float*>(base) + at);
   const uint16_t* p = static_cast<const uint16_t*>(base) + at;
-  if (dtype == 1) return load_half(p);
-  float out[16];
-  for (int i = 0; i < 16; ++i) out[i] = bfloat_to_float(p[i]);
-  return load(out);
+  return dtype == 1 ? load_half(p) : load_bfloat(p);
 }
 inline float load_one(int dtype, const void* base, int64_t at) {
   if (dtype == 0) return static_cast<const float*>(base)[at];
   const uint16_t bits = static_cast<const uint16_t*>(base)[at];
   return dtype == 1 ? half_to_float(bits) : bfloat_to_float(bits);
 }
-
-inline F16x larger(F16x a, F16x b) { return a > b ? a : b; }
 
 // What a query has gathered so far.
 struct Gathered {
@@ -56,12 +51,12 @@ inline float page_weights(float* scores, const Pages& pages, int64_t from, int64
   F16x peaks = load(scores);
   for (int64_t lane = 16; lane < lanes; lane += 16) peaks = larger(peaks, load(scores + lane));
   const float best = largest(peaks), next = best > so_far.peak ? best : so_far.peak;
-  const float decay = std::isinf(so_far.peak) ? 0.0f : exp16(splat(so_far.peak - next))[0];
+  const float decay = std::isinf(so_far.peak) ? 0.0f : first(exp16(splat(so_far.peak - next)));
   F16x sums = {};
   for (int64_t lane = 0; lane < lanes; lane += 16) {
     const F16x score = load(scores + lane);
     F16x weight = exp16(score - next);
-    if (!whole) weight = score == nothing - F16x{} ? F16x{} : weight;
+    if (!whole) weight = zero_where_equal(score, splat(nothing), weight);
     store(scores + lane, weight);
     sums = sums + weight;
   }

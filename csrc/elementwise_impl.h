@@ -22,7 +22,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, 
 inline F16x activated(F16x x, int activation) {
   F16x u = x;  // silu: x * sigmoid(x)
   if (activation == 1) u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // gelu by tanh: x * sigmoid(2u)
-  return x / (exp16(-u) + 1.0f);
+  return x / (exp16(F16x{} - u) + 1.0f);
 }
 
 inline void gate(const float* gate, const float* up, int64_t n, int activation, float* out) {

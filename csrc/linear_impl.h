@@ -38,6 +38,7 @@ inline void quantize(const float* x, int64_t inputs, int64_t blocks, int8_t* val
 
 #if defined(__AVX512VNNI__)
 
+inline I16x add(I16x a, I16x b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline __m512i four(const int8_t* x) {
   int32_t word;
   std::memcpy(&word, x, 4);
@@ -62,7 +63,7 @@ inline I16x dot_nibbles(const Nibbles& w, const int8_t* x) {
     a = _mm512_dpbusd_epi32(a, w.v[2 * j], four(x + 8 * j));
     b = _mm512_dpbusd_epi32(b, w.v[2 * j + 1], four(x + 8 * j + 4));
   }
-  return (I16x)_mm512_add_epi32(a, b);
+  return {_mm512_add_epi32(a, b)};
 }
 struct Bytes {
   __m512i v[4];
@@ -79,21 +80,16 @@ inline I16x dot_bytes(const Bytes& w, const int8_t* x, int32_t sum) {
     a = _mm512_dpbusd_epi32(a, w.v[2 * j], four(x + 8 * j));
     b = _mm512_dpbusd_epi32(b, w.v[2 * j + 1], four(x + 8 * j + 4));
   }
-  return (I16x)_mm512_add_epi32(a, b);
+  return {_mm512_add_epi32(a, b)};
 }
 
 #elif defined(__AVX2__)
 
+inline I16x add(I16x x, I16x y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline __m256i four(const int8_t* x) {
   int32_t word;
   std::memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
-}
-inline I16x join(__m256i low, __m256i high) {
-  I16x out;
-  std::memcpy(&out, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&out) + 32, &high, 32);
-  return out;
 }
 struct Nibbles {
   __m256i v[8][2];
@@ -117,7 +113,7 @@ inline I16x dot_nibbles(const Nibbles& w, const int8_t* x) {
     // At most 8 * 2 * 15 * 127: sixteen bits hold all eight steps.
     for (int h = 0; h < 2; ++h) sums[h] = _mm256_add_epi16(sums[h], _mm256_maddubs_epi16(w.v[j][h], act));
   }
-  return join(_mm256_madd_epi16(sums[0], ones), _mm256_madd_epi16(sums[1], ones));
+  return {_mm256_madd_epi16(sums[0], ones), _mm256_madd_epi16(sums[1], ones)};
 }
 struct Bytes {
   __m256i v[4][2];
@@ -139,11 +135,15 @@ inline I16x dot_bytes(const Bytes& w, const int8_t* x, int32_t) {
       sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(pairs, ones));
     }
   }
-  return join(sums[0], sums[1]);
+  return {sums[0], sums[1]};
 }
 
 #else
 
+inline I16x add(I16x x, I16x y) {
+  for (int i = 0; i < 16; ++i) x.v[i] += y.v[i];
+  return x;
+}
 struct Nibbles {
   const uint8_t* p;
 };
@@ -209,7 +209,7 @@ inline void linear_rows(const uint8_t* w, const Quantized& x, int64_t row, F16x*
       for (int r = 0; r < R; ++r) {
         const int64_t at = (row + r) * x.blocks + b;
         const I16x dot = dot_nibbles(n, x.values + at * kBlock);
-        acc[r] = fma(__builtin_convertvector(dot, F16x), scale * x.scales[at], acc[r]);
+        acc[r] = fma(to_float(dot), scale * x.scales[at], acc[r]);
         acc[r] = fma(minimum, x.sums[at], acc[r]);
       }
     } else {
@@ -221,10 +221,10 @@ inline void linear_rows(const uint8_t* w, const Quantized& x, int64_t row, F16x*
         const I16x first = dot_bytes(low, q, x.totals[2 * at]);
         const I16x last = dot_bytes(high, q + 16, x.totals[2 * at + 1]);
         if constexpr (L::halves) {
-          acc[r] = fma(__builtin_convertvector(first, F16x), scale * x.scales[at], acc[r]);
-          acc[r] = fma(__builtin_convertvector(last, F16x), second * x.scales[at], acc[r]);
+          acc[r] = fma(to_float(first), scale * x.scales[at], acc[r]);
+          acc[r] = fma(to_float(last), second * x.scales[at], acc[r]);
         } else {
-          acc[r] = fma(__builtin_convertvector(first + last, F16x), scale * x.scales[at], acc[r]);
+          acc[r] = fma(to_float(add(first, last)), scale * x.scales[at], acc[r]);
           if constexpr (L::minimum) acc[r] = fma(second, x.sums[at], acc[r]);
         }
       }

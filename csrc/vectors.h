@@ -1,4 +1,6 @@
-// Sixteen lanes, written with the compiler's vectors: loads, fused products, exponentials, sums in one fixed order.
+// Sixteen lanes: loads, arithmetic, fused products, exponentials, sums in one fixed order.
+//
+// A struct of the widest registers there are, since compilers lower vectors wider than a register lane by lane.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,36 +11,6 @@
 #endif
 
 namespace kvilt::KVILT_ISA {
-
-typedef float F16x __attribute__((vector_size(64)));    // sixteen floats
-typedef int32_t I16x __attribute__((vector_size(64)));  // sixteen integers
-
-inline F16x load(const float* p) {
-  F16x v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-inline void store(float* p, F16x v) { std::memcpy(p, &v, sizeof v); }
-inline F16x splat(float x) { return x - F16x{}; }
-
-// a * b + c. Written out wherever a row's result passes: left to itself, a compiler fuses the same expression in one
-// instantiation and not in another, and a row alone would round differently from the same row in a batch.
-inline F16x fma(F16x a, F16x b, F16x c) {
-#if defined(__AVX512F__)
-  return (F16x)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union Halves {
-    F16x whole;
-    __m256 half[2];
-  } x{a}, y{b}, z{c};
-  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-  return z.whole;
-#else
-  return a * b + c;
-#endif
-}
-inline F16x fma(F16x a, float b, F16x c) { return fma(a, splat(b), c); }
 
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -62,16 +34,6 @@ inline float half_to_float(uint16_t h) {
 #endif
 }
 
-inline F16x load_half(const uint16_t* p) {
-#if defined(__AVX512F__)
-  return (F16x)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#else
-  float out[16];
-  for (int i = 0; i < 16; ++i) out[i] = half_to_float(p[i]);
-  return load(out);
-#endif
-}
-
 inline float bfloat_to_float(uint16_t b) {
   const uint32_t bits = uint32_t(b) << 16;
   float out;
@@ -79,11 +41,172 @@ inline float bfloat_to_float(uint16_t b) {
   return out;
 }
 
+// fma is written out wherever a row's result passes: left to itself, a compiler fuses the same expression in one
+// instantiation and not in another, and a row alone would round differently from the same row in a batch.
+
+#if defined(__AVX512F__)
+
+struct F16x {
+  __m512 v;
+};
+struct I16x {
+  __m512i v;
+};
+inline F16x load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F16x x) { _mm512_storeu_ps(p, x.v); }
+inline F16x splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F16x operator+(F16x a, F16x b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16x operator-(F16x a, F16x b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16x operator*(F16x a, F16x b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16x operator/(F16x a, F16x b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16x fma(F16x a, F16x b, F16x c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16x larger(F16x a, F16x b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16x smaller(F16x a, F16x b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16x absolute(F16x a) { return {_mm512_abs_ps(a.v)}; }
+inline F16x zero_where_equal(F16x a, F16x b, F16x value) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ), value.v)};
+}
+inline F16x to_float(I16x a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// 2^n of a number whose low bits hold n, as exp16 makes it; the rest is shifted out.
+inline F16x power(F16x rounded) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(rounded.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)))};
+}
+inline F16x load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline F16x load_bfloat(const uint16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline F16x load_byte(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
+#elif defined(__AVX2__)
+
+struct F16x {
+  __m256 a, b;
+};
+struct I16x {
+  __m256i a, b;
+};
+inline F16x load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16x x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F16x splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16x operator+(F16x x, F16x y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F16x operator-(F16x x, F16x y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F16x operator*(F16x x, F16x y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F16x operator/(F16x x, F16x y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F16x fma(F16x x, F16x y, F16x z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline F16x larger(F16x x, F16x y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F16x smaller(F16x x, F16x y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F16x absolute(F16x x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F16x zero_where_equal(F16x x, F16x y, F16x value) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NEQ_UQ), value.a),
+          _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NEQ_UQ), value.b)};
+}
+inline F16x to_float(I16x x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F16x power(F16x rounded) {
+  const __m256i one = _mm256_set1_epi32(0x3f800000);
+  const __m256i low = _mm256_slli_epi32(_mm256_castps_si256(rounded.a), 23);
+  const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(rounded.b), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(low, one)), _mm256_castsi256_ps(_mm256_add_epi32(high, one))};
+}
+inline F16x load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline F16x load_bfloat(const uint16_t* p) {
+  const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+inline F16x load_byte(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
+}
+
+#else
+
+struct F16x {
+  float v[16];
+};
+struct I16x {
+  int32_t v[16];
+};
+template <typename Op>
+inline F16x each(Op op) {
+  F16x out;
+  for (int i = 0; i < 16; ++i) out.v[i] = op(i);
+  return out;
+}
+inline F16x load(const float* p) { return each([&](int i) { return p[i]; }); }
+inline void store(float* p, F16x x) { std::memcpy(p, x.v, sizeof x.v); }
+inline F16x splat(float x) { return each([&](int) { return x; }); }
+inline F16x operator+(F16x a, F16x b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline F16x operator-(F16x a, F16x b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline F16x operator*(F16x a, F16x b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline F16x operator/(F16x a, F16x b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline F16x fma(F16x a, F16x b, F16x c) { return a * b + c; }
+inline F16x larger(F16x a, F16x b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F16x smaller(F16x a, F16x b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F16x absolute(F16x a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
+inline F16x zero_where_equal(F16x a, F16x b, F16x value) {
+  return each([&](int i) { return a.v[i] == b.v[i] ? 0.0f : value.v[i]; });
+}
+inline F16x to_float(I16x a) { return each([&](int i) { return float(a.v[i]); }); }
+inline F16x power(F16x rounded) {
+  uint32_t bits[16];
+  std::memcpy(bits, rounded.v, sizeof bits);
+  for (uint32_t& b : bits) b = (b << 23) + 0x3f800000u;
+  F16x out;
+  std::memcpy(out.v, bits, sizeof bits);
+  return out;
+}
+inline F16x load_half(const uint16_t* p) { return each([&](int i) { return half_to_float(p[i]); }); }
+inline F16x load_bfloat(const uint16_t* p) { return each([&](int i) { return bfloat_to_float(p[i]); }); }
+inline F16x load_byte(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
+
+#endif
+
+inline F16x operator+(F16x a, float b) { return a + splat(b); }
+inline F16x operator-(F16x a, float b) { return a - splat(b); }
+inline F16x operator*(F16x a, float b) { return a * splat(b); }
+inline F16x fma(F16x a, float b, F16x c) { return fma(a, splat(b), c); }
+
+// Sixteen lanes to one, by halves: always the same tree.
+template <typename Op>
+inline float fold(F16x v, Op op) {
+  float a[16];
+  store(a, v);
+  for (int step = 8; step; step /= 2)
+    for (int i = 0; i < step; ++i) a[i] = op(a[i], a[i + step]);
+  return a[0];
+}
+inline float total(F16x v) {
+  return fold(v, [](float a, float b) { return a + b; });
+}
+inline float largest(F16x v) {
+  return fold(v, [](float a, float b) { return a < b ? b : a; });
+}
+inline float first(F16x v) {
+  float a[16];
+  store(a, v);
+  return a[0];
+}
+
 // e^x for x in [-87, 88], a few units in the last place; smaller x give a value that is as good as zero.
 inline F16x exp16(F16x x) {
-  const F16x low = splat(-87.0f), high = splat(88.0f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
+  x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
   const F16x magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F16x rounded = fma(x, 1.44269504088896341f, magic);
   const F16x n = rounded - magic;
@@ -96,29 +219,7 @@ inline F16x exp16(F16x x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p * r, r, r) + 1.0f;
-  I16x bits;
-  std::memcpy(&bits, &rounded, sizeof bits);
-  bits = (bits << 23) + 0x3f800000;  // the low bits of `rounded` are n; the rest is shifted out
-  F16x scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
-}
-
-// A sum of sixteen lanes in one fixed order.
-inline float total(F16x v) {
-  float a[16];
-  store(a, v);
-  for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; ++i) a[i] += a[i + step];
-  return a[0];
-}
-
-inline float largest(F16x v) {
-  float a[16];
-  store(a, v);
-  for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; ++i) a[i] = a[i] < a[i + step] ? a[i + step] : a[i];
-  return a[0];
+  return p * power(rounded);
 }
 
 }  // namespace kvilt::KVILT_ISA
