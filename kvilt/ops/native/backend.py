@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +23,11 @@ from ..contract import (
     Rotation,
 )
 from ..reference import ReferenceOps
+from . import pages as paged
 from .pack import KINDS, pack
 
 REVISION = 1  # of the arithmetic: KV of another revision is not the same bits
-_DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 _ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
-
-
-@dataclass(frozen=True, slots=True)
-class NativePages:
-    """Keys with tokens as lanes, values with dims as lanes, so that both products run along memory."""
-
-    shape: PageShape
-    keys: Tensor  # [layers, pages, kv_heads, key_dim, lanes]
-    values: Tensor  # [layers, pages, kv_heads, page_tokens, value_dim]
-    layers: tuple[Any, ...]  # handles for the kernels, one per layer
 
 
 class NativeOps:
@@ -126,57 +114,22 @@ class NativeOps:
         return out
 
     def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        pages, query = _own(store), query.contiguous()
-        out = torch.empty((query.shape[0], query.shape[1], pages.shape.value_dim))
-        tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
-        where = (tables.data_ptr(), tables.shape[1], list(paging.starts), positions.data_ptr())
-        sees = (mask.scale, mask.window, mask.soft_cap)
-        self._engine.attend(query.data_ptr(), query.shape[1], pages.layers[layer], *where, *sees, out.data_ptr())
-        return out
+        return paged.attend(self._engine, query, store, layer, paging, mask)
 
-    def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> NativePages:
-        if device.type != "cpu" or shape.dtype not in _DTYPES:
-            raise Unsupported(f"the native backend keeps pages of floats on the CPU, not {shape.dtype} on {device}")
-        lanes = -(-shape.page_tokens // 16) * 16
-        keys = torch.empty((shape.layers, pages, shape.kv_heads, shape.key_dim, lanes), dtype=shape.dtype)
-        values = torch.empty(
-            (shape.layers, pages, shape.kv_heads, shape.page_tokens, shape.value_dim), dtype=shape.dtype
-        )
-        sizes = (_DTYPES[shape.dtype], shape.page_tokens, lanes, shape.kv_heads, shape.key_dim, shape.value_dim)
-        layers = tuple(
-            self._module.PageLayer(*sizes, keys[layer].data_ptr(), values[layer].data_ptr())
-            for layer in range(shape.layers)
-        )
-        return NativePages(shape, keys, values, layers)
+    def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
+        return paged.new_pages(self._module, shape, pages, device)
 
     def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        pages, slots, keys, values = _own(store), slots.contiguous(), keys.contiguous(), values.contiguous()
-        at = (slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr())
-        self._engine.write(pages.layers[layer], *at)
+        paged.write(self._engine, store, layer, slots, keys, values)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
-        here, there = _own(source), _own(target)
-        there.keys[:, targets] = here.keys[:, sources]
-        there.values[:, targets] = here.values[:, sources]
+        paged.copy_pages(source, sources, target, targets)
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
-        pages = _own(store)
-        page, at = slots // pages.shape.page_tokens, slots % pages.shape.page_tokens
-        # Indices around a slice put the tokens first: [tokens, layers, heads, dim].
-        keys = pages.keys[:, page, :, :, at].transpose(0, 1)
-        values = pages.values[:, page, :, at].transpose(0, 1)
-        return KeysValues(keys.contiguous(), values.contiguous())
+        return paged.read_slots(store, slots)
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
-        pages = _own(store)
-        page, at = slots // pages.shape.page_tokens, slots % pages.shape.page_tokens
-        pages.keys[:, page, :, :, at] = kv.keys.transpose(0, 1)
-        pages.values[:, page, :, at] = kv.values.transpose(0, 1)
+        paged.write_slots(store, slots, kv)
 
     def _packed(self, weight: Prepared) -> PackedWeight:
         return weight if isinstance(weight, PackedWeight) else self.prepare(weight)
-
-
-def _own(store: PageStore) -> NativePages:
-    assert isinstance(store, NativePages)
-    return store
