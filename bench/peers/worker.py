@@ -1,0 +1,98 @@
+"""One runtime in a process of its own; the driver starts it with the interpreter of that runtime.
+
+    python -m peers.worker serve ENGINE MODEL THREADS             requests on stdin, answers on stdout, one JSON a line
+    python -m peers.worker once ENGINE MODEL THREADS PROMPT NEW   load, generate, report when and how much memory
+    python -m peers.worker torch                                  import torch, report the same
+
+Runtimes print to stdout as they like; answers are the lines that begin with RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .engines import ENGINES, Engine
+from .noise import Watch, wait_quiet
+from .workloads import Workload, prompts
+
+RETRIES = 4
+
+
+def answer(result: dict[str, Any]) -> None:
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def peak_bytes() -> int:
+    """The most resident memory this process has had."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def sample(engine: Engine, workload: Workload) -> dict[str, Any]:
+    """One undisturbed sample, if the machine lets us have one."""
+    rows = prompts(workload.rows, workload.prompt)
+    tries = 0
+    while True:
+        engine.generate(prompts(workload.rows, 16), 4)  # wake threads and cores, bring the weights near
+        watch = Watch()
+        timing = engine.generate(rows, workload.new)
+        noise = watch.noise()
+        tries += 1
+        if not noise.disturbed or tries > RETRIES:
+            break
+        wait_quiet(patience_s=10)
+    lengths = {len(tokens) for tokens in timing.tokens}
+    if lengths != {workload.new}:
+        raise RuntimeError(f"{lengths} new tokens instead of {workload.new}")
+    rate = workload.rate(timing.first_s, timing.total_s)
+    return {"rate": rate, "noise": asdict(noise), "tries": tries, "tokens": timing.tokens[0][:16]}
+
+
+def serve(name: str, model: str, threads: int) -> None:
+    engine = ENGINES[name](model, threads)
+    answer({"ready": True})
+    seen = set()
+    for line in sys.stdin:
+        workload = Workload(**json.loads(line))
+        try:
+            if workload not in seen:
+                engine.generate(prompts(workload.rows, workload.prompt), min(workload.new, 4))
+                seen.add(workload)
+            answer(sample(engine, workload))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def once(name: str, model: str, threads: int, prompt: int, new: int) -> None:
+    engine = ENGINES[name](model, threads)
+    loaded = time.time()
+    timing = engine.generate(prompts(1, prompt), new)
+    answer({"loaded": loaded, "first": loaded + timing.first_s, "peak_bytes": peak_bytes()})
+    sys.stdout.flush()
+    os._exit(0)  # some runtimes crash on their way out
+
+
+def torch_alone() -> None:
+    import torch  # noqa: F401
+
+    answer({"first": time.time(), "peak_bytes": peak_bytes()})
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["serve", name, model, threads]:
+            serve(name, model, int(threads))
+        case ["once", name, model, threads, prompt, new]:
+            once(name, model, int(threads), int(prompt), int(new))
+        case ["torch"]:
+            torch_alone()
+        case _:
+            raise SystemExit(__doc__)

@@ -1,0 +1,61 @@
+"""What is timed: the same prompts and lengths for every runtime."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT = (
+    *("prefill:128", "prefill:512", "prefill:1024", "decode:16", "decode:1024"),
+    *("batch:4", "batch:8", "batch:16", "batch:32", "cold", "memory"),
+)
+FRESH = ("cold", "memory")  # measured in a new process each time
+COLD, MEMORY = (16, 1), (1024, 64)  # their prompt and new tokens
+_IDS = json.loads((Path(__file__).parent / "prompt_tokens.json").read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`rows` prompts of `prompt` tokens, `new` tokens for each."""
+
+    name: str
+    rows: int
+    prompt: int
+    new: int
+
+    def rate(self, first_s: float, total_s: float) -> float:
+        """Tokens per second: of the prompt if one token is asked for, else of those after the first."""
+        if self.new == 1:
+            return self.rows * self.prompt / first_s
+        return self.rows * (self.new - 1) / (total_s - first_s)
+
+
+def prompts(rows: int, length: int) -> list[list[int]]:
+    """A fixed English text in SmolLM2's ids, from a different place for each row."""
+    return [_IDS[7 * row : 7 * row + length] for row in range(rows)]
+
+
+def parse(name: str) -> Workload:
+    """`prefill:N`, `decode:CONTEXT` or `batch:ROWS`."""
+    kind, _, size = name.partition(":")
+    if not size.isdecimal() or int(size) < 1:
+        raise SystemExit(f"cannot read the workload {name!r}; known are {', '.join(DEFAULT)}")
+    number = int(size)
+    match kind:
+        case "prefill":
+            return Workload(name, 1, number, 1)
+        case "decode":
+            return Workload(name, 1, number, 96)
+        case "batch":
+            return Workload(name, number, 16, 64 if number <= 8 else 32)
+    raise SystemExit(f"cannot read the workload {name!r}; known are {', '.join(DEFAULT)}")
+
+
+def chosen(text: str) -> list[str]:
+    """The names of a comma-separated choice; `decode` alone means all decodes."""
+    names = []
+    for part in text.split(","):
+        found = [name for name in DEFAULT if name == part or name.startswith(f"{part}:")]
+        names += found or [parse(part).name]
+    return names
