@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "engine.h"
+#include "limits.h"
 
 namespace nb = nanobind;
 using namespace kvilt;
@@ -47,6 +48,14 @@ struct PageLayer {
 NB_MODULE(_kvilt_native, m) {
   m.doc() = "kvilt's native CPU kernels";
   m.def("available_isas", &available_isas);
+  m.def("limits", [](int threads, int64_t bytes) {
+    Limits found{};
+    {
+      nb::gil_scoped_release release;
+      found = measure_limits(threads, bytes);
+    }
+    return nb::make_tuple(found.bytes_per_s, found.ops_per_s);
+  });
   nb::class_<Weight>(m, "Weight").def(nb::init<int, int64_t, int64_t, Address, int64_t>());
   nb::class_<PageLayer>(m, "PageLayer").def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, Address, Address>());
   using Release = nb::call_guard<nb::gil_scoped_release>;
