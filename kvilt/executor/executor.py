@@ -19,6 +19,7 @@ from ..kv.cache import KVCache, positive, read_file, read_images
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
+from ..kv.prefix import PrefixIndex
 from ..kv.row import RowImage
 from ..metrics import Metrics
 from ..models.decoder import Decoder
@@ -45,6 +46,7 @@ class Executor:
     ) -> None:
         self._decoder = decoder
         self._pool = pool
+        self.prefixes = PrefixIndex(pool)  # KV that nobody holds any more, for whoever comes with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
         self.adapters: dict[int, int] = {}  # rows that are running on each loaded adapter

@@ -130,10 +130,16 @@ class KVCache:
             self._pool.drop(group, pages)
 
     @_one_event
-    def commit(self, tokens: Sequence[Sequence[Token]], since: Sequence[int] | None = None) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[Token]],
+        since: Sequence[int] | None = None,
+        filled: Callable[[CacheRow], None] | None = None,
+    ) -> None:
         """Advance each row over tokens whose KV was written into reserved room, or change nothing.
 
         `since` are the lengths the step began with: if another thread changed them meanwhile, nothing is committed.
+        `filled` hears of each row before its windows give pages back.
         """
         rows = self.rows()
         if since is not None and tuple(since) != self.lengths:
@@ -145,7 +151,7 @@ class KVCache:
         for row, new in zip(rows, tokens, strict=True):
             row.check_commit(new)
         for row, new in zip(rows, tokens, strict=True):
-            row.commit(new)
+            row.commit(new, filled)
 
     # The verbs.
 
@@ -232,6 +238,13 @@ class KVCache:
         except BaseException:
             kv.close()
             raise
+        return kv
+
+    @classmethod
+    def of_row(cls, row: CacheRow, capacity: int) -> Self:
+        """A cache of one row, whose pages it holds from now on."""
+        kv = cls(row.pool, 1, capacity)
+        kv._rows[:] = [row]
         return kv
 
     @_one_event
@@ -346,5 +359,5 @@ def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:
     """Runs when a handle is collected without close(): its pages go back, and the owner hears of it."""
     for row in rows:
         for group, table in enumerate(row.tables):
-            pool.abandon(group, held(table))
+            pool.abandon(group, held(table)[::-1])
     warnings.warn("a KVCache was dropped without close(); its pages were released", ResourceWarning, stacklevel=2)

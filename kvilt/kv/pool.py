@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class PoolUsage:
     used: int
     shared: int  # used by more than one handle, counted once
     used_bytes: int
+    cached: int = 0  # held by nobody, kept for whoever comes with the same tokens; free for all others
 
     @property
     def free(self) -> int:
@@ -61,7 +62,11 @@ class PagePool:
         # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._leases = 0
-        self._limbo: list[tuple[int, int]] = []  # (group, page) freed while a step may still write to it
+        self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
+        self._kept: list[set[int]] = [set() for _ in layout.groups]
+        # Kept pages that no cache holds, in the order they were let go: the first ones are taken first.
+        self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in layout.groups]
+        self.on_evict: Callable[[int, int], None] = _unheard
 
     @property
     def tokens(self) -> int:
@@ -72,9 +77,12 @@ class PagePool:
         """`counts[g]` pages of each group g, all of them or none."""
         with self.lock:
             self._settle()
-            for free, count in zip(self._free, counts, strict=True):
-                if count > len(free):
-                    raise PoolExhausted(count, len(free), self.pages)
+            for count, there in zip(counts, self._takeable(), strict=True):
+                if count > there:
+                    raise PoolExhausted(count, there, self.pages)
+            for group, count in enumerate(counts):
+                while len(self._free[group]) < count:
+                    self._evict(group)
             taken = [[free.pop() for _ in range(count)] for free, count in zip(self._free, counts, strict=True)]
             for refs, pages in zip(self._refs, taken, strict=True):
                 for page in pages:
@@ -84,21 +92,38 @@ class PagePool:
     def share(self, group: int, pages: Iterable[int]) -> None:
         """One more handle holds these pages."""
         with self.lock:
+            refs, kept = self._refs[group], self._kept[group]
             for page in pages:
-                assert self._refs[group][page] > 0, "a free page cannot be shared"
-                self._refs[group][page] += 1
+                assert refs[page] > 0 or page in kept, "a free page cannot be shared"
+                if refs[page] == 0:
+                    self._idle[group].pop(page, None)
+                    self._limbo.pop((group, page), None)
+                refs[page] += 1
 
     def drop(self, group: int, pages: Iterable[int]) -> None:
         """One handle fewer holds these pages; the last one frees them."""
         with self.lock:
-            refs, free = self._refs[group], self._free[group]
+            refs = self._refs[group]
             for page in pages:
                 assert refs[page] > 0, "a page was dropped more often than it was held"
                 refs[page] -= 1
                 if refs[page] == 0 and self._leases:
-                    self._limbo.append((group, page))
+                    self._limbo[group, page] = None
                 elif refs[page] == 0:
-                    free.append(page)
+                    self._let_go(group, page)
+
+    def keep(self, group: int, page: int) -> None:
+        """What this page holds is known to an index: nobody writes to it, and it stays until its room is needed."""
+        with self.lock:
+            self._kept[group].add(page)
+
+    def unkeep(self, group: int, page: int) -> None:
+        """The index forgets this page."""
+        with self.lock:
+            self._kept[group].remove(page)
+            if page in self._idle[group]:
+                del self._idle[group][page]
+                self._free[group].append(page)
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -112,7 +137,7 @@ class PagePool:
                 self._leases -= 1
                 if self._leases == 0:
                     for group, page in self._limbo:
-                        self._free[group].append(page)
+                        self._let_go(group, page)
                     self._limbo.clear()
 
     def abandon(self, group: int, pages: list[int]) -> None:
@@ -120,26 +145,51 @@ class PagePool:
         self._abandoned.append((group, pages))
 
     def holders(self, group: int, page: int) -> int:
-        """How many handles hold a page."""
+        """How many handles see a page; an index that keeps it is one of them."""
         with self.lock:
             self._settle()
-            return self._refs[group][page]
+            return self._refs[group][page] + (page in self._kept[group])
+
+    def idle(self, group: int, pages: Iterable[int]) -> int:
+        """How many of these pages are kept, but held by no cache."""
+        with self.lock:
+            return sum(page in self._idle[group] for page in pages)
 
     def free_pages(self) -> tuple[int, ...]:
-        """Free pages of each group."""
+        """Pages of each group that may be taken: those that hold nothing, and those kept though nobody holds them."""
         with self.lock:
             self._settle()
-            return tuple(len(free) for free in self._free)
+            return self._takeable()
 
     def usage(self) -> PoolUsage:
         """How full the pool is."""
         with self.lock:
             self._settle()
-            used = [self.pages - len(free) for free in self._free]
+            used = [self.pages - there for there in self._takeable()]
             used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
             shared = sum(count > 1 for refs in self._refs for count in refs)
-            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes)
+            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(map(len, self._idle)))
+
+    def _takeable(self) -> tuple[int, ...]:
+        return tuple(len(free) + len(idle) for free, idle in zip(self._free, self._idle, strict=True))
+
+    def _let_go(self, group: int, page: int) -> None:
+        """Nobody holds this page any more."""
+        if page in self._kept[group]:
+            self._idle[group][page] = None
+        else:
+            self._free[group].append(page)
+
+    def _evict(self, group: int) -> None:
+        """Free the page that nobody has held for longest; the index hears of it while the bytes are still there."""
+        page = next(iter(self._idle[group]))
+        self.on_evict(group, page)
+        assert page not in self._kept[group], "an index that hears of an eviction forgets the page"
 
     def _settle(self) -> None:
         while self._abandoned:
             self.drop(*self._abandoned.popleft())
+
+
+def _unheard(group: int, page: int) -> None:
+    raise AssertionError(f"page {page} of group {group} is kept, but nobody has said for whom")

@@ -6,7 +6,7 @@ All bookkeeping of pages is here, so that `KVCache` reads as verbs. Private to t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,10 @@ class CacheRow:
         self.tables: list[list[int]] = [[] for _ in pool.layout.groups]
         self.firsts = [0] * len(pool.layout.groups)
         self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
 
     @property
     def length(self) -> int:
@@ -112,13 +116,18 @@ class CacheRow:
             if not good:
                 raise InputError(f"{token!r} is neither a token id nor the {HASH_BYTES}-byte hash of an embedding row")
 
-    def commit(self, tokens: Sequence[Token]) -> None:
-        """Advance over tokens whose KV has been written, and give back what windows no longer see."""
+    def commit(self, tokens: Sequence[Token], filled: Callable[[CacheRow], None] | None = None) -> None:
+        """Advance over tokens whose KV has been written, and give back what windows no longer see.
+
+        `filled` is called in between: the row has all its tokens, and still all their pages.
+        """
         for token in tokens:
             if isinstance(token, bytes):
                 self.embeds[self.length] = token
                 token = EMBEDDED
             self.ids.append(token)
+        if filled is not None:
+            filled(self)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -158,7 +167,7 @@ class CacheRow:
         keep = self._pool.layout.pages_for(length)
         self.version += 1
         for g, table in enumerate(self.tables):
-            self._pool.drop(g, [page for page in table[keep:] if page != GONE])
+            self._pool.drop(g, reversed(held(table[keep:])))
             del table[keep:]
         if length == 0:
             self.firsts = [0] * len(self.firsts)
@@ -181,8 +190,27 @@ class CacheRow:
     def close(self) -> None:
         self.version += 1
         for g, table in enumerate(self.tables):
-            self._pool.drop(g, held(table))
+            self._pool.drop(g, reversed(held(table)))  # the last first: what is kept of it outlives its own tail
             table.clear()
+
+    # What an index knows of it.
+
+    def content(self, start: int, stop: int) -> bytes:
+        """The exact tokens [start, stop) as bytes; equal bytes are equal tokens."""
+        ids = self.ids[start:stop]
+        hashes = [self.embeds[p] for p in range(start, stop) if p in self.embeds] if self.embeds else []
+        return b"".join([ids.tobytes(), *hashes])
+
+    @classmethod
+    def sharing(cls, pool: PagePool, ids: array[int], embeds: dict[int, bytes], tables: list[list[int]]) -> CacheRow:
+        """A row of these tokens on pages that somebody holds or keeps already."""
+        row = cls(pool)
+        row.ids, row.embeds, row.tables = ids, embeds, tables
+        for g, table in enumerate(tables):
+            pages = held(table)
+            row.firsts[g] = (len(table) - len(pages)) * pool.layout.page_tokens
+            pool.share(g, pages)
+        return row
 
     # Leaving the pool and entering it.
 

@@ -1,0 +1,309 @@
+"""The prefix index: from the exact tokens of whole pages to the pages that hold their KV.
+
+Each page is known by a hash of its tokens and all before them, and its tokens are compared before it is used. The index
+holds no page: it keeps what nobody holds until the room is needed. Refuses to know requests and stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..ops.contract import KeysValues
+from .cache import KVCache
+from .layout import Window
+from .pool import PagePool
+from .row import EMBEDDED, GONE, HASH_BYTES, CacheRow, Token
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What besides the tokens decides KV within one pool: the adapter, by content and scale, and whose it is."""
+
+    adapter: str = "base"
+    salt: str = ""  # tenant
+
+    def key(self) -> bytes:
+        """Where the chains of this scope begin; no two scopes share a beginning."""
+        parts = [text.encode("utf-8", "surrogatepass") for text in (self.adapter, self.salt)]
+        return _digest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page of tokens behind its parent's; `pages` has GONE where a group's page was not there or was evicted."""
+
+    key: bytes
+    content: bytes
+    parent: Node | None
+    pages: list[int]
+    scope: Scope
+    children: dict[bytes, Node] = field(default_factory=dict)
+    alive: bool = True
+
+
+class Trail:
+    """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed."""
+
+    __slots__ = ("contents", "keys", "node", "placed", "scope")
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.keys: list[bytes] = []
+        self.contents: list[bytes] = []
+        self.node: Node | None = None
+        self.placed = 0  # whole pages whose KV the index has from this sequence, or gave to it
+
+    def extend(self, ids: Sequence[int], page_tokens: int) -> None:
+        """Make keys for the whole pages of `ids` that have none yet."""
+        for start in range(len(self.keys) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
+            self.add(array("q", ids[start : start + page_tokens]).tobytes())
+
+    def add(self, content: bytes) -> None:
+        """One more page of tokens."""
+        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + content))
+        self.contents.append(content)
+
+    def rewind(self) -> None:
+        """The sequence gave its pages up and begins again; its tokens are what they were."""
+        self.node, self.placed = None, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a trail has its KV here, and how many pages of it nobody holds at the moment."""
+
+    tokens: int
+    idle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A page that is about to be lost: the tokens up to its end, where it starts, and its KV by layer group."""
+
+    scope: Scope
+    tokens: tuple[Token, ...]
+    start: int
+    kv: tuple[KeysValues | None, ...]
+
+
+Sink = Callable[[Evicted], None]
+
+
+class PrefixIndex:
+    """The prefixes of one pool. Only exact KV of the pool's own model and numerics may be inserted."""
+
+    def __init__(self, pool: PagePool, on_evict: Sink | None = None) -> None:
+        self._pool = pool
+        self._sink = on_evict
+        self._size = pool.layout.page_tokens
+        self._nodes: dict[bytes, Node] = {}
+        self._owners: list[dict[int, Node]] = [{} for _ in pool.layout.groups]  # by page
+        self.evictions = 0
+        pool.on_evict = self._page_evicted
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    # Looking up.
+
+    def match(self, trail: Trail, most: int) -> Match:
+        """How many tokens of the trail, `most` at the most, have their KV here now."""
+        with self._pool.lock:
+            nodes = self._walk(trail)
+            length = self._usable(nodes, most)
+            tables = self._tables(nodes, length)
+            idle = (self._pool.idle(g, [page for page in table if page != GONE]) for g, table in enumerate(tables))
+            return Match(length, max(idle))
+
+    def fork(self, trail: Trail, most: int, capacity: int) -> KVCache:
+        """A cache that holds as much of the trail as `match` finds, on shared pages; perhaps nothing."""
+        with self._pool.lock:
+            nodes = self._walk(trail)
+            length = self._usable(nodes, most)
+            whole = length // self._size
+            trail.node, trail.placed = (nodes[whole - 1] if whole else None), whole
+            tokens = self._tokens(nodes)[:length]
+            ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
+            embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
+            return KVCache.of_row(CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length)), capacity)
+
+    def _walk(self, trail: Trail) -> list[Node]:
+        """The nodes of a trail from its beginning on, each compared token by token."""
+        found: list[Node] = []
+        for key, content in zip(trail.keys, trail.contents, strict=True):
+            node = self._nodes.get(key)
+            if node is None or not _is_child(node, found[-1] if found else None, content, trail.scope):
+                break
+            found.append(node)
+        return found
+
+    def _usable(self, nodes: list[Node], most: int) -> int:
+        """The largest length whose next query finds everything that it can see."""
+        length = max(0, min(len(nodes) * self._size, most))
+        while length and not all(self._sees(nodes, g, length) for g in range(len(self._owners))):
+            length = (length - 1) // self._size * self._size
+        return length
+
+    def _sees(self, nodes: list[Node], group: int, length: int) -> bool:
+        first, stop = self._span(group, length)
+        return all(node.pages[group] != GONE for node in nodes[first:stop])
+
+    def _span(self, group: int, length: int) -> tuple[int, int]:
+        """The pages of a group that a sequence of this length needs."""
+        layout = self._pool.layout
+        return layout.groups[group].first_needed(length) // self._size, layout.pages_for(length)
+
+    def _tables(self, nodes: list[Node], length: int) -> list[list[int]]:
+        spans = [self._span(g, length) for g in range(len(self._owners))]
+        return [[GONE] * first + [node.pages[g] for node in nodes[first:stop]] for g, (first, stop) in enumerate(spans)]
+
+    # Adding.
+
+    def insert(self, row: CacheRow, trail: Trail) -> None:
+        """Make the whole pages of a row known, whose trail this is.
+
+        Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
+        back: equal KV takes its room once.
+        """
+        with self._pool.lock:
+            while (trail.placed + 1) * self._size <= row.length:
+                if trail.node is not None and not trail.node.alive:
+                    return  # whoever holds a page holds those before it, unless a window gave them back
+                if (node := self._place(row, trail)) is None:
+                    return
+                self._adopt(row, trail.placed, node)
+                trail.node, trail.placed = node, trail.placed + 1
+
+    def _place(self, row: CacheRow, trail: Trail) -> Node | None:
+        """The node of the row's next page, new or known; None where another page has its key."""
+        content = row.content(trail.placed * self._size, (trail.placed + 1) * self._size)
+        if trail.placed == len(trail.keys):
+            trail.add(content)
+        if trail.contents[trail.placed] != content:
+            return None  # the trail is not this row's
+        key = trail.keys[trail.placed]
+        if (node := self._nodes.get(key)) is not None:
+            return node if _is_child(node, trail.node, content, trail.scope) else None
+        node = Node(key, content, trail.node, [GONE] * len(self._owners), trail.scope)
+        self._nodes[key] = node
+        if trail.node is not None:
+            trail.node.children[key] = node
+        return node
+
+    def _adopt(self, row: CacheRow, at: int, node: Node) -> None:
+        for group, table in enumerate(row.tables):
+            page, known = table[at], node.pages[group]
+            if page in (GONE, known):
+                continue
+            if known == GONE:
+                node.pages[group] = page
+                self._owners[group][page] = node
+                self._pool.keep(group, page)
+            else:
+                self._pool.share(group, [known])
+                self._pool.drop(group, [page])
+                table[at] = known
+                row.version += 1
+
+    def _tokens(self, nodes: Sequence[Node]) -> list[Token]:
+        """The tokens of nodes that follow each other."""
+        tokens: list[Token] = []
+        for node in nodes:
+            ids: array[int] = array("q")
+            ids.frombytes(node.content[: self._size * ids.itemsize])
+            hashes = iter(range(self._size * ids.itemsize, len(node.content), HASH_BYTES))
+            tokens += [
+                node.content[(at := next(hashes)) : at + HASH_BYTES] if token == EMBEDDED else token for token in ids
+            ]
+        return tokens
+
+    # Forgetting.
+
+    def forget(self, trail: Trail) -> None:
+        """Drop everything that begins like this trail's first page: something in it is in doubt."""
+        with self._pool.lock:
+            for node in self._walk(trail)[:1]:
+                self._remove(node)
+
+    def clear(self) -> None:
+        """Forget every prefix."""
+        with self._pool.lock:
+            for node in [node for node in self._nodes.values() if node.parent is None]:
+                self._remove(node)
+
+    def _page_evicted(self, group: int, page: int) -> None:
+        """The pool needs the room of a page that no cache holds."""
+        node = self._owners[group][page]
+        self.evictions += 1
+        self._tell(node)
+        if isinstance(self._pool.layout.groups[group].reach, Window):
+            self._release(node, group)
+            self._prune(node)
+        else:
+            self._remove(node)  # nobody behind it can do without this page
+
+    def _prune(self, node: Node | None) -> None:
+        """A node without pages is a step on the way to others, or, if there are none, nothing."""
+        while node is not None and not node.children and all(page == GONE for page in node.pages):
+            parent = node.parent
+            self._remove(node)
+            node = parent
+
+    def _tell(self, node: Node) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink(self._evicted(node))
+        except Exception:  # a store that fails costs a copy, never the step that needs the room
+            _log.exception("the sink of evicted prefixes failed; the page is lost")
+
+    def _evicted(self, node: Node) -> Evicted:
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        kv = tuple(self._read(group, page) for group, page in enumerate(node.pages))
+        return Evicted(node.scope, tuple(self._tokens(path[::-1])), (len(path) - 1) * self._size, kv)
+
+    def _read(self, group: int, page: int) -> KeysValues | None:
+        if page == GONE:
+            return None
+        pool = self._pool
+        slots = torch.arange(page * self._size, (page + 1) * self._size, device=pool.device)
+        return pool.ops.read_slots(pool.stores[group], slots)
+
+    def _remove(self, node: Node) -> None:
+        """Forget a node and everything behind it, the farthest first."""
+        behind = [node]
+        for one in behind:
+            behind.extend(one.children.values())
+        for one in reversed(behind):
+            for group, page in enumerate(one.pages):
+                if page != GONE:
+                    self._release(one, group)
+            one.alive = False
+            del self._nodes[one.key]
+        if node.parent is not None:
+            del node.parent.children[node.key]
+
+    def _release(self, node: Node, group: int) -> None:
+        page = node.pages[group]
+        node.pages[group] = GONE
+        del self._owners[group][page]
+        self._pool.unkeep(group, page)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32, person=b"kvilt prefix").digest()
+
+
+def _is_child(node: Node, parent: Node | None, content: bytes, scope: Scope) -> bool:
+    """Whether a node found by its key is the one that was looked for: keys may lie, tokens do not."""
+    return node.parent is parent and node.content == content and node.scope == scope

@@ -1,0 +1,515 @@
+"""The prefix index: exact on every hit, gone only where room was needed, tails first, and each page counted once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvilt.errors import PoolExhausted
+from kvilt.kv import prefix
+from kvilt.kv.cache import KVCache
+from kvilt.kv.layout import KVLayout, LayerGroup, Window
+from kvilt.kv.pool import PagePool
+from kvilt.kv.prefix import Evicted, Match, PrefixIndex, Scope, Trail
+from kvilt.kv.row import GONE, Token, held
+from kvilt.ops.contract import PageShape
+
+SIZE = 4
+BASE = Scope()
+
+
+@dataclass(eq=False)
+class Line:
+    """A sequence as an engine has it: its cache, its way through the index, and what it must hold."""
+
+    cache: KVCache
+    trail: Trail
+    cells: list[Any]
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [token for token, _ in self.cells]
+
+
+class Desk:
+    """A pool with an index, and an engine's few moves on them."""
+
+    def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[Evicted], None] | None = None):
+        self.scribe = scribe
+        self.pool: PagePool = scribe.pool(layout, pages)
+        self.index = PrefixIndex(self.pool, sink)
+
+    def cells(self, tokens: Sequence[Token], scope: Scope) -> list[Any]:
+        """What the one model of this pool computes: KV that depends on all tokens so far, and on the scope."""
+        return self.scribe.cells(tokens, salt=scope.key())
+
+    def begin(self, tokens: Sequence[int], scope: Scope = BASE, most: int | None = None) -> Line:
+        """A new sequence with whatever the index has of it."""
+        trail = Trail(scope)
+        trail.extend(tokens, SIZE)
+        most = len(tokens) - 1 if most is None else most
+        found = self.index.match(trail, most)
+        cache = self.index.fork(trail, most, self.pool.tokens)
+        assert cache.num_entries == found.tokens
+        line = Line(cache, trail, self.cells(tokens, scope)[: found.tokens])
+        self.scribe.check(cache, [line.cells])
+        return line
+
+    def extend(self, line: Line, tokens: Sequence[Token]) -> None:
+        new = self.scribe.cells(tokens, line.cells, line.trail.scope.key())
+        line.cache.reserve(len(new))
+        self.scribe.write(line.cache, [new])
+        line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.trail))
+        line.cells += new
+
+    def run(self, tokens: Sequence[int], scope: Scope = BASE) -> Line:
+        """A sequence from its beginning to its end; the pages it reused are in the cache's length before."""
+        line = self.begin(tokens, scope)
+        self.extend(line, tokens[line.cache.num_entries :])
+        return line
+
+    def once(self, tokens: Sequence[int], scope: Scope = BASE) -> None:
+        self.run(tokens, scope).cache.close()
+
+    def found(self, tokens: Sequence[int], scope: Scope = BASE, most: int = 1 << 30) -> int:
+        trail = Trail(scope)
+        trail.extend(tokens, SIZE)
+        return self.index.match(trail, most).tokens
+
+
+@pytest.fixture
+def desk(scribe: Any) -> Desk:
+    return Desk(scribe, scribe.full(page_tokens=SIZE), 8)
+
+
+# What is found.
+
+
+def test_whole_pages_of_a_finished_sequence_are_found_and_hold_its_kv(desk: Desk) -> None:
+    desk.once(range(10))
+    assert desk.pool.usage().used == 0
+    assert desk.pool.usage().cached == 2
+    line = desk.begin(range(12))
+    assert line.cache.num_entries == 8
+    assert desk.pool.usage().used == 2
+    line.cache.close()
+
+
+def test_a_hit_costs_no_page_that_somebody_holds_and_says_how_many_nobody_does(desk: Desk) -> None:
+    first = desk.run(range(10))
+    trail = Trail(BASE)
+    trail.extend(range(10), SIZE)
+    assert desk.index.match(trail, 9) == Match(8, idle=0)
+    first.cache.close()
+    assert desk.index.match(trail, 9) == Match(8, idle=2)
+    assert desk.index.match(trail, 5) == Match(5, idle=2)
+    assert desk.index.match(trail, 0) == Match(0, idle=0)
+
+
+def test_a_hit_may_end_inside_a_page_which_is_then_copied_by_the_first_write(desk: Desk) -> None:
+    desk.once(range(8))
+    line = desk.begin(range(8), most=7)
+    assert line.cache.num_entries == 7
+    desk.extend(line, [99])
+    desk.scribe.check(line.cache, [line.cells])
+    other = desk.begin(range(9))
+    assert other.cache.num_entries == 8, "the page that was known is as it was"
+    other.cache.close()
+    line.cache.close()
+
+
+def test_the_same_pages_computed_twice_are_held_once(desk: Desk) -> None:
+    one, two = desk.begin(range(9)), desk.begin(range(9))
+    desk.extend(one, range(9))
+    used = desk.pool.usage().used
+    desk.extend(two, range(9))
+    assert desk.pool.usage().used == used + 1, "only the begun page is its own"
+    desk.scribe.check(two.cache, [two.cells])
+    one.cache.close()
+    two.cache.close()
+    assert desk.pool.free_pages() == (8,)
+
+
+@pytest.mark.parametrize(
+    "other", [Scope(salt="b"), Scope(adapter="sha256:1 x 0.5"), Scope("bas", "e"), Scope("", "base")]
+)
+def test_another_tenant_or_adapter_finds_nothing(desk: Desk, other: Scope) -> None:
+    desk.once(range(8))
+    assert desk.found(range(8)) == 8
+    assert desk.found(range(8), other) == 0
+    desk.once(range(8), other)
+    assert desk.found(range(8), other) == 8
+    assert len(desk.index) == 4
+
+
+def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
+    image, other = b"\x07" * 32, b"\x08" * 32
+    for one in (image, other):
+        line = Line(KVCache(desk.pool), Trail(BASE), [])
+        desk.extend(line, [1, one, 2, 3, 4])
+        line.cache.close()
+    for one in (image, other):
+        trail = Trail(BASE)
+        row = KVCache(desk.pool)
+        row.reserve(4)
+        row.commit([[1, one, 2, 3]])
+        trail.add(row.row(0).content(0, 4))
+        with desk.index.fork(trail, 4, 32) as cache:
+            assert cache.tokens() == [1, one, 2, 3]
+            desk.scribe.check(cache, [desk.cells([1, one, 2, 3], BASE)])
+        row.close()
+    assert desk.found([1, 5, 2, 3]) == 0
+
+
+def test_a_key_that_lies_is_a_miss(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys equal: tokens are compared on every hit, so nothing but the one right page is ever found."""
+    monkeypatch.setattr(prefix, "_digest", lambda _data: b"same")
+    desk.once(range(9))
+    assert len(desk.index) == 1
+    assert desk.found(range(8)) == 4
+    assert desk.found([9, 9, 9, 9]) == 0
+    assert desk.found(range(4), Scope(salt="b")) == 0
+    line = desk.run([9, 9, 9, 9, 9])
+    desk.scribe.check(line.cache, [line.cells])
+    line.cache.close()
+    assert desk.pool.free_pages() == (8,)
+
+
+# What is written.
+
+
+def test_a_page_that_is_known_is_never_written_to(desk: Desk) -> None:
+    line = desk.run(range(8))
+    line.cache.truncate(6)
+    assert not line.cache.row(0).writable([6])
+    with pytest.raises(AssertionError):
+        desk.scribe.write(line.cache, [desk.cells([1], BASE)])
+    line.trail, line.cells = Trail(BASE), line.cells[:6]
+    desk.extend(line, [50, 51, 52])
+    desk.scribe.check(line.cache, [line.cells])
+    assert desk.found(range(8)) == 8
+    assert desk.found([0, 1, 2, 3, 4, 5, 50, 51]) == 8
+    line.cache.close()
+
+
+def test_a_trail_of_other_tokens_makes_nothing_known(desk: Desk) -> None:
+    cache, _ = desk.scribe.grown(desk.pool, range(8))
+    trail = Trail(BASE)
+    trail.extend([9] * 8, SIZE)
+    desk.index.insert(cache.row(0), trail)
+    assert len(desk.index) == 0
+    cache.close()
+
+
+# What is evicted.
+
+
+def test_the_longest_unused_goes_first_and_of_it_the_tail(desk: Desk) -> None:
+    desk.once(range(12))  # three pages
+    desk.once([50, 51, 52, 53, 54, 55, 56, 57])  # two pages, later
+    assert desk.pool.free_pages() == (8,)
+    gone = []
+    for count in (3, 1, 1, 1, 1, 1):
+        desk.pool.take([count])
+        gone.append((desk.found(range(12)), desk.found([50, 51, 52, 53, 54, 55, 56, 57])))
+    assert gone == [(12, 8), (8, 8), (4, 8), (0, 8), (0, 4), (0, 0)]
+    assert desk.index.evictions == 5
+    with pytest.raises(PoolExhausted):
+        desk.pool.take([1])
+
+
+def test_a_hit_makes_a_prefix_young_again(desk: Desk) -> None:
+    desk.once(range(8))
+    desk.once([50, 51, 52, 53])
+    desk.begin(range(9)).cache.close()
+    desk.pool.take([6])
+    assert (desk.found(range(8)), desk.found([50, 51, 52, 53])) == (8, 0)
+
+
+def test_what_a_sequence_holds_is_never_evicted(desk: Desk) -> None:
+    line = desk.run(range(16))
+    desk.once([50, 51, 52, 53])
+    desk.pool.take([4])
+    assert desk.found(range(16)) == 16
+    with pytest.raises(PoolExhausted) as refused:
+        desk.pool.take([1])
+    assert refused.value.free == 0
+    desk.scribe.check(line.cache, [line.cells])
+    line.cache.close()
+    assert desk.pool.free_pages() == (4,)
+
+
+def test_the_sink_gets_tokens_and_kv_before_they_are_lost(scribe: Any) -> None:
+    heard: list[Evicted] = []
+    desk = Desk(scribe, scribe.full(page_tokens=SIZE), 4, heard.append)
+    desk.once(range(8), Scope(salt="a"))
+    desk.pool.take([4])
+    assert [(one.tokens, one.start, one.scope.salt) for one in heard] == [
+        (tuple(range(8)), 4, "a"),
+        (tuple(range(4)), 0, "a"),
+    ]
+    expected = scribe.image(desk.cells(range(8), Scope(salt="a")), desk.pool.layout)[0]
+    for one in heard:
+        (kv,) = one.kv
+        assert kv is not None
+        assert torch.equal(kv.keys, expected.keys[:, one.start : one.start + SIZE])
+        assert torch.equal(kv.values, expected.values[:, one.start : one.start + SIZE])
+
+
+def test_a_sink_that_fails_costs_no_page(scribe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_evicted: Evicted) -> None:
+        raise OSError("disk full")
+
+    desk = Desk(scribe, scribe.full(page_tokens=SIZE), 4, broken)
+    desk.once(range(8))
+    with caplog.at_level(logging.ERROR):
+        assert len(desk.pool.take([4])[0]) == 4
+    assert "the sink of evicted prefixes failed" in caplog.text
+
+
+def test_forgetting_a_doubtful_prefix_leaves_its_holders_alone(desk: Desk) -> None:
+    line = desk.run(range(12))
+    desk.once([50, 51, 52, 53])
+    desk.index.forget(line.trail)
+    assert (desk.found(range(12)), desk.found([50, 51, 52, 53])) == (0, 4)
+    desk.scribe.check(line.cache, [line.cells])
+    desk.extend(line, [7, 7, 7, 7, 7])
+    assert len(desk.index) == 1, "what follows a doubtful prefix is in doubt too"
+    line.cache.close()
+    assert desk.pool.usage().cached == 1
+    desk.index.clear()
+    assert desk.pool.usage().cached == 0
+    assert desk.pool.free_pages() == (8,)
+
+
+def test_pages_let_go_during_a_step_can_be_found_and_come_free_once(desk: Desk) -> None:
+    line = desk.run(range(8))
+    with desk.pool.lease():
+        line.cache.close()
+        assert desk.pool.free_pages() == (6,), "a running step may still read them"
+        again = desk.begin(range(9))
+        assert again.cache.num_entries == 8
+        again.cache.close()
+        again = desk.begin(range(9))
+    assert desk.pool.free_pages() == (6,)
+    desk.scribe.check(again.cache, [again.cells])
+    again.cache.close()
+    assert desk.pool.free_pages() == (8,)
+    assert len(set(desk.pool.take([8])[0])) == 8
+
+
+# Windows.
+
+
+def sliding(scribe: Any) -> KVLayout:
+    """Every layer has a window."""
+    return KVLayout((LayerGroup(Window(scribe.window), (0, 1), PageShape(2, SIZE, 2, 4, 4, torch.float32)),))
+
+
+def test_a_window_needs_only_the_pages_it_sees(scribe: Any) -> None:
+    desk = Desk(scribe, sliding(scribe), 8)
+    desk.once(range(24))
+    line = desk.begin(range(25))
+    assert line.cache.num_entries == 24
+    assert line.cache.row(0).tables[0][:4] == [GONE] * 4
+    assert len(held(line.cache.row(0).tables[0])) == 2
+    desk.extend(line, [24, 25, 26, 27])
+    desk.scribe.check(line.cache, [line.cells])
+    line.cache.close()
+
+
+def test_a_window_that_lost_a_page_falls_back_to_a_length_it_can_still_see(scribe: Any) -> None:
+    desk = Desk(scribe, sliding(scribe), 6)
+    desk.once(range(24))
+    usable = []
+    for _ in range(6):
+        desk.pool.take([1])
+        usable.append(desk.found(range(24)))
+    assert usable == [24, 24, 24, 20, 0, 0], "first what the window had given back, then the tail"
+    assert len(desk.index) == 0, "a way that leads nowhere is forgotten"
+
+
+# Every order of moves.
+
+PAGES = 14
+MOST_LINES = 5
+SCOPES = (BASE, Scope(salt="b"), Scope(adapter="a1"))
+SETTINGS = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+pick = st.integers(0, 10**6)
+texts = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=22)
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Sequences over two letters, so that they meet all the time, in a pool that runs out all the time."""
+
+    def __init__(self, scribe: Any, layout: KVLayout) -> None:
+        super().__init__()
+        self.heard: list[Evicted] = []
+        self.desk = Desk(scribe, layout, PAGES, self.heard.append)
+        self.lines: list[Line] = []
+        self.taken: list[list[list[int]]] = []
+
+    def any(self, index: int) -> Line:
+        return self.lines[index % len(self.lines)]
+
+    def grow(self, line: Line, tokens: Sequence[int]) -> None:
+        pool = self.desk.pool
+        free = pool.free_pages()
+        try:
+            self.desk.extend(line, tokens)
+        except PoolExhausted as error:
+            assert error.needed > error.free
+            assert pool.free_pages() == free
+
+    @initialize(text=texts)
+    def first(self, text: list[int]) -> None:
+        self.arrive(text, 0)
+
+    @rule(text=texts, scope=st.sampled_from([0, 0, 0, 1, 2]))
+    def arrive(self, text: list[int], scope: int) -> None:
+        if len(self.lines) < MOST_LINES:
+            line = self.desk.begin(text, SCOPES[scope])
+            self.lines.append(line)
+            self.grow(line, text[line.cache.num_entries :])
+            if len(line.cells) < len(text):
+                line.trail = Trail(line.trail.scope)  # what follows may be other tokens
+
+    @precondition(lambda self: self.lines)
+    @rule(index=pick, text=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=6))
+    def go_on(self, index: int, text: list[int]) -> None:
+        self.grow(self.any(index), text)
+
+    @precondition(lambda self: self.lines)
+    @rule(index=pick)
+    def leave(self, index: int) -> None:
+        self.lines.pop(index % len(self.lines)).cache.close()
+
+    @precondition(lambda self: self.lines)
+    @rule(index=pick)
+    def preempt_and_return(self, index: int) -> None:
+        line, tokens = self.any(index), self.any(index).tokens
+        line.cache.close()
+        line.trail.rewind()
+        line.trail.extend(tokens, SIZE)  # type: ignore[arg-type]
+        line.cache = self.desk.index.fork(line.trail, max(0, len(tokens) - 1), self.desk.pool.tokens)
+        line.cells = line.cells[: line.cache.num_entries]
+        self.grow(line, tokens[len(line.cells) :])  # type: ignore[arg-type]
+        if len(line.cells) < len(tokens):
+            line.trail = Trail(line.trail.scope)  # what follows may be other tokens
+
+    @precondition(lambda self: 0 < len(self.lines) < MOST_LINES)
+    @rule(index=pick)
+    def another_sample(self, index: int) -> None:
+        line = self.any(index)
+        trail = Trail(line.trail.scope)
+        trail.extend(line.tokens, SIZE)  # type: ignore[arg-type]
+        self.lines.append(Line(line.cache.fork(), trail, list(line.cells)))
+
+    @precondition(lambda self: self.lines)
+    @rule(index=pick, back=st.integers(1, 5))
+    def take_back(self, index: int, back: int) -> None:
+        line = self.any(index)
+        length = max(0, len(line.cells) - back)
+        if length and length < line.cache.row(0).floor:
+            return
+        line.cache.truncate(length)
+        line.cells, line.trail = line.cells[:length], Trail(line.trail.scope)
+
+    @rule(count=st.integers(1, 6))
+    def somebody_else_takes_pages(self, count: int) -> None:
+        free = self.desk.pool.free_pages()
+        counts = [min(count, there) for there in free]
+        self.taken.append(self.desk.pool.take(counts))
+        assert self.desk.pool.free_pages() == tuple(a - b for a, b in zip(free, counts, strict=True))
+
+    @precondition(lambda self: self.taken)
+    @rule(index=pick)
+    def somebody_else_returns_them(self, index: int) -> None:
+        for group, pages in enumerate(self.taken.pop(index % len(self.taken))):
+            self.desk.pool.drop(group, pages)
+
+    @precondition(lambda self: self.lines)
+    @rule(index=pick)
+    def doubt(self, index: int) -> None:
+        self.desk.index.forget(self.any(index).trail)
+
+    @invariant()
+    def every_sequence_holds_its_own(self) -> None:
+        for line in self.lines:
+            self.desk.scribe.check(line.cache, [line.cells])
+
+    @invariant()
+    def each_page_is_counted_once(self) -> None:
+        pool = self.desk.pool
+        for group, free in enumerate(pool.free_pages()):
+            busy = {page for line in self.lines for page in held(line.cache.row(0).tables[group])}
+            other = [page for pages in self.taken for page in pages[group]]
+            assert not busy & set(other)
+            assert free == PAGES - len(busy) - len(other)
+
+    @invariant()
+    def no_page_is_known_without_those_before_it(self) -> None:
+        groups = self.desk.pool.layout.groups
+        full = [g for g, group in enumerate(groups) if not isinstance(group.reach, Window)]
+        for node in self.desk.index._nodes.values():
+            assert node.alive
+            assert node.parent is None or node.parent.alive
+            assert all(node.pages[g] != GONE for g in full)
+            assert node.children or any(page != GONE for page in node.pages)
+
+    @invariant()
+    def what_a_sequence_holds_is_found(self) -> None:
+        for line in self.lines:
+            node = line.trail.node
+            if node is not None and node.alive:
+                assert self.desk.index.match(line.trail, 1 << 30).tokens >= line.trail.placed * SIZE
+
+    @invariant()
+    def what_was_evicted_was_what_the_model_computes(self) -> None:
+        for one in self.heard:
+            expected = self.desk.scribe.image(self.desk.cells(one.tokens, one.scope), self.desk.pool.layout)
+            for kv, whole in zip(one.kv, expected, strict=True):
+                assert kv is None or torch.equal(kv.keys, whole.keys[:, one.start :])
+        self.heard.clear()
+
+    def teardown(self) -> None:
+        for line in self.lines:
+            line.cache.close()
+        for pages in self.taken:
+            for group, each in enumerate(pages):
+                self.desk.pool.drop(group, each)
+        groups = len(self.desk.pool.layout.groups)
+        assert self.desk.pool.free_pages() == (PAGES,) * groups
+        self.desk.index.clear()
+        assert self.desk.pool.usage().cached == 0
+        assert sorted(self.desk.pool.take([PAGES] * groups)[0]) == list(range(PAGES))
+
+
+@pytest.mark.parametrize("layout", ["full", "windowed", "sliding"])
+def test_no_order_of_moves_confuses_the_index(scribe: Any, layout: str) -> None:
+    made = sliding(scribe) if layout == "sliding" else scribe.layout(layout, torch.float32, SIZE)
+    run_state_machine_as_test(lambda: PrefixMachine(scribe, made), settings=SETTINGS)
