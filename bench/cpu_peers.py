@@ -8,7 +8,8 @@ the rounds counts. Only ratios within one run mean something. A sample during wh
 taken again; what noise remained is printed. A runtime whose package or model is missing is left out with a line.
 
 The peers run in a virtual environment of their own, ~/.cache/kvilt-bench/venv (or KVILT_PEERS_PYTHON, or --python
-NAME=PATH); kvilt runs in the interpreter of this script.
+NAME=PATH); kvilt runs in the interpreter of this script, with the extension --native FILE if given (behind an editable
+install a PYTHONPATH does not choose it).
 
     python -m venv ~/.cache/kvilt-bench/venv && . ~/.cache/kvilt-bench/venv/bin/activate
     pip install -c constraints.txt llama-cpp-python gguf            # builds llama.cpp for this machine
@@ -28,37 +29,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peers.children import Missing, Server, once, torch_alone
+from peers.engines import NATIVE, use_extension
 from peers.models import MODELS, Candidate, candidates
 from peers.noise import wait_quiet
+from peers.series import TORCH, Series, limits_line, noise_line, report
 from peers.workloads import COLD, DEFAULT, FRESH, MEMORY, chosen, parse
-
-TORCH = "import torch"
-
-
-@dataclass(slots=True)
-class Series:
-    """All samples of one run: values by workload and engine, and what disturbed them."""
-
-    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    noise: list[dict[str, float]] = field(default_factory=list)
-    again: int = 0
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, workload: str, engine: str, value: float) -> None:
-        self.values.setdefault(workload, {}).setdefault(engine, []).append(value)
-
-    def median(self, workload: str, engine: str) -> float | None:
-        values = self.values.get(workload, {}).get(engine)
-        return statistics.median(values) if values else None
 
 
 def measure_warm(series: Series, servers: dict[str, Server], names: list[str], rounds: int) -> None:
@@ -101,56 +83,14 @@ def measure_fresh(series: Series, engines: list[Candidate], names: list[str], ro
                 series.add(name, "kvilt beyond torch", beyond)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def limits(threads: int, model: Path) -> dict[str, float]:
+    """What the machine can do now. A host that moves virtual cores about changes this by a factor of two."""
+    if native := os.environ.get(NATIVE):
+        use_extension(native)
+    from kvilt.ops.native.limits import measure
 
-
-def _number(value: float | None, workload: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f} s" if workload == "cold" else f"{value:.0f} MB" if workload == "memory" else f"{value:.1f}"
-
-
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}x"
-
-
-def report(series: Series, names: list[str], engines: list[str]) -> str:
-    """Both tables: what each reached, and kvilt against each and against the best."""
-    head = ["", *names]
-    extra = ["kvilt beyond torch", TORCH] if any(name in FRESH for name in names) else []
-    shown = [[engine, *[_number(series.median(name, engine), name) for name in names]] for engine in engines + extra]
-    parts = [table(head, shown)]
-    peers = [engine for engine in engines if engine != "kvilt"]
-    if "kvilt" in engines and peers:
-        rows = [
-            [f"kvilt / {peer}", *[_ratio(_ours(series, n), series.median(n, peer)) for n in names]] for peer in peers
-        ]
-        if len(peers) > 1:
-            rows.append(["kvilt / best", *[_ratio(_ours(series, n), _best(series, n, peers)) for n in names]])
-        parts.append(table(head, rows))
-    return "\n\n".join(parts)
-
-
-def _ours(series: Series, name: str) -> float | None:
-    """kvilt's figure for the ratios: without what importing torch costs, where that counts."""
-    return series.median(name, "kvilt beyond torch" if name in FRESH else "kvilt")
-
-
-def _best(series: Series, name: str, peers: list[str]) -> float | None:
-    found = [value for peer in peers if (value := series.median(name, peer)) is not None]
-    return (min if name in FRESH else max)(found, default=None)
-
-
-def noise_line(series: Series, busy: float) -> str:
-    others = [noise["others"] for noise in series.noise] or [0.0]
-    steal = [noise["steal"] for noise in series.noise] or [0.0]
-    return (
-        f"noise: {busy:.0%} busy before; other processes used {statistics.mean(others):.2f} cores on average, at most "
-        f"{max(others):.2f}; the host took {statistics.mean(steal):.2f}, at most {max(steal):.2f}; "
-        f"{series.again} samples taken again"
-    )
+    found = measure(threads, model.stat().st_size if model.is_file() else 1 << 27)
+    return {"gigabytes_per_s": found.bytes_per_s / 1e9, "gigaops_per_s": found.ops_per_s / 1e9} if found else {}
 
 
 def start(engines: list[Candidate], threads: int) -> dict[str, Server]:
@@ -158,6 +98,7 @@ def start(engines: list[Candidate], threads: int) -> dict[str, Server]:
     for engine in engines:
         try:
             servers[engine.name] = Server(engine, threads)
+            print(f"{engine.name}: {servers[engine.name].about}")
         except Missing as error:
             print(f"{engine.name} is left out: {error}")
     return servers
@@ -171,6 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="an engine's interpreter")
+    parser.add_argument("--native", type=Path, help="a file of kvilt's extension to use instead of the installed one")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a quiet machine")
     parser.add_argument("--json", type=Path, help="write everything here")
     return parser.parse_args()
@@ -181,8 +123,11 @@ def main() -> None:
     pythons = dict(entry.split("=", 1) for entry in asked.python)
     names, only = chosen(asked.workloads), [name for name in asked.only.split(",") if name]
     engines = candidates(asked.model, only, pythons)
+    if asked.native:
+        os.environ[NATIVE] = str(asked.native.resolve(strict=True))
     busy, series = wait_quiet(asked.patience), Series()
     warm = [name for name in names if name not in FRESH]
+    series.limits.append(limits(asked.threads, engines[0].model))
     servers = start(engines, asked.threads)
     engines = [engine for engine in engines if engine.name in servers]
     try:
@@ -190,18 +135,32 @@ def main() -> None:
     finally:
         for server in servers.values():
             server.close()
+    series.limits.append(limits(asked.threads, engines[0].model))
     measure_fresh(series, engines, [name for name in names if name in FRESH], min(3, asked.rounds), asked.threads)
     title = f"{asked.model}, {asked.threads} threads, medians of {asked.rounds}, {time.strftime('%F %R')}"
-    print(f"{title}\n\n{report(series, names, [engine.name for engine in engines])}\n\n{noise_line(series, busy)}")
+    print(f"{title}\n\n{report(series, names, [engine.name for engine in engines])}\n")
+    print(f"{limits_line(series)}\n{noise_line(series, busy)}")
     if asked.json:
         asked.json.write_text(json.dumps(_record(asked, series, busy), indent=1))
 
 
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
 def _record(asked: argparse.Namespace, series: Series, busy: float) -> dict[str, Any]:
     medians = {n: {e: statistics.median(v) for e, v in by.items()} for n, by in series.values.items()}
-    about = {"model": asked.model, "threads": asked.threads, "rounds": asked.rounds, "machine": platform.processor()}
+    about = {"model": asked.model, "threads": asked.threads, "rounds": asked.rounds, "machine": _processor()}
     noise = {"busy_before": busy, "samples": series.noise, "taken_again": series.again}
-    return {**about, "medians": medians, "samples": series.values, "tokens": series.tokens, "noise": noise}
+    return {
+        **about,
+        "medians": medians,
+        "samples": series.values,
+        "tokens": series.tokens,
+        "limits": series.limits,
+        "noise": noise,
+    }
 
 
 if __name__ == "__main__":

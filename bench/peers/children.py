@@ -48,7 +48,7 @@ class Server:
             text=True,
         )
         try:
-            self._answer()
+            self.about: str = self._answer()["about"]
         except Missing:
             self._process.wait()
             errors.seek(0)

@@ -1,0 +1,85 @@
+"""The samples of a run, and how they are shown: medians, ratios, and what disturbed them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from .workloads import FRESH
+
+TORCH = "import torch"
+
+
+@dataclass(slots=True)
+class Series:
+    """All samples of one run: values by workload and engine, and what disturbed them."""
+
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    noise: list[dict[str, float]] = field(default_factory=list)
+    again: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    limits: list[dict[str, float]] = field(default_factory=list)  # of the machine, before and after
+
+    def add(self, workload: str, engine: str, value: float) -> None:
+        self.values.setdefault(workload, {}).setdefault(engine, []).append(value)
+
+    def median(self, workload: str, engine: str) -> float | None:
+        values = self.values.get(workload, {}).get(engine)
+        return statistics.median(values) if values else None
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _number(value: float | None, workload: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if workload == "cold" else f"{value:.0f} MB" if workload == "memory" else f"{value:.1f}"
+
+
+def _ratio(ours: float | None, theirs: float | None) -> str:
+    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}x"
+
+
+def report(series: Series, names: list[str], engines: list[str]) -> str:
+    """Both tables: what each reached, and kvilt against each and against the best."""
+    head = ["", *names]
+    extra = ["kvilt beyond torch", TORCH] if any(name in FRESH for name in names) else []
+    shown = [[engine, *[_number(series.median(name, engine), name) for name in names]] for engine in engines + extra]
+    parts = [table(head, shown)]
+    peers = [engine for engine in engines if engine != "kvilt"]
+    if "kvilt" in engines and peers:
+        rows = [
+            [f"kvilt / {peer}", *[_ratio(_ours(series, n), series.median(n, peer)) for n in names]] for peer in peers
+        ]
+        if len(peers) > 1:
+            rows.append(["kvilt / best", *[_ratio(_ours(series, n), _best(series, n, peers)) for n in names]])
+        parts.append(table(head, rows))
+    return "\n\n".join(parts)
+
+
+def _ours(series: Series, name: str) -> float | None:
+    """kvilt's figure for the ratios: without what importing torch costs, where that counts."""
+    return series.median(name, "kvilt beyond torch" if name in FRESH else "kvilt")
+
+
+def _best(series: Series, name: str, peers: list[str]) -> float | None:
+    found = [value for peer in peers if (value := series.median(name, peer)) is not None]
+    return (min if name in FRESH else max)(found, default=None)
+
+
+def noise_line(series: Series, busy: float) -> str:
+    others = [noise["others"] for noise in series.noise] or [0.0]
+    steal = [noise["steal"] for noise in series.noise] or [0.0]
+    return (
+        f"noise: {busy:.0%} busy before; other processes used {statistics.mean(others):.2f} cores on average, at most "
+        f"{max(others):.2f}; the host took {statistics.mean(steal):.2f}, at most {max(steal):.2f}; "
+        f"{series.again} samples taken again"
+    )
+
+
+def limits_line(series: Series) -> str:
+    shown = [f"{one['gigabytes_per_s']:.1f} GB/s and {one['gigaops_per_s']:.0f} GOP/s" for one in series.limits if one]
+    return f"limits of the machine before and after: {'; '.join(shown)}" if shown else "limits: no extension to measure"
