@@ -1,0 +1,32 @@
+"""What a caller asks of the engine. Knows tokens and sampling; refuses to know text, tensors and KV."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..sampling.params import SamplingParams
+
+
+def new_id() -> str:
+    """An id nobody can guess."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Continue a prompt; `params.n` samples of it share the prompt's KV."""
+
+    prompt: Sequence[int]  # all of it: what a lent cache holds stands first
+    params: SamplingParams | None = None  # None: only the KV of the prompt is wanted
+    id: str = field(default_factory=new_id)
+    end_ids: frozenset[int] = frozenset()  # tokens that end a sample, besides the params' own
+    priority: int = 0  # the lower, the sooner
+    tenant: str = ""  # KV is found again only by the same tenant
+    reuse: bool = True  # whether the prompt may begin with KV that others computed
+    keep_kv: bool = False  # hand each sample's KV over when it ends
+
+    @property
+    def samples(self) -> int:
+        return self.params.n if self.params else 1

@@ -1,0 +1,321 @@
+"""Who gets a row of the next step, and who gives pages up. Counts tokens, rows and pages, and knows nothing else.
+
+Decodes first, then prompts in order, cut to the step's budget; admission promises no page twice.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ParamError
+from .plan import Admission, Hit, Pages, Preemption, Sample, StepPlan, Work
+
+# One level of priority is worth arriving this many steps earlier: whoever waits longer than that goes first.
+PRIORITY_STEPS = 1000
+
+End = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold."""
+
+    step_tokens: int
+    max_rows: int
+    page_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_rows <= self.step_tokens:
+            raise ParamError("max_rows", f"must be between 1 and step_tokens, which is {self.step_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What a step brought to a sample: a token, unless only KV was wanted, and perhaps its end."""
+
+    sample: Sample
+    token: int | None
+    end: End | None
+    parent: Sample | None = None  # it was forked off this one just now
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making, and what is left to give."""
+
+    tokens: int
+    rows: int
+    pages: int
+    work: list[Work]
+    admitted: list[Admission]
+    preempted: list[Preemption]
+    short: Sample | None = None  # the first in order that found too few pages
+    starved: Sample | None = None
+
+
+class Scheduler:
+    """The order is deterministic: by priority and arrival, as a time that was settled when a sample arrived."""
+
+    def __init__(self, limits: Limits, pages: Pages) -> None:
+        self._limits = limits
+        self._pages = pages
+        self._waiting: list[Sample] = []  # by rank, as the next one
+        self._running: list[Sample] = []
+        self._computing: dict[bytes, Sample] = {}  # pages on their way, by key
+        self._plans = self._arrivals = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def ready(self) -> bool:
+        """Whether somebody wants a row."""
+        return any(not sample.held for samples in (self._running, self._waiting) for sample in samples)
+
+    # Coming and going.
+
+    def add(self, sample: Sample) -> None:
+        """A new sample; it waits."""
+        self._arrivals += 1
+        sample.rank = (sample.priority * PRIORITY_STEPS + self._plans, self._arrivals, sample.index)
+        self._wait(sample)
+
+    def drop(self, sample: Sample) -> None:
+        """A sample that ended for reasons of its own: aborted, failed, or its text is over."""
+        self._stop_computing(sample)
+        for samples in (self._running, self._waiting):
+            if sample in samples:
+                samples.remove(sample)
+
+    def placed(self, sample: Sample, tokens: int) -> None:
+        """What an admitted sample really found."""
+        sample.computed = tokens
+        sample.shared_tail = True
+
+    # A step.
+
+    def plan(self) -> StepPlan:
+        """The next step. Whom it admits runs, whom it preempts waits."""
+        self._plans += 1
+        draft = _Draft(self._limits.step_tokens, self._limits.max_rows, self._pages.free(), [], [], [])
+        self._go_on(draft)
+        if draft.short is not None:
+            self._give_way(draft, draft.short)
+        else:
+            self._admit(draft)
+        return StepPlan(tuple(draft.work), tuple(draft.admitted), tuple(draft.preempted), draft.starved)
+
+    def commit(self, plan: StepPlan, drawn: Sequence[Sequence[int] | None]) -> list[Advance]:
+        """A step was done: for each work its new tokens, one for each sample that draws; None if it was not done.
+
+        Samples that are over leave.
+        """
+        advances = []
+        for work, tokens in zip(plan.work, drawn, strict=True):
+            if tokens is not None:
+                self._computed(work.sample, work.start + work.count)
+                advances += self._advance(work, tokens)
+        for one in advances:
+            if one.end is not None:
+                self.drop(one.sample)
+        return advances
+
+    def _advance(self, work: Work, tokens: Sequence[int]) -> list[Advance]:
+        sample = work.sample
+        if not work.draws:
+            over = not sample.draws and sample.left == 0
+            return [Advance(sample, None, "stop")] if over else []
+        twins = self._fork(sample) if work.forks else []
+        advances = []
+        for one, token in zip((sample, *twins), tokens, strict=True):
+            one.known += 1
+            end: End | None = "stop" if token in one.end_ids else "length" if one.known >= one.limit else None
+            advances.append(Advance(one, token, end, None if one is sample else sample))
+        return advances
+
+    def _fork(self, parent: Sample) -> list[Sample]:
+        """The other samples behind a prompt that is computed; they run from now on."""
+        twins = [_twin(parent, index) for index in range(1, parent.width)]
+        parent.width = 1
+        for sample in (parent, *twins):
+            sample.shared_tail = True
+        for twin in twins:
+            insort(self._running, twin, key=_rank)
+        return twins
+
+    # Those that run.
+
+    def _go_on(self, draft: _Draft) -> None:
+        rows = [sample for sample in self._running if not sample.held]
+        decodes = [sample for sample in rows if sample.left == 1]
+        if len(decodes) > draft.rows:  # forks can outnumber the rows: then they take turns
+            decodes = sorted(decodes, key=lambda sample: (sample.planned, sample.rank))
+        for sample in (*decodes, *(sample for sample in rows if sample.left > 1)):
+            if not draft.rows or not draft.tokens:
+                break
+            count = min(sample.left, draft.tokens)
+            if self._fits(draft, sample, count):
+                self._take(draft, sample, count)
+            elif draft.short is None or sample.rank < draft.short.rank:
+                draft.short = sample
+
+    def _fits(self, draft: _Draft, sample: Sample, count: int) -> bool:
+        if self._need(sample, count) > draft.pages and sample.shared_tail:
+            sample.shared_tail = self._pages.shares_tail(sample)
+        return self._need(sample, count) <= draft.pages
+
+    def _give_way(self, draft: _Draft, short: Sample) -> None:
+        """One sample gives its pages up: nobody's reader first, then the last in order.
+
+        What that frees is known only when it is done, since pages are shared; so no more than one, and the next plan
+        sees the truth.
+        """
+        victim = max(self._running, key=lambda sample: (sample.held, sample.rank))
+        if len(self._running) == 1:
+            draft.starved = short
+            return
+        draft.work = [work for work in draft.work if work.sample is not victim]
+        self._preempt(draft, victim)
+
+    def _preempt(self, draft: _Draft, victim: Sample) -> None:
+        self._running.remove(victim)
+        self._stop_computing(victim)
+        victim.computed = 0
+        self._wait(victim)
+        draft.preempted.append(Preemption(victim))
+
+    # Those that wait.
+
+    def _admit(self, draft: _Draft) -> None:
+        room = draft.pages - self._promised(draft)
+        width = sum(sample.width for sample in self._running if not sample.held)
+        for sample in list(self._waiting):
+            if not draft.rows or not draft.tokens or (width and width + sample.width > self._limits.max_rows):
+                return
+            if sample.held or self._awaits(sample):
+                continue
+            hit = self._hit(sample, room)
+            if self._awaits(sample):
+                continue
+            if (need := self._whole_need(sample, hit)) > room:
+                self._make_room(draft, sample)
+                return  # nobody behind it goes first, or it might wait forever
+            room -= need
+            width += sample.width
+            self._begin(draft, sample, hit)
+
+    def _begin(self, draft: _Draft, sample: Sample, hit: Hit) -> None:
+        self._waiting.remove(sample)
+        insort(self._running, sample, key=_rank)
+        self.placed(sample, hit.tokens)
+        for key in sample.keys[hit.tokens // self._limits.page_tokens :]:
+            self._computing.setdefault(key, sample)
+        draft.admitted.append(Admission(sample, hit))
+        self._take(draft, sample, min(sample.left, draft.tokens))
+
+    def _hit(self, sample: Sample, room: int) -> Hit:
+        """The longest hit, or where its last, begun page would be one too many, the longest of whole pages.
+
+        Leaves a note where the page behind the hit is being computed by somebody else.
+        """
+        size, most = self._limits.page_tokens, sample.known - 1
+        hit = self._pages.hit(sample, most)
+        if hit.tokens % size and self._whole_need(sample, hit) > room:
+            hit = self._pages.hit(sample, most - most % size)
+        behind = hit.tokens // size
+        if behind < len(sample.keys) and self._computing.get(sample.keys[behind]) not in (None, sample):
+            sample.awaits = sample.keys[behind]
+        return hit
+
+    def _awaits(self, sample: Sample) -> bool:
+        """Whether somebody who goes on is computing what this sample needs next."""
+        leader = None if sample.awaits is None else self._computing.get(sample.awaits)
+        if leader is None or leader.held:
+            sample.awaits = None
+        return sample.awaits is not None
+
+    def _make_room(self, draft: _Draft, sample: Sample) -> None:
+        """The first in order does not fit: those that nobody reads give way, and without anybody else it starves."""
+        unread = [one for one in self._running if one.held]
+        if unread:
+            self._preempt(draft, max(unread, key=_rank))
+        elif not self._running:
+            draft.starved = sample
+
+    # Counting.
+
+    def _promised(self, draft: _Draft) -> int:
+        """Pages that those who run need to compute what they know, and one token more, beyond this step's."""
+        taken = {work.sample: work.count for work in draft.work}
+        return sum(
+            self._need(sample, self._target(sample) - sample.computed) - self._need(sample, taken.get(sample, 0))
+            for sample in self._running
+            if not sample.held
+        )
+
+    def _target(self, sample: Sample) -> int:
+        return min(sample.known + 1, sample.limit - 1)
+
+    def _need(self, sample: Sample, count: int) -> int:
+        """Pages to take before `count` more tokens can be computed."""
+        return self._grown(sample.computed, sample.computed + count, sample.shared_tail) if count else 0
+
+    def _whole_need(self, sample: Sample, hit: Hit) -> int:
+        """Pages until a waiting sample has computed all it knows; its forks need one each, if they are not alone."""
+        forks = sample.width - 1 if self._running else 0
+        return hit.idle + self._grown(hit.tokens, self._target(sample), True) + forks
+
+    def _grown(self, start: int, stop: int, shared_tail: bool) -> int:
+        size = self._limits.page_tokens
+        return -(-stop // size) + (start // -size) + (shared_tail and start % size != 0)
+
+    def _take(self, draft: _Draft, sample: Sample, count: int) -> None:
+        draws = count == sample.left and sample.draws
+        forks = sample.width - 1 if draws else 0
+        draft.work.append(Work(sample, sample.computed, count, draws, forks))
+        draft.pages -= self._need(sample, count)
+        draft.tokens -= count
+        draft.rows -= 1
+        sample.planned = self._plans
+
+    def _computed(self, sample: Sample, stop: int) -> None:
+        size = self._limits.page_tokens
+        for key in sample.keys[sample.computed // size : stop // size]:
+            if self._computing.get(key) is sample:
+                del self._computing[key]
+        sample.computed, sample.shared_tail = stop, False
+
+    def _stop_computing(self, sample: Sample) -> None:
+        for key in sample.keys[sample.computed // self._limits.page_tokens :]:
+            if self._computing.get(key) is sample:
+                del self._computing[key]
+
+    def _wait(self, sample: Sample) -> None:
+        sample.awaits = None
+        insort(self._waiting, sample, key=_rank)
+
+
+def _rank(sample: Sample) -> tuple[int, int, int]:
+    return sample.rank
+
+
+def _twin(parent: Sample, index: int) -> Sample:
+    twin = Sample(
+        request=parent.request,
+        prompt=parent.prompt,
+        limit=parent.limit,
+        index=index,
+        priority=parent.priority,
+        end_ids=parent.end_ids,
+    )
+    twin.known, twin.computed = parent.known, parent.computed
+    twin.rank = (*parent.rank[:2], index)
+    return twin
