@@ -1,5 +1,7 @@
-// Norms and gates.
+// Norms, activations, sums and the largest of many.
 #pragma once
+#include <limits>
+
 #include "kernels.h"
 #include "vectors.h"
 
@@ -19,22 +21,44 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, 
   for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
+// 0 silu, 1 gelu by tanh, 2 gelu by erf.
 inline F16x activated(F16x x, int activation) {
+  if (activation == 2) {
+    float lanes[16];
+    store(lanes, x);
+    for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
+    return load(lanes);
+  }
   F16x u = x;  // silu: x * sigmoid(x)
   if (activation == 1) u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // gelu by tanh: x * sigmoid(2u)
   return x / (exp16(F16x{} - u) + 1.0f);
 }
 
-inline void gate(const float* gate, const float* up, int64_t n, int activation, float* out) {
+inline void add(const float* a, const float* b, int64_t n, float* out) {
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store(out + i, activated(load(gate + i), activation) * load(up + i));
-  if (i < n) {  // the rest goes through the same vectors, so that an element's place does not change its bits
-    float a[16] = {}, b[16] = {}, c[16];
-    std::memcpy(a, gate + i, (n - i) * sizeof(float));
-    std::memcpy(b, up + i, (n - i) * sizeof(float));
-    store(c, activated(load(a), activation) * load(b));
-    std::memcpy(out + i, c, (n - i) * sizeof(float));
+  for (; i + 16 <= n; i += 16) store(out + i, load(a + i) + load(b + i));
+  for (; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+inline int64_t argmax(const float* x, int64_t n) {
+  // First the largest value, whole vectors at a time, then where it stands.
+  F16x peaks = splat(-std::numeric_limits<float>::infinity());
+  F16x broken = {};  // x - x is 0 for a number, and not a number otherwise (or infinite, which is no logit either)
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const F16x v = load(x + i);
+    peaks = larger(peaks, v);
+    broken = broken + (v - v);
   }
+  float best = largest(peaks), check = total(broken);
+  for (; i < n; ++i) {
+    best = x[i] > best ? x[i] : best;
+    check += x[i] - x[i];
+  }
+  if (check != 0) return -1;
+  for (i = 0; i < n; ++i)
+    if (x[i] == best) return i;
+  return -1;
 }
 
 }  // namespace kvilt::KVILT_ISA

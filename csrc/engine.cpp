@@ -1,7 +1,10 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
+
+#include "packed.h"
 
 namespace kvilt {
 namespace {
@@ -18,8 +21,9 @@ const Kernels* find_kernels(const std::string& isa) {
   return generic_kernels();
 }
 
-// Rows that one thread takes through a tile before another tile: their activations stay in its cache.
-constexpr int64_t kRowsAtOnce = 64;
+// Groups of rows that one thread takes through a tile before another tile: their activations stay in its cache.
+constexpr int64_t kGroupsAtOnce = 8;
+constexpr int64_t kWorthSharing = 64;  // blocks of activations: fewer take less time than waking a thread
 
 }  // namespace
 
@@ -37,87 +41,133 @@ std::vector<std::string> available_isas() {
   return found;
 }
 
-int64_t Packed::block_bytes() const {
-  switch (kind) {
-    case Kind::kFloat: return kBlock * kTile * 4;
-    case Kind::kNibble16: return 256 + 2 * 32;
-    case Kind::kNibble32: return 256 + 2 * 64;
-    case Kind::kByte16: return 512 + 32;
-    case Kind::kByte32: return 512 + 2 * 64;
-    case Kind::kByteHalves: return 512 + 2 * 64;
-  }
-  return 0;
-}
-
 Engine::Engine(int threads, const std::string& isa)
     : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), scratch_(std::max(1, threads)) {}
 
-void Engine::quantize(const float* x, int64_t rows, int64_t inputs) {
+Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
-  values_.resize(rows * blocks * kBlock);
-  scales_.resize(rows * blocks);
-  sums_.resize(rows * blocks);
-  totals_.resize(rows * blocks * 2);
-  const auto one = [&](int64_t row, int) {
-    kernels_->quantize(x + row * inputs, inputs, blocks, values_.data() + row * blocks * kBlock,
-                       scales_.data() + row * blocks, sums_.data() + row * blocks, totals_.data() + row * blocks * 2);
-  };
-  if (rows < 8) for (int64_t row = 0; row < rows; ++row) one(row, 0);
-  else workers_.run(rows, one);
+  const int64_t needed = rows * blocks;
+  if (int64_t(floats_.size()) < needed * 4) {
+    values_.resize(needed * kBlock);
+    floats_.resize(needed * 4);
+  }
+  const Rows quantized{x, values_.data(), floats_.data(), rows, inputs, blocks};
+  if (!packed) return quantized;
+  if (needed < kWorthSharing) for (int64_t row = 0; row < rows; ++row) kernels_->quantize(quantized, row);
+  else workers_.run(rows, [&](int64_t row, int) { kernels_->quantize(quantized, row); });
+  return quantized;
+}
+
+void Engine::tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t, int64_t, int64_t)>& work) {
+  // A few tiles an item: handing one out costs as much as a short tile takes.
+  const int64_t together = std::clamp<int64_t>(tiles / (workers_.threads() * 4), 1, 8);
+  const int64_t runs = (tiles + together - 1) / together, chunks = (groups + kGroupsAtOnce - 1) / kGroupsAtOnce;
+  workers_.run(runs * chunks, [&](int64_t item, int) {
+    const int64_t first = item / runs * kGroupsAtOnce, last = std::min(groups, first + kGroupsAtOnce);
+    for (int64_t tile = item % runs * together; tile < std::min(tiles, (item % runs + 1) * together); ++tile)
+      work(tile, first, last);
+  });
 }
 
 void Engine::linears(const std::vector<Product>& products, const float* x, int64_t rows) {
   std::lock_guard<std::mutex> guard(lock_);
   const int64_t inputs = products.front().weight.inputs;
   bool packed = false;
-  int64_t tiles = 0;
+  int64_t count = 0;
   for (const Product& product : products) {
     if (product.weight.inputs != inputs) throw std::invalid_argument("products of one input differ in its size");
-    packed |= product.weight.kind != Kind::kFloat;
-    tiles += product.weight.tiles();
+    packed |= product.weight.kind > Kind::kBfloat;
+    count += product.weight.tiles();
   }
-  if (packed) quantize(x, rows, inputs);
-  const int64_t blocks = (inputs + kBlock - 1) / kBlock;
-  const Quantized quantized{values_.data(), scales_.data(), sums_.data(), totals_.data(), blocks};
-  const int64_t chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  // A few tiles an item: handing one out costs as much as a short tile takes.
-  const int64_t together = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (workers_.threads() * 4)));
-  const int64_t groups = (tiles + together - 1) / together;
-  workers_.run(groups * chunks, [&](int64_t item, int) {
-    const int64_t first = item / groups * kRowsAtOnce, last = std::min(rows, first + kRowsAtOnce);
-    for (int64_t at = item % groups * together; at < std::min(tiles, (item % groups + 1) * together); ++at) {
-      int64_t tile = at;
-      size_t which = 0;
-      while (tile >= products[which].weight.tiles()) tile -= products[which++].weight.tiles();
-      const Product& p = products[which];
-      if (p.weight.kind == Kind::kFloat)
-        kernels_->linear_float(p.weight, tile, x, first, last, p.bias, p.out, p.weight.outputs);
-      else
-        kernels_->linear(p.weight, tile, quantized, first, last, p.bias, p.out, p.weight.outputs);
-    }
+  const Rows quantized = quantize(x, rows, inputs, packed);
+  tiles(count, quantized.groups(), [&](int64_t tile, int64_t first, int64_t last) {
+    size_t which = 0;
+    while (tile >= products[which].weight.tiles()) tile -= products[which++].weight.tiles();
+    kernels_->linear(products[which].weight, tile, quantized, first, last, products[which].to);
   });
 }
 
-void Engine::embed(const Packed& w, const int64_t* ids, int64_t count, float* out) {
+void Engine::gated(const Product& gate, const Product& up, const float* x, int64_t rows, int activation, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  if (gate.weight.inputs != up.weight.inputs || gate.weight.outputs != up.weight.outputs)
+    throw std::invalid_argument("a gate and what it opens differ in size");
+  const bool packed = gate.weight.kind > Kind::kBfloat || up.weight.kind > Kind::kBfloat;
+  const Rows quantized = quantize(x, rows, gate.weight.inputs, packed);
+  tiles(gate.weight.tiles(), quantized.groups(), [&](int64_t tile, int64_t first, int64_t last) {
+    kernels_->gated(gate.weight, up.weight, tile, quantized, first, last, gate.to.bias, up.to.bias, activation, out);
+  });
+}
+
+void Engine::embed(const Packed& w, const int64_t* ids, int64_t count, float scale, float* out) {
   for (int64_t i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= w.outputs) throw std::out_of_range("a token id is outside the embedding");
   std::lock_guard<std::mutex> guard(lock_);
-  workers_.run(count, [&](int64_t i, int) { kernels_->embed(w, ids[i], out + i * w.inputs); });
+  const auto one = [&](int64_t i, int) { kernels_->embed(w, ids[i], scale, out + i * w.inputs); };
+  if (count < 4) for (int64_t i = 0; i < count; ++i) one(i, 0);
+  else workers_.run(count, one);
 }
 
 void Engine::rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out) {
   std::lock_guard<std::mutex> guard(lock_);
   const auto one = [&](int64_t row, int) { kernels_->rms_norm(x + row * n, weight, eps, n, out + row * n); };
-  if (rows < 16) for (int64_t row = 0; row < rows; ++row) one(row, 0);
+  if (rows * n < kWorthSharing * kBlock) for (int64_t row = 0; row < rows; ++row) one(row, 0);
   else workers_.run(rows, one);
 }
 
-void Engine::gate(const float* gate, const float* up, int64_t n, int activation, float* out) {
+void Engine::pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work) {
   std::lock_guard<std::mutex> guard(lock_);
   constexpr int64_t kPiece = 4096;
   workers_.run((n + kPiece - 1) / kPiece, [&](int64_t item, int) {
-    const int64_t at = item * kPiece;
-    kernels_->gate(gate + at, up + at, std::min(kPiece, n - at), activation, out + at);
+    work(item * kPiece, std::min(kPiece, n - item * kPiece));
+  });
+}
+
+void Engine::add(const float* a, const float* b, int64_t n, float* out) {
+  pieces(n, [&](int64_t at, int64_t count) { kernels_->add(a + at, b + at, count, out + at); });
+}
+
+void Engine::soft_cap(float* x, int64_t n, float cap) {
+  pieces(n, [&](int64_t at, int64_t count) {
+    for (int64_t i = at; i < at + count; ++i) x[i] = std::tanh(x[i] / cap) * cap;
+  });
+}
+
+void Engine::argmax(const float* x, int64_t rows, int64_t n, int64_t* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  workers_.run(rows, [&](int64_t row, int) { out[row] = kernels_->argmax(x + row * n, n); });
+}
+
+void Engine::rotation(const int64_t* positions, int64_t tokens, const float* radians, int64_t pairs, float growth,
+                      float* cos, float* sin) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto one = [&](int64_t t, int) {
+    for (int64_t p = 0; p < pairs; ++p) {
+      // The angle is float32, as models were trained with it; its cosine is exact but for the last rounding.
+      const double angle = float(positions[t]) * radians[p];
+      cos[t * pairs + p] = float(std::cos(angle)) * growth;
+      sin[t * pairs + p] = float(std::sin(angle)) * growth;
+    }
+  };
+  if (tokens < 4) for (int64_t t = 0; t < tokens; ++t) one(t, 0);
+  else workers_.run(tokens, one);
+}
+
+void Engine::advance(const Cursor& cursor) {
+  for (int64_t row = 0; row < cursor.rows; ++row) {
+    const int64_t position = ++cursor.positions[row], page = position / cursor.page_tokens;
+    for (size_t group = 0; group < cursor.slots.size(); ++group)
+      if (page < cursor.width)  // past the last step there may be no page; nobody writes there
+        cursor.slots[group][row] = cursor.tables[group][row * cursor.width + page] * cursor.page_tokens +
+                                   position % cursor.page_tokens;
+  }
+}
+
+void Engine::pack(const Packing& packing, const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs,
+                  uint8_t* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const int64_t bytes = tile_bytes(packing.kind, inputs);
+  workers_.run((outputs + kTile - 1) / kTile, [&](int64_t tile, int) {
+    packing.tile(source, row_bytes, outputs, inputs, tile, out + tile * bytes);
   });
 }
 

@@ -1,19 +1,30 @@
 // The operations over whole tensors: checks, scratch memory and threads. Kernels see one row or one tile at a time.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "pack.h"
+#include "program.h"
 #include "workers.h"
 
 namespace kvilt {
 
 struct Product {
   Packed weight;
-  const float* bias;  // null: none
-  float* out;         // [rows][outputs]
+  Target to;
+};
+
+// Where decoding rows stand: what one step reads, and what it leaves for the next. One token a row.
+struct Cursor {
+  int64_t rows;
+  int64_t* positions;                    // [rows]
+  std::vector<int64_t*> slots;           // one per layer group, [rows]
+  std::vector<const int64_t*> tables;    // one per layer group, [rows][width]
+  int64_t width, page_tokens;
 };
 
 class Engine {
@@ -25,9 +36,17 @@ class Engine {
 
   // Several products of the same input, which is quantized once; all tiles are one piece of work for the threads.
   void linears(const std::vector<Product>& products, const float* x, int64_t rows);
-  void embed(const Packed& w, const int64_t* ids, int64_t count, float* out);
+  // activation(gate) * up, without either of them in memory.
+  void gated(const Product& gate, const Product& up, const float* x, int64_t rows, int activation, float* out);
+  void embed(const Packed& w, const int64_t* ids, int64_t count, float scale, float* out);
   void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out);
-  void gate(const float* gate, const float* up, int64_t n, int activation, float* out);
+  void add(const float* a, const float* b, int64_t n, float* out);
+  void soft_cap(float* x, int64_t n, float cap);
+  // The likeliest token of each row, -1 where a logit is not a number.
+  void argmax(const float* x, int64_t rows, int64_t n, int64_t* out);
+  // Cosines and sines of angles position * radians, times `growth`.
+  void rotation(const int64_t* positions, int64_t tokens, const float* radians, int64_t pairs, float growth, float* cos,
+                float* sin);
   void rotate(const float* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t dim,
               int64_t pairs, bool interleaved, float* out);
   void write(const Pages& pages, const int64_t* slots, int64_t tokens, const float* keys, const float* values);
@@ -35,15 +54,32 @@ class Engine {
   void attend(const float* query, int64_t heads, const Pages& pages, const int64_t* tables, int64_t width,
               const int64_t* starts, int64_t rows, const int64_t* positions, const Mask& mask, float* out);
 
+  // Each row one token further, into the page its table names.
+  void advance(const Cursor& cursor);
+  // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
+  void pack(const Packing& packing, const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs,
+            uint8_t* out);
+
+  // Does a call and, between `record` and `recorded`, remembers it.
+  template <typename Call>
+  void perform(Call call) {
+    call();
+    if (recording_) recording_->calls.push_back(call);
+  }
+  void record() { recording_ = std::make_unique<Program>(); }
+  std::unique_ptr<Program> recorded() { return std::move(recording_); }
+
  private:
   Workers workers_;
   const Kernels* kernels_;
-  void quantize(const float* x, int64_t rows, int64_t inputs);
+  Rows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
+  void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
+  void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
 
+  std::unique_ptr<Program> recording_;
   std::mutex lock_;
   std::vector<int8_t> values_;
-  std::vector<float> scales_, sums_;
-  std::vector<int32_t> totals_;
+  std::vector<float> floats_;
   std::vector<std::vector<float>> scratch_;  // one per thread
 };
 

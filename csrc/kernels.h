@@ -7,17 +7,13 @@ namespace kvilt {
 
 // Outputs are packed in tiles of sixteen; each lane accumulates over the inputs in one fixed order, for one row or many.
 constexpr int kTile = 16;
-constexpr int kBlock = 32;  // inputs that share an activation scale
+constexpr int kBlock = 32;   // inputs that share an activation scale
+constexpr int kSuper = 8;    // blocks of a k-format that share a header
+constexpr int kGroup = 8;    // rows that go through a tile together
 
-// How weights are packed. The numbers are shared with kvilt/ops/native/pack.py.
-enum class Kind : int {
-  kFloat = 0,        // float32 [tile][input][16]
-  kNibble16 = 1,     // 4 bits, float16 scale and minimum
-  kNibble32 = 2,     // 4 bits, float32 scale and minimum
-  kByte16 = 3,       // signed 8 bits, float16 scale
-  kByte32 = 4,       // signed 8 bits, float32 scale and minimum
-  kByteHalves = 5,   // signed 8 bits, float32 scale per sixteen inputs
-};
+// How weights are packed. The numbers are shared with kvilt/ops/native/pack.py, the bytes are described in packed.h.
+enum class Kind : int { kFloat, kHalf, kBfloat, k4, k4m, k5, k5m, k8, k4k, k5k, k6k };
+constexpr int kKinds = 11;
 
 struct Packed {
   Kind kind;
@@ -27,16 +23,26 @@ struct Packed {
 
   int64_t tiles() const { return (outputs + kTile - 1) / kTile; }
   int64_t blocks() const { return (inputs + kBlock - 1) / kBlock; }
-  int64_t block_bytes() const;  // of one tile and one block
 };
 
-// Rows of activations as int8, with a scale and a scaled sum for each block of inputs.
-struct Quantized {
-  const int8_t* values;  // [rows][blocks * 32]
-  const float* scales;   // [rows][blocks]
-  const float* sums;     // [rows][blocks], scale times the sum of the block's values
-  const int32_t* totals; // [rows][blocks * 2], sums of the values of each half block
-  int64_t blocks;
+// Rows of activations, as they are and as int8. Rows stand in groups of eight (the last may be smaller), and inside a
+// group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
+// the scaled sum of the block, and the scaled sums of its halves.
+struct Rows {
+  const float* plain;  // [rows][inputs]
+  int8_t* values;
+  float* floats;
+  int64_t rows, inputs, blocks;
+
+  int64_t groups() const { return (rows + kGroup - 1) / kGroup; }
+  int64_t count(int64_t group) const { return rows - group * kGroup < kGroup ? rows - group * kGroup : kGroup; }
+};
+
+// Where a tile's results go: out = product + bias + onto.
+struct Target {
+  const float* bias;  // [outputs], or null
+  const float* onto;  // [rows][outputs], or null
+  float* out;         // [rows][outputs]
 };
 
 // One layer of one layer group of pages.
@@ -59,16 +65,16 @@ struct Mask {
 
 struct Kernels {
   const char* name;
-  void (*quantize)(const float* x, int64_t inputs, int64_t blocks, int8_t* values, float* scales, float* sums,
-                   int32_t* totals);
-  // One tile of outputs for rows [first, last).
-  void (*linear)(const Packed& w, int64_t tile, const Quantized& x, int64_t first, int64_t last, const float* bias,
-                 float* out, int64_t stride);
-  void (*linear_float)(const Packed& w, int64_t tile, const float* x, int64_t first, int64_t last, const float* bias,
-                       float* out, int64_t stride);
-  void (*embed)(const Packed& w, int64_t row, float* out);
+  void (*quantize)(const Rows& x, int64_t row);
+  // One tile of outputs for the rows of groups [first, last).
+  void (*linear)(const Packed& w, int64_t tile, const Rows& x, int64_t first, int64_t last, const Target& to);
+  // activation(gate) * up, both products of the same input.
+  void (*gated)(const Packed& gate, const Packed& up, int64_t tile, const Rows& x, int64_t first, int64_t last,
+                const float* gate_bias, const float* up_bias, int activation, float* out);
+  void (*embed)(const Packed& w, int64_t row, float scale, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
-  void (*gate)(const float* gate, const float* up, int64_t n, int activation, float* out);
+  void (*add)(const float* a, const float* b, int64_t n, float* out);
+  int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
   // One token: all query heads of one KV head. `scratch` has room for four pages of scores.
   void (*attend)(const float* query, int64_t group, const Pages& pages, int64_t kv_head, const int64_t* table,
                  int64_t position, const Mask& mask, float* scratch, float* out);

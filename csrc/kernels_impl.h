@@ -12,7 +12,7 @@ namespace kvilt::KVILT_ISA {
 
 inline const Kernels* kernels(const char* name) {
   static Kernels table;
-  table = {name, quantize, linear, linear_float, embed, rms_norm, gate, attend};
+  table = {name, quantize, linear, gated, embed, rms_norm, add, argmax, attend};
   return &table;
 }
 

@@ -1,10 +1,14 @@
 // The Python module: addresses and sizes in, work done, the interpreter lock released meanwhile.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "engine.h"
 #include "limits.h"
+#include "packed.h"
 
 namespace nb = nanobind;
 using namespace kvilt;
@@ -26,8 +30,7 @@ struct Weight {
 
   Packed packed() const {
     const Packed w{static_cast<Kind>(kind), outputs, inputs, at<const uint8_t>(data)};
-    const int64_t needed = w.kind == Kind::kFloat ? w.tiles() * inputs * kTile * 4 : w.tiles() * w.blocks() * w.block_bytes();
-    if (kind < 0 || kind > 5 || outputs <= 0 || inputs <= 0 || bytes != needed)
+    if (kind < 0 || kind >= kKinds || outputs <= 0 || inputs <= 0 || bytes != w.tiles() * tile_bytes(w.kind, inputs))
       throw std::invalid_argument("these are not the bytes of a packed weight");
     return w;
   }
@@ -56,6 +59,12 @@ NB_MODULE(_kvilt_native, m) {
     }
     return nb::make_tuple(found.bytes_per_s, found.ops_per_s);
   });
+  m.def("packed", [](const std::string& format, int64_t outputs, int64_t inputs) -> std::optional<std::pair<int, int64_t>> {
+    const Packing* packing = find_packing(format);
+    if (!packing) return std::nullopt;
+    return std::pair{int(packing->kind), (outputs + kTile - 1) / kTile * tile_bytes(packing->kind, inputs)};
+  });
+  nb::class_<Program>(m, "Program").def("run", &Program::run, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Weight>(m, "Weight").def(nb::init<int, int64_t, int64_t, Address, int64_t>());
   nb::class_<PageLayer>(m, "PageLayer").def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, Address, Address>());
   using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -63,36 +72,88 @@ NB_MODULE(_kvilt_native, m) {
       .def(nb::init<int, const std::string&>())
       .def_prop_ro("isa", [](const Engine& e) { return std::string(e.isa()); })
       .def_prop_ro("threads", &Engine::threads)
+      .def("record", &Engine::record)
+      .def("recorded", &Engine::recorded)
+      .def("pack", [](Engine& e, const std::string& format, Address source, int64_t source_bytes, int64_t outputs,
+                      int64_t inputs, Address out, int64_t out_bytes) {
+        const Packing* packing = find_packing(format);
+        const int64_t row_bytes = packing ? inputs / packing->elements * packing->bytes : 0;
+        const int64_t tiles = (outputs + kTile - 1) / kTile;
+        if (!packing || inputs % packing->elements || source_bytes != outputs * row_bytes ||
+            out_bytes != tiles * tile_bytes(packing->kind, inputs))
+          throw std::invalid_argument("these are not the bytes of a weight in " + format);
+        e.pack(*packing, at<const uint8_t>(source), row_bytes, outputs, inputs, at<uint8_t>(out));
+      }, Release())
       .def("linears", [](Engine& e, const std::vector<const Weight*>& weights, const std::vector<Address>& biases,
-                         const std::vector<Address>& outs, Address x, int64_t rows) {
-        if (weights.empty() || biases.size() != weights.size() || outs.size() != weights.size())
+                         const std::vector<Address>& ontos, const std::vector<Address>& outs, Address x, int64_t rows) {
+        if (weights.empty() || biases.size() != weights.size() || outs.size() != weights.size() ||
+            ontos.size() != weights.size())
           throw std::invalid_argument("one bias and one output belong to each weight");
         std::vector<Product> products;
         for (size_t i = 0; i < weights.size(); ++i)
-          products.push_back({weights[i]->packed(), at<const float>(biases[i]), at<float>(outs[i])});
-        e.linears(products, at<const float>(x), rows);
+          products.push_back({weights[i]->packed(), {at<const float>(biases[i]), at<const float>(ontos[i]), at<float>(outs[i])}});
+        e.perform([=, &e] { e.linears(products, at<const float>(x), rows); });
       }, Release())
-      .def("embed", [](Engine& e, const Weight& w, Address ids, int64_t count, Address out) {
-        e.embed(w.packed(), at<const int64_t>(ids), count, at<float>(out));
+      .def("gated", [](Engine& e, const Weight& gate, Address gate_bias, const Weight& up, Address up_bias, Address x,
+                       int64_t rows, int activation, Address out) {
+        const Product a{gate.packed(), {at<const float>(gate_bias), nullptr, nullptr}};
+        const Product b{up.packed(), {at<const float>(up_bias), nullptr, nullptr}};
+        e.perform([=, &e] { e.gated(a, b, at<const float>(x), rows, activation, at<float>(out)); });
+      }, Release())
+      .def("embed", [](Engine& e, const Weight& w, Address ids, int64_t count, float scale, Address out) {
+        const Packed packed = w.packed();
+        e.perform([=, &e] { e.embed(packed, at<const int64_t>(ids), count, scale, at<float>(out)); });
       }, Release())
       .def("rms_norm", [](Engine& e, Address x, Address weight, float eps, int64_t rows, int64_t n, Address out) {
-        e.rms_norm(at<const float>(x), at<const float>(weight), eps, rows, n, at<float>(out));
+        e.perform([=, &e] { e.rms_norm(at<const float>(x), at<const float>(weight), eps, rows, n, at<float>(out)); });
       }, Release())
-      .def("gate", [](Engine& e, Address gate, Address up, int64_t n, int activation, Address out) {
-        e.gate(at<const float>(gate), at<const float>(up), n, activation, at<float>(out));
+      .def("add", [](Engine& e, Address a, Address b, int64_t n, Address out) {
+        e.perform([=, &e] { e.add(at<const float>(a), at<const float>(b), n, at<float>(out)); });
+      }, Release())
+      .def("soft_cap", [](Engine& e, Address x, int64_t n, float cap) {
+        e.perform([=, &e] { e.soft_cap(at<float>(x), n, cap); });
+      }, Release())
+      .def("argmax", [](Engine& e, Address x, int64_t rows, int64_t n, Address out) {
+        e.perform([=, &e] { e.argmax(at<const float>(x), rows, n, at<int64_t>(out)); });
+      }, Release())
+      .def("rotation", [](Engine& e, Address positions, int64_t tokens, Address radians, int64_t pairs, float growth,
+                          Address cos, Address sin) {
+        e.perform([=, &e] {
+          e.rotation(at<const int64_t>(positions), tokens, at<const float>(radians), pairs, growth, at<float>(cos),
+                     at<float>(sin));
+        });
+      }, Release())
+      .def("advance", [](Engine& e, Address positions, int64_t rows, const std::vector<Address>& slots,
+                         const std::vector<Address>& tables, int64_t width, int64_t page_tokens) {
+        if (slots.size() != tables.size()) throw std::invalid_argument("one table belongs to each group's slots");
+        Cursor cursor{rows, at<int64_t>(positions), {}, {}, width, page_tokens};
+        for (size_t i = 0; i < slots.size(); ++i) {
+          cursor.slots.push_back(at<int64_t>(slots[i]));
+          cursor.tables.push_back(at<const int64_t>(tables[i]));
+        }
+        e.perform([=, &e] { e.advance(cursor); });
       }, Release())
       .def("rotate", [](Engine& e, Address x, Address cos, Address sin, int64_t tokens, int64_t heads, int64_t dim,
                         int64_t pairs, bool interleaved, Address out) {
-        e.rotate(at<const float>(x), at<const float>(cos), at<const float>(sin), tokens, heads, dim, pairs, interleaved,
-                 at<float>(out));
+        e.perform([=, &e] {
+          e.rotate(at<const float>(x), at<const float>(cos), at<const float>(sin), tokens, heads, dim, pairs,
+                   interleaved, at<float>(out));
+        });
       }, Release())
       .def("write", [](Engine& e, const PageLayer& p, Address slots, int64_t tokens, Address keys, Address values) {
-        e.write(p.pages(), at<const int64_t>(slots), tokens, at<const float>(keys), at<const float>(values));
+        const Pages pages = p.pages();
+        e.perform([=, &e] {
+          e.write(pages, at<const int64_t>(slots), tokens, at<const float>(keys), at<const float>(values));
+        });
       }, Release())
       .def("attend", [](Engine& e, Address query, int64_t heads, const PageLayer& p, Address tables, int64_t width,
                         const std::vector<int64_t>& starts, Address positions, float scale, int64_t window,
                         float soft_cap, Address out) {
-        e.attend(at<const float>(query), heads, p.pages(), at<const int64_t>(tables), width, starts.data(),
-                 int64_t(starts.size()) - 1, at<const int64_t>(positions), Mask{scale, window, soft_cap}, at<float>(out));
+        const Pages pages = p.pages();
+        const Mask mask{scale, window, soft_cap};
+        e.perform([=, &e] {
+          e.attend(at<const float>(query), heads, pages, at<const int64_t>(tables), width, starts.data(),
+                   int64_t(starts.size()) - 1, at<const int64_t>(positions), mask, at<float>(out));
+        });
       }, Release());
 }

@@ -46,6 +46,7 @@ inline float bfloat_to_float(uint16_t b) {
 
 #if defined(__AVX512F__)
 
+constexpr int kRegisterBytes = 64;
 struct F16x {
   __m512 v;
 };
@@ -72,6 +73,12 @@ inline F16x power(F16x rounded) {
   const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(rounded.v), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)))};
 }
+// Sixteen numbers to the nearest whole ones (ties to even), as bytes; returns their sum.
+inline int32_t store_bytes(int8_t* p, F16x x) {
+  const __m512i whole = _mm512_cvtps_epi32(x.v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
+  return _mm512_reduce_add_epi32(whole);
+}
 inline F16x load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -82,9 +89,13 @@ inline F16x load_bfloat(const uint16_t* p) {
 inline F16x load_byte(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline F16x load_unsigned(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 
 #elif defined(__AVX2__)
 
+constexpr int kRegisterBytes = 32;
 struct F16x {
   __m256 a, b;
 };
@@ -121,6 +132,16 @@ inline F16x power(F16x rounded) {
   const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(rounded.b), 23);
   return {_mm256_castsi256_ps(_mm256_add_epi32(low, one)), _mm256_castsi256_ps(_mm256_add_epi32(high, one))};
 }
+inline int32_t store_bytes(int8_t* p, F16x x) {
+  const __m256i low = _mm256_cvtps_epi32(x.a), high = _mm256_cvtps_epi32(x.b);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  const __m256i both = _mm256_add_epi32(low, high);
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
+  return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1);
+}
 inline F16x load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -134,9 +155,14 @@ inline F16x load_byte(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
 }
+inline F16x load_unsigned(const uint8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
+}
 
 #else
 
+constexpr int kRegisterBytes = 16;
 struct F16x {
   float v[16];
 };
@@ -172,9 +198,18 @@ inline F16x power(F16x rounded) {
   std::memcpy(out.v, bits, sizeof bits);
   return out;
 }
+inline int32_t store_bytes(int8_t* p, F16x x) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) {
+    p[i] = int8_t((x.v[i] + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    sum += p[i];
+  }
+  return sum;
+}
 inline F16x load_half(const uint16_t* p) { return each([&](int i) { return half_to_float(p[i]); }); }
 inline F16x load_bfloat(const uint16_t* p) { return each([&](int i) { return bfloat_to_float(p[i]); }); }
 inline F16x load_byte(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
+inline F16x load_unsigned(const uint8_t* p) { return each([&](int i) { return float(p[i]); }); }
 
 #endif
 

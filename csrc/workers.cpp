@@ -17,7 +17,7 @@ inline void relax() {
 
 }  // namespace
 
-Workers::Workers(int threads) {
+Workers::Workers(int threads) : shares_(new Share[threads]) {
   for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { loop(worker); });
 }
 
@@ -35,8 +35,10 @@ void Workers::run(int64_t items, const std::function<void(int64_t, int)>& work) 
     return;
   }
   work_ = &work;
-  items_ = items;
-  next_.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < threads(); ++i) {
+    shares_[i].next.store(items * i / threads(), std::memory_order_relaxed);
+    shares_[i].stop = items * (i + 1) / threads();
+  }
   busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_release);
   epoch_.notify_all();
@@ -48,7 +50,10 @@ void Workers::run(int64_t items, const std::function<void(int64_t, int)>& work) 
 }
 
 void Workers::drain(int worker) {
-  for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) (*work_)(item, worker);
+  for (int i = 0; i < threads(); ++i) {
+    Share& share = shares_[(worker + i) % threads()];
+    for (int64_t item; (item = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) (*work_)(item, worker);
+  }
 }
 
 void Workers::loop(int worker) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -17,18 +18,23 @@ class Workers {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls work(item, worker) for every item below `items`, on all threads, and returns when all are done. Items are
-  // handed out as threads become free, so that both are busy to the end; no result may depend on who did what.
+  // Calls work(item, worker) for every item below `items`, on all threads, and returns when all are done. Each thread
+  // begins with a run of neighbouring items, so that it reads along memory, and then helps the others, so that all are
+  // busy to the end; no result may depend on who did what.
   void run(int64_t items, const std::function<void(int64_t item, int worker)>& work);
 
  private:
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t stop = 0;
+  };
+
   void loop(int worker);
   void drain(int worker);
 
   std::vector<std::thread> workers_;
+  std::unique_ptr<Share[]> shares_;  // one per thread
   const std::function<void(int64_t, int)>* work_ = nullptr;
-  int64_t items_ = 0;
-  std::atomic<int64_t> next_{0};
   std::atomic<int> busy_{0};
   std::atomic<uint32_t> epoch_{0};
   std::atomic<bool> stop_{false};

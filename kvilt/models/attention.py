@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kv.layout import Place, Window
 from ..ops.contract import AttentionMask
-from .layers import Context, Linear, Norm, together
+from .layers import Context, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
 
@@ -29,11 +29,12 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
-        """`x` [tokens, hidden] to [tokens, hidden]; writes this layer's keys and values."""
+    def __call__(self, x: Tensor, context: Context, onto: Tensor | None = None) -> Tensor:
+        """`x` [tokens, hidden] to [tokens, hidden], plus `onto`; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in together(x, (self.q, self.k, self.v), ops))
+        parts = ops.linears(x, (self.q.map, self.k.map, self.v.map))
+        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
         if isinstance(spec.rope, RopeSpec):
@@ -41,7 +42,7 @@ class Attention:
             q, k = ops.rotate(q, rotation), ops.rotate(k, rotation)
         ops.write(store, self.place.layer, paging.slots, k, v)
         mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
-        return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops)
+        return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops, onto)
 
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend wants to hear it."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Source
-from ..ops.contract import Ops, Prepared
+from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Segment, Source
+from ..ops.contract import Ops, PageStore, Prepared
 from .attention import Attention
 from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
@@ -34,10 +34,15 @@ class Layer:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         ops = context.ops
-        mixed = self.attention(self.attention_norm(x, ops), context)
-        x = x + (self.post_attention_norm(mixed, ops) if self.post_attention_norm else mixed)
-        moved = self.feed_forward(self.feed_forward_norm(x, ops), context)
-        return x + (self.post_feed_forward_norm(moved, ops) if self.post_feed_forward_norm else moved)
+        x = _added(self.attention, self.attention_norm(x, ops), context, x, self.post_attention_norm)
+        return _added(self.feed_forward, self.feed_forward_norm(x, ops), context, x, self.post_feed_forward_norm)
+
+
+def _added(block: Attention | FeedForward, x: Tensor, context: Context, onto: Tensor, norm: Norm | None) -> Tensor:
+    """The stream `onto` with what a block makes of `x`, which a family may normalize first."""
+    if norm is None:
+        return block(x, context, onto)
+    return context.ops.add(onto, norm(block(x, context), context.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +61,18 @@ class Decoder:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
         for segment in batch.segments:
-            rotations = {rope: rotation(rope, freq, segment.positions) for rope, freq in self.frequencies.items()}
-            context = Context(self.ops, batch.pool.stores, segment.paging, rotations)
             part = x if segment.tokens is None else x[segment.tokens]
-            for index in range(segment.start, segment.stop):
-                before_layer(index)
-                part = self.layers[index](part, context)
+            part = self._through(part, segment, batch.pool.stores, before_layer)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
         return self._leave(batch, x)
+
+    def decode(self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...]) -> Tensor:
+        """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
+        x = self.ops.embed(self.embedding, ids, self.spec.embed_scale)
+        return self.logits(self._through(x, segment, stores, lambda _: None))
 
     @property
     def weight_bytes(self) -> int:
@@ -76,6 +82,17 @@ class Decoder:
             a, f = layer.attention, layer.feed_forward
             linears += [a.q, a.k, a.v, a.out, f.gate, f.up, f.down]
         return sum(linear.weight.nbytes for linear in linears)
+
+    def _through(
+        self, x: Tensor, segment: Segment, stores: tuple[PageStore, ...], before_layer: Callable[[int], None]
+    ) -> Tensor:
+        """The layers of a segment."""
+        rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
+        context = Context(self.ops, stores, segment.paging, rotations)
+        for index in range(segment.start, segment.stop):
+            before_layer(index)
+            x = self.layers[index](x, context)
+        return x
 
     def _enter(self, source: Source, device: torch.device) -> Tensor:
         """The hidden states a row starts with, [tokens, hidden]."""
@@ -92,8 +109,7 @@ class Decoder:
                 return states
 
     def _embed(self, ids: Tensor) -> Tensor:
-        states = self.ops.embed(self.embedding, ids)
-        return states if self.spec.embed_scale == 1.0 else states * self.spec.embed_scale
+        return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
     def _leave(self, batch: Batch, x: Tensor) -> Logits:
         """What each row wants of its last hidden states."""
@@ -116,9 +132,9 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""
-        values = self.head(self.norm(states, self.ops), self.ops).float()
+        values = self.head(self.norm(states, self.ops), self.ops)
         cap = self.spec.final_soft_cap
-        return torch.tanh(values / cap) * cap if cap else values
+        return self.ops.soft_cap(values, cap) if cap else values
 
     def _score(self, states: Tensor, targets: Sequence[int], top: int) -> Scores:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""

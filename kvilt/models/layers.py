@@ -5,12 +5,12 @@ Reads like the equation; names no backend and no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops.contract import Ops, PageStore, Paging, Prepared, Rotation
+from ..ops.contract import LinearMap, Ops, PageStore, Paging, Prepared, Rotation
 from .spec import FeedForwardSpec, RopeSpec
 
 
@@ -31,13 +31,13 @@ class Linear:
     weight: Prepared
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, ops: Ops, onto: Tensor | None = None) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, onto)
 
-
-def together(x: Tensor, linears: Sequence[Linear], ops: Ops) -> list[Tensor]:
-    """Several linear maps of the same input."""
-    return ops.linears(x, [(linear.weight, linear.bias) for linear in linears])
+    @property
+    def map(self) -> LinearMap:
+        """As a backend wants to hear it."""
+        return self.weight, self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ class FeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, context: Context, onto: Tensor | None = None) -> Tensor:
         ops = context.ops
-        gate, up = together(x, (self.gate, self.up), ops)
-        return self.down(ops.gate(gate, up, self.spec.activation), ops)
+        return self.down(ops.gated(x, self.gate.map, self.up.map, self.spec.activation), ops, onto)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.contract import Rotation
+from ..ops.contract import Ops, Rotation
 from .spec import FactorScaling, LinearScaling, Llama3Scaling, LongScaling, NoScaling, RopeSpec, YarnScaling
 
 
@@ -65,8 +65,6 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(between, smooth, stretched)
 
 
-def rotation(spec: RopeSpec, radians: Tensor, positions: Tensor) -> Rotation:
+def rotation(spec: RopeSpec, radians: Tensor, positions: Tensor, ops: Ops) -> Rotation:
     """Cosines and sines for `positions` [tokens]; computed once a step and shared by layers with the same rope."""
-    angles = positions.float().unsqueeze(1) * radians
-    growth = magnitude(spec)
-    return Rotation(angles.cos() * growth, angles.sin() * growth, spec.pairing)
+    return ops.rotation(positions, radians, magnitude(spec), spec.pairing)

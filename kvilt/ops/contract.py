@@ -33,8 +33,9 @@ class PackedWeight:
         return self.data.numel()
 
 
-# What a backend multiplies with.
+# What a backend multiplies with, and a map: a weight [out, in] and perhaps a bias [out].
 Prepared: TypeAlias = Weight | PackedWeight
+LinearMap: TypeAlias = tuple[Prepared, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +121,24 @@ class Ops(Protocol):
         """Bring a weight into the form this backend multiplies with, once, at load."""
         ...
 
-    def embed(self, table: Prepared, ids: Tensor) -> Tensor:
-        """Rows of `table` [vocab, hidden] for `ids` [tokens], as float32 [tokens, hidden]."""
+    def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows of `table` [vocab, hidden] for `ids` [tokens], times `scale`, as float32 [tokens, hidden]."""
         ...
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
-        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out]."""
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `onto` [tokens, out]."""
         ...
 
-    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
-        """Several linear maps (weight, bias) of the same input, which a backend then has to look at only once."""
+    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
+        """Several linear maps of the same input, which a backend then has to look at only once."""
+        ...
+
+    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+        """activation(gate(x)) * up(x)."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """The sum of two tensors of one shape."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,8 +149,12 @@ class Ops(Protocol):
         """Rotary embedding of `x` [tokens, heads, dim]; dims past 2 * pairs pass through."""
         ...
 
-    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up."""
+    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
+        """Cosines and sines of `positions` [tokens] times `radians` [pairs], times `growth`."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap); may use the memory of `x`."""
         ...
 
     def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:

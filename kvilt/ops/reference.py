@@ -20,10 +20,12 @@ from .contract import (
     Activation,
     AttentionMask,
     KeysValues,
+    LinearMap,
     PackedWeight,
     PageShape,
     PageStore,
     Paging,
+    Pairing,
     Prepared,
     Rotation,
 )
@@ -66,14 +68,22 @@ class ReferenceOps:
         # A copy, never a view of the mapped file: memory is aligned, and no forward depends on the file staying whole.
         return weight.to(torch.float32, copy=True)
 
-    def embed(self, table: Prepared, ids: Tensor) -> Tensor:
-        return F.embedding(ids, _plain(table))
+    def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
+        states = F.embedding(ids, _plain(table))
+        return states if scale == 1.0 else states * scale
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, _plain(weight), bias)
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        out = F.linear(x, _plain(weight), bias)
+        return out if onto is None else onto + out
 
-    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
         return [self.linear(x, weight, bias) for weight, bias in maps]
+
+    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](self.linear(x, *gate)) * self.linear(x, *up)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -90,8 +100,12 @@ class ReferenceOps:
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
-    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        return _ACTIVATIONS[activation](gate) * up
+    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
+        angles = positions.float().unsqueeze(1) * radians
+        return Rotation(angles.cos() * growth, angles.sin() * growth, pairing)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
 
     def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
         pages = _own(store)

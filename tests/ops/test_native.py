@@ -26,7 +26,8 @@ from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize
 
 ISAS = _kvilt_native.available_isas()
-PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module", params=ISAS)
@@ -48,6 +49,10 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
     return QuantTensor(layout, (rows, columns), torch.from_numpy(blocks.reshape(rows, -1)))
 
 
+def a_weight(name: str, rows: int, columns: int) -> Any:
+    return torch.randn(rows, columns).to(PLAIN[name]) if name in PLAIN else random_blocks(name, rows, columns)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_weight_unpacks_to_itself(ops: NativeOps, name: str) -> None:
     weight = random_blocks(name, 37, 512)
@@ -57,10 +62,10 @@ def test_a_packed_weight_unpacks_to_itself(ops: NativeOps, name: str) -> None:
     assert torch.equal(dequantize(weight), torch.from_numpy(oracle))
 
 
-@pytest.mark.parametrize("name", [*PACKED, "F32", "Q3_K", "IQ4_NL"])
+@pytest.mark.parametrize("name", [*PACKED, *PLAIN, "Q3_K"])
 def test_linear_is_close_to_the_product_with_unpacked_weights(ops: NativeOps, name: str) -> None:
-    weight: Any = torch.randn(37, 512) if name == "F32" else random_blocks(name, 37, 512)
-    plain = weight if name == "F32" else dequantize(weight)
+    weight = a_weight(name, 37, 512)
+    plain = weight.float() if isinstance(weight, torch.Tensor) else dequantize(weight)
     x, bias = torch.randn(21, 512), torch.randn(37)
     found, truth = ops.linear(x, ops.prepare(weight), bias), x @ plain.T + bias
     error = float((found - truth).norm() / truth.norm())
@@ -88,11 +93,11 @@ def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, nam
     rows=st.integers(1, 40),
     outputs=st.integers(1, 50),
     blocks=st.integers(1, 5),
-    name=st.sampled_from([*PACKED, "F32"]),
+    name=st.sampled_from([*PACKED, *PLAIN]),
 )
 def test_a_row_of_linear_does_not_see_its_neighbours(rows: int, outputs: int, blocks: int, name: str) -> None:
     columns = blocks * 256
-    weight: Any = torch.randn(outputs, columns) if name == "F32" else random_blocks(name, outputs, columns)
+    weight = a_weight(name, outputs, columns)
     x = torch.randn(rows, columns)
     together = [
         NativeOps(threads, isa).linear(x, NativeOps(1, isa).prepare(weight)) for threads in (1, 3) for isa in ISAS[:1]
@@ -128,9 +133,9 @@ def test_what_is_no_weight_or_no_id_is_refused(ops: NativeOps) -> None:
         with pytest.raises(IndexError):
             ops.embed(packed, torch.tensor(ids))
     with pytest.raises(ValueError, match="packed weight"):
-        ops._engine.linears([_kvilt_native.Weight(1, 16, 32, packed.data.data_ptr(), 7)], [0], [0], 0, 1)
+        ops._engine.linears([_kvilt_native.Weight(4, 16, 32, packed.data.data_ptr(), 7)], [0], [0], [0], 0, 1)
     with pytest.raises(ValueError, match="one bias and one output"):
-        ops._engine.linears([packed.handle], [], [0], 0, 1)
+        ops._engine.linears([packed.handle], [], [0], [0], 0, 1)
     with pytest.raises(ValueError, match="differ in its size"):
         ops.linears(torch.randn(1, 8), [(packed, None), (ops.prepare(torch.randn(4, 9)), None)])
     with pytest.raises(Unsupported, match="avx1024"):

@@ -15,23 +15,25 @@ from ..contract import (
     Activation,
     AttentionMask,
     KeysValues,
+    LinearMap,
     PackedWeight,
     PageShape,
     PageStore,
     Paging,
+    Pairing,
     Prepared,
     Rotation,
 )
-from ..reference import ReferenceOps
 from . import pages as paged
-from .pack import KINDS, pack
+from .memory import Buffers, Slabs
+from .pack import pack
 
-REVISION = 1  # of the arithmetic: KV of another revision is not the same bits
-_ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
+REVISION = 2  # of the arithmetic: KV of another revision is not the same bits
+_ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
 
 
 class NativeOps:
-    """C++ kernels on the CPU; what they do not have is done by the reference."""
+    """C++ kernels on the CPU."""
 
     name = "native"
 
@@ -48,7 +50,8 @@ class NativeOps:
             self._engine = module.Engine(threads or torch.get_num_threads(), isa)
         except ValueError as error:
             raise Unsupported(str(error)) from None
-        self._reference = ReferenceOps()
+        self._slabs = Slabs()
+        self.buffers = Buffers()
 
     @property
     def numerics(self) -> str:
@@ -65,56 +68,72 @@ class NativeOps:
             torch.set_num_threads(threads)
 
     def prepare(self, weight: Weight) -> PackedWeight:
-        layout = pack(weight)
-        at = (layout.data.data_ptr(), layout.data.numel())
-        handle = self._module.Weight(layout.kind, layout.outputs, layout.inputs, *at)
-        return PackedWeight(KINDS[layout.kind], (layout.outputs, layout.inputs), layout.data, handle)
+        return pack(self._module, self._engine, self._slabs, weight)
 
-    def embed(self, table: Prepared, ids: Tensor) -> Tensor:
+    def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
         packed, ids = self._packed(table), ids.contiguous()
-        out = torch.empty((len(ids), packed.shape[1]))
-        self._engine.embed(packed.handle, ids.data_ptr(), len(ids), out.data_ptr())
+        out = self.buffers.empty(len(ids), packed.shape[1])
+        self._engine.embed(packed.handle, ids.data_ptr(), len(ids), scale, out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
-        return self.linears(x, [(weight, bias)])[0]
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        x, packed = x.contiguous(), self._packed(weight)
+        onto = onto if onto is None else onto.contiguous()
+        out = self.buffers.empty(x.shape[0], packed.shape[0])
+        to = ([_at(bias)], [_at(onto)], [out.data_ptr()])
+        self._engine.linears([packed.handle], *to, x.data_ptr(), x.shape[0])
+        return out
 
-    def linears(self, x: Tensor, maps: Sequence[tuple[Prepared, Tensor | None]]) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
         x = x.contiguous()
         packed = [self._packed(weight) for weight, _ in maps]
-        outs = [torch.empty((x.shape[0], one.shape[0])) for one in packed]
-        biases = [0 if bias is None else bias.data_ptr() for _, bias in maps]
-        handles, out_at = [one.handle for one in packed], [out.data_ptr() for out in outs]
-        self._engine.linears(handles, biases, out_at, x.data_ptr(), x.shape[0])
+        outs = [self.buffers.empty(x.shape[0], one.shape[0]) for one in packed]
+        to = ([_at(bias) for _, bias in maps], [0] * len(maps), [out.data_ptr() for out in outs])
+        self._engine.linears([one.handle for one in packed], *to, x.data_ptr(), x.shape[0])
         return outs
+
+    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+        x, opens, opened = x.contiguous(), self._packed(gate[0]), self._packed(up[0])
+        out = self.buffers.empty(x.shape[0], opens.shape[0])
+        maps = (opens.handle, _at(gate[1]), opened.handle, _at(up[1]))
+        self._engine.gated(*maps, x.data_ptr(), x.shape[0], _ACTIVATIONS[activation], out.data_ptr())
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.contiguous(), y.contiguous()
+        out = self.buffers.empty(*x.shape)
+        self._engine.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = self.buffers.empty(*x.shape)
         n = x.shape[-1]
         self._engine.rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // n, n, out.data_ptr())
         return out
 
+    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
+        positions, shape = positions.contiguous(), (len(positions), len(radians))
+        cos, sin = self.buffers.empty(*shape), self.buffers.empty(*shape)
+        angles = (positions.data_ptr(), len(positions), radians.data_ptr(), len(radians))
+        self._engine.rotation(*angles, growth, cos.data_ptr(), sin.data_ptr())
+        return Rotation(cos, sin, pairing)
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = self.buffers.empty(*x.shape)
         tokens, heads, dim = x.shape
         pairs = rotation.cos.shape[1]
         at = (x.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr())
         self._engine.rotate(*at, tokens, heads, dim, pairs, rotation.pairing == "interleaved", out.data_ptr())
         return out
 
-    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        if activation not in _ACTIVATIONS:
-            return self._reference.gate(gate, up, activation)
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        kind = _ACTIVATIONS[activation]
-        self._engine.gate(gate.data_ptr(), up.data_ptr(), gate.numel(), kind, out.data_ptr())
-        return out
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self._engine.soft_cap(x.data_ptr(), x.numel(), cap)
+        return x
 
     def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return paged.attend(self._engine, query, store, layer, paging, mask)
+        return paged.attend(self._engine, self.buffers, query, store, layer, paging, mask)
 
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
         return paged.new_pages(self._module, shape, pages, device)
@@ -133,3 +152,7 @@ class NativeOps:
 
     def _packed(self, weight: Prepared) -> PackedWeight:
         return weight if isinstance(weight, PackedWeight) else self.prepare(weight)
+
+
+def _at(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

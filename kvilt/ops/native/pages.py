@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ..contract import AttentionMask, KeysValues, PageShape, PageStore, Paging
+from .memory import Buffers
 
 _DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 
@@ -42,10 +43,12 @@ def new_pages(module: Any, shape: PageShape, pages: int, device: torch.device) -
     return NativePages(shape, keys, values, layers)
 
 
-def attend(engine: Any, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+def attend(
+    engine: Any, buffers: Buffers, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
+) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
     pages, query = own(store), query.contiguous()
-    out = torch.empty((query.shape[0], query.shape[1], pages.shape.value_dim))
+    out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)
     tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
     where = (tables.data_ptr(), tables.shape[1], list(paging.starts), positions.data_ptr())
     sees = (mask.scale, mask.window, mask.soft_cap)

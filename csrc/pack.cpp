@@ -1,0 +1,226 @@
+#include "pack.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "packed.h"
+
+namespace kvilt {
+namespace {
+
+// 32 codes of one output and the bits of its scales, as they stand in the file.
+struct Block {
+  uint8_t codes[kBlock];
+  uint16_t scale = 0, minimum = 0;    // float16; of a k-format the factors of eight blocks
+  uint8_t small[2] = {0, 0};          // a k-format's own scales: scale and minimum, or one for each half
+};
+
+uint16_t half_at(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return bits;
+}
+
+void nibbles(const uint8_t* p, Block& out) {
+  for (int i = 0; i < 16; ++i) {
+    out.codes[i] = p[i] & 15;
+    out.codes[16 + i] = p[i] >> 4;
+  }
+}
+void fifth_bits(const uint8_t* p, Block& out) {
+  for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[i / 8] >> (i % 8)) & 1) << 4;
+}
+
+// One reader per format: block `b` (of 32) of a row.
+struct Q4_0 {
+  static constexpr Kind kind = Kind::k4;
+  static constexpr int elements = 32, bytes = 18;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    nibbles(p + 2, out);
+  }
+};
+struct Q4_1 {
+  static constexpr Kind kind = Kind::k4m;
+  static constexpr int elements = 32, bytes = 20;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    out.minimum = half_at(p + 2);
+    nibbles(p + 4, out);
+  }
+};
+struct Q5_0 {
+  static constexpr Kind kind = Kind::k5;
+  static constexpr int elements = 32, bytes = 22;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    nibbles(p + 6, out);
+    fifth_bits(p + 2, out);
+  }
+};
+struct Q5_1 {
+  static constexpr Kind kind = Kind::k5m;
+  static constexpr int elements = 32, bytes = 24;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    out.minimum = half_at(p + 2);
+    nibbles(p + 8, out);
+    fifth_bits(p + 4, out);
+  }
+};
+struct Q8_0 {
+  static constexpr Kind kind = Kind::k8;
+  static constexpr int elements = 32, bytes = 34;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    std::memcpy(out.codes, p + 2, kBlock);
+  }
+};
+struct IQ4_NL {  // four bits that stand for sixteen fixed bytes
+  static constexpr Kind kind = Kind::k8;
+  static constexpr int elements = 32, bytes = 18;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    const uint8_t* p = row + b * bytes;
+    out.scale = half_at(p);
+    nibbles(p + 2, out);
+    for (uint8_t& code : out.codes) code = uint8_t(values[code]);
+  }
+};
+
+// Twelve bytes hold eight scales and eight minimums of six bits.
+void small_scales(const uint8_t* p, int64_t s, Block& out) {
+  out.small[0] = s < 4 ? p[s] & 63 : (p[s + 4] & 15) | ((p[s - 4] >> 6) << 4);
+  out.small[1] = s < 4 ? p[s + 4] & 63 : (p[s + 4] >> 4) | ((p[s] >> 6) << 4);
+}
+void k_nibbles(const uint8_t* p, int64_t s, Block& out) {
+  for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 2 * 32 + i] >> (s % 2 * 4)) & 15;
+}
+struct Q4_K {
+  static constexpr Kind kind = Kind::k4k;
+  static constexpr int elements = 256, bytes = 144;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuper * bytes;
+    out.scale = half_at(p);
+    out.minimum = half_at(p + 2) ^ 0x8000;  // the file takes minimums away, the kernels add them
+    small_scales(p + 4, b % kSuper, out);
+    k_nibbles(p + 16, b % kSuper, out);
+  }
+};
+struct Q5_K {
+  static constexpr Kind kind = Kind::k5k;
+  static constexpr int elements = 256, bytes = 176;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuper * bytes;
+    out.scale = half_at(p);
+    out.minimum = half_at(p + 2) ^ 0x8000;
+    small_scales(p + 4, b % kSuper, out);
+    k_nibbles(p + 48, b % kSuper, out);
+    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[16 + i] >> (b % kSuper)) & 1) << 4;
+  }
+};
+struct Q6_K {
+  static constexpr Kind kind = Kind::k6k;
+  static constexpr int elements = 256, bytes = 210;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuper * bytes;
+    const int64_t half = b % kSuper / 4, quarter = b % 4;
+    out.scale = half_at(p + 208);
+    std::memcpy(out.small, p + 192 + 8 * half + 2 * quarter, 2);
+    const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
+    for (int i = 0; i < kBlock; ++i)
+      out.codes[i] = ((low[i] >> (quarter / 2 * 4)) & 15) | (((high[i] >> (2 * quarter)) & 3) << 4);
+  }
+};
+
+template <int Bits>
+void put_codes(uint8_t* block, int lane, const uint8_t* codes) {
+  for (int i = 0; i < kBlock; ++i) {
+    const int step = i / 4, byte = 4 * lane + i % 4;
+    if constexpr (Bits == 8) {
+      block[64 * step + byte] = codes[i];
+      continue;
+    }
+    block[64 * (step % 4) + byte] |= (codes[i] & 15) << (step < 4 ? 0 : 4);
+    if constexpr (Bits == 5) block[256 + byte] |= (codes[i] >> 4) << step;
+    if constexpr (Bits == 6) block[256 + 64 * (step / 4) + byte] |= (codes[i] >> 4) << (2 * (step % 4));
+  }
+}
+
+template <typename Reader>
+void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile, uint8_t* out) {
+  using F = Format<Reader::kind>;
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock, lanes = std::min<int64_t>(kTile, outputs - tile * kTile);
+  std::memset(out, 0, F::tile_bytes(blocks));
+  const auto put_half = [](uint8_t* at, int64_t lane, uint16_t bits) { std::memcpy(at + 2 * lane, &bits, 2); };
+  for (int64_t b = 0; b < blocks; ++b, out += F::block) {
+    uint8_t* header = out;
+    if constexpr (F::k)
+      if (b % kSuper == 0) out += F::header;
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      Block block;
+      Reader::read(source + (tile * kTile + lane) * row_bytes, b, block);
+      put_codes<F::bits>(out, int(lane), block.codes);
+      uint8_t* scales = out + F::codes;
+      if constexpr (F::k) {
+        scales[lane] = block.small[0];
+        scales[F::scales + lane] = block.small[1];
+        if (b % kSuper == 0) {
+          put_half(header, lane, block.scale);
+          if constexpr (F::minimum) put_half(header + 2 * kTile, lane, block.minimum);
+        }
+      } else {
+        put_half(scales, lane, block.scale);
+        if constexpr (F::minimum) put_half(scales + F::scales, lane, block.minimum);
+      }
+    }
+  }
+}
+
+template <int Bytes>
+void pack_plain(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile, uint8_t* out) {
+  const int64_t lanes = std::min<int64_t>(kTile, outputs - tile * kTile);
+  if (lanes < kTile) std::memset(out, 0, inputs * kTile * Bytes);
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const uint8_t* row = source + (tile * kTile + lane) * row_bytes;
+    for (int64_t k = 0; k < inputs; ++k) std::memcpy(out + (k * kTile + lane) * Bytes, row + k * Bytes, Bytes);
+  }
+}
+
+template <typename Reader>
+constexpr Packing packing() {
+  return {Reader::kind, Reader::elements, Reader::bytes, pack_blocks<Reader>};
+}
+
+const struct {
+  const char* name;
+  Packing packing;
+} kPackings[] = {
+    {"F32", {Kind::kFloat, 1, 4, pack_plain<4>}},
+    {"F16", {Kind::kHalf, 1, 2, pack_plain<2>}},
+    {"BF16", {Kind::kBfloat, 1, 2, pack_plain<2>}},
+    {"Q4_0", packing<Q4_0>()},
+    {"Q4_1", packing<Q4_1>()},
+    {"Q5_0", packing<Q5_0>()},
+    {"Q5_1", packing<Q5_1>()},
+    {"Q8_0", packing<Q8_0>()},
+    {"IQ4_NL", packing<IQ4_NL>()},
+    {"Q4_K", packing<Q4_K>()},
+    {"Q5_K", packing<Q5_K>()},
+    {"Q6_K", packing<Q6_K>()},
+};
+
+}  // namespace
+
+const Packing* find_packing(const std::string& format) {
+  for (const auto& entry : kPackings)
+    if (format == entry.name) return &entry.packing;
+  return nullptr;
+}
+
+}  // namespace kvilt
