@@ -35,8 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peers.children import Missing, Server, once, torch_alone
-from peers.engines import NATIVE, use_extension
+from peers.children import Missing, Server, limits, once, torch_alone
+from peers.engines import NATIVE
 from peers.models import MODELS, Candidate, candidates
 from peers.noise import wait_quiet
 from peers.series import TORCH, Series, limits_line, noise_line, report
@@ -55,10 +55,7 @@ def measure_warm(series: Series, servers: dict[str, Server], names: list[str], r
                 except Missing as error:
                     print(f"{engine} gave no {name}: {error}", file=sys.stderr)
                     continue
-                series.add(name, engine, answer["rate"])
-                series.noise.append(answer["noise"])
-                series.again += answer["tries"] - 1
-                series.tokens.setdefault(engine, answer["tokens"])
+                series.add_answer(name, engine, answer)
     _progress("")
 
 
@@ -69,11 +66,13 @@ def _progress(text: str) -> None:
 
 def measure_fresh(series: Series, engines: list[Candidate], names: list[str], rounds: int, threads: int) -> None:
     """Cold starts and peak memory, a new process each, with the price of importing torch beside them."""
+    python = next((engine.python for engine in engines if engine.name == "kvilt"), sys.executable)
     for name in names:
         prompt, new = COLD if name == "cold" else MEMORY
         for number in range(rounds + 1):
+            _progress(f"{name} {number}/{rounds}")
             answers = {engine.name: once(engine, threads, prompt, new) for engine in engines}
-            answers[TORCH] = torch_alone(sys.executable)
+            answers[TORCH] = torch_alone(python)
             if number == 0:
                 continue  # brings the files into the page cache
             for engine, answer in answers.items():
@@ -81,16 +80,6 @@ def measure_fresh(series: Series, engines: list[Candidate], names: list[str], ro
             if "kvilt" in answers:
                 beyond = series.values[name]["kvilt"][-1] - series.values[name][TORCH][-1]
                 series.add(name, "kvilt beyond torch", beyond)
-
-
-def limits(threads: int, model: Path) -> dict[str, float]:
-    """What the machine can do now. A host that moves virtual cores about changes this by a factor of two."""
-    if native := os.environ.get(NATIVE):
-        use_extension(native)
-    from kvilt.ops.native.limits import measure
-
-    found = measure(threads, model.stat().st_size if model.is_file() else 1 << 27)
-    return {"gigabytes_per_s": found.bytes_per_s / 1e9, "gigaops_per_s": found.ops_per_s / 1e9} if found else {}
 
 
 def start(engines: list[Candidate], threads: int) -> dict[str, Server]:
@@ -125,17 +114,21 @@ def main() -> None:
     engines = candidates(asked.model, only, pythons)
     if asked.native:
         os.environ[NATIVE] = str(asked.native.resolve(strict=True))
+    python = next((engine.python for engine in engines if engine.name == "kvilt"), sys.executable)
+    size = MODELS.get(asked.model, Path(asked.model)).stat().st_size
     busy, series = wait_quiet(asked.patience), Series()
     warm = [name for name in names if name not in FRESH]
-    series.limits.append(limits(asked.threads, engines[0].model))
+    series.limits.append(limits(python, asked.threads, size))
     servers = start(engines, asked.threads)
     engines = [engine for engine in engines if engine.name in servers]
+    if not engines:
+        raise SystemExit("no runtime is left to measure")
     try:
         measure_warm(series, servers, warm, asked.rounds)
     finally:
         for server in servers.values():
             server.close()
-    series.limits.append(limits(asked.threads, engines[0].model))
+    series.limits.append(limits(python, asked.threads, size))
     measure_fresh(series, engines, [name for name in names if name in FRESH], min(3, asked.rounds), asked.threads)
     title = f"{asked.model}, {asked.threads} threads, medians of {asked.rounds}, {time.strftime('%F %R')}"
     print(f"{title}\n\n{report(series, names, [engine.name for engine in engines])}\n")
@@ -152,7 +145,7 @@ def _processor() -> str:
 def _record(asked: argparse.Namespace, series: Series, busy: float) -> dict[str, Any]:
     medians = {n: {e: statistics.median(v) for e, v in by.items()} for n, by in series.values.items()}
     about = {"model": asked.model, "threads": asked.threads, "rounds": asked.rounds, "machine": _processor()}
-    noise = {"busy_before": busy, "samples": series.noise, "taken_again": series.again}
+    noise = {"busy_before": busy, "by_sample": series.noise, "again": series.again, "disturbed": series.disturbed}
     return {
         **about,
         "medians": medians,

@@ -84,12 +84,18 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 def _timed(command: list[str], engine: str) -> dict[str, Any]:
     started = time.time()
+    answer = _run(command, engine)
+    return {**answer, "first_s": answer["first"] - started}
+
+
+def _run(command: list[str], engine: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=HERE, env=_environment(engine), capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             answer: dict[str, Any] = json.loads(line[7:])
-            return {**answer, "first_s": answer["first"] - started}
-    raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            return answer
+    said = done.stderr.strip().splitlines()
+    raise Missing(said[-1] if said else f"its process ended with {done.returncode}")
 
 
 def once(candidate: Candidate, threads: int, prompt: int, new: int) -> dict[str, Any]:
@@ -100,3 +106,13 @@ def once(candidate: Candidate, threads: int, prompt: int, new: int) -> dict[str,
 def torch_alone(python: str) -> dict[str, Any]:
     """The same for a process that only imports torch."""
     return _timed([python, "-m", "peers.worker", "torch"], "kvilt")
+
+
+def limits(python: str, threads: int, size: int) -> dict[str, float] | None:
+    """Bytes and int8 operations per second that the machine can do now, if kvilt there has its extension."""
+    found: dict[str, float] | None
+    try:
+        found = _run([python, "-m", "peers.worker", "limits", str(threads), str(size)], "kvilt")["limits"]
+    except Missing:
+        return None
+    return found

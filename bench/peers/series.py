@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Any
 
 from .workloads import FRESH
 
@@ -15,17 +16,31 @@ class Series:
     """All samples of one run: values by workload and engine, and what disturbed them."""
 
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    disturbed: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     noise: list[dict[str, float]] = field(default_factory=list)
     again: int = 0
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    limits: list[dict[str, float]] = field(default_factory=list)  # of the machine, before and after
+    limits: list[dict[str, float] | None] = field(default_factory=list)  # of the machine, before and after
 
     def add(self, workload: str, engine: str, value: float) -> None:
         self.values.setdefault(workload, {}).setdefault(engine, []).append(value)
 
+    def add_answer(self, workload: str, engine: str, answer: dict[str, Any]) -> None:
+        """A sample with the noise around it. A disturbed one is kept apart: it counts only where there is no other."""
+        kept = self.disturbed if answer["disturbed"] else self.values
+        kept.setdefault(workload, {}).setdefault(engine, []).append(answer["rate"])
+        self.noise.append(answer["noise"])
+        self.again += answer["tries"] - 1
+        if len(answer["tokens"]) > len(self.tokens.get(engine, [])):
+            self.tokens[engine] = answer["tokens"]
+
     def median(self, workload: str, engine: str) -> float | None:
-        values = self.values.get(workload, {}).get(engine)
+        values = self.values.get(workload, {}).get(engine) or self.disturbed.get(workload, {}).get(engine)
         return statistics.median(values) if values else None
+
+    def doubtful(self, workload: str, engine: str) -> bool:
+        """Whether every sample was disturbed."""
+        return not self.values.get(workload, {}).get(engine) and engine in self.disturbed.get(workload, {})
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -33,9 +48,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _number(value: float | None, workload: str) -> str:
+def _number(series: Series, workload: str, engine: str) -> str:
+    value = series.median(workload, engine)
     if value is None:
         return "-"
+    if series.doubtful(workload, engine):
+        return f"{value:.1f} ?"
     return f"{value:.2f} s" if workload == "cold" else f"{value:.0f} MB" if workload == "memory" else f"{value:.1f}"
 
 
@@ -47,7 +65,7 @@ def report(series: Series, names: list[str], engines: list[str]) -> str:
     """Both tables: what each reached, and kvilt against each and against the best."""
     head = ["", *names]
     extra = ["kvilt beyond torch", TORCH] if any(name in FRESH for name in names) else []
-    shown = [[engine, *[_number(series.median(name, engine), name) for name in names]] for engine in engines + extra]
+    shown = [[engine, *[_number(series, name, engine) for name in names]] for engine in engines + extra]
     parts = [table(head, shown)]
     peers = [engine for engine in engines if engine != "kvilt"]
     if "kvilt" in engines and peers:
@@ -70,16 +88,21 @@ def _best(series: Series, name: str, peers: list[str]) -> float | None:
     return (min if name in FRESH else max)(found, default=None)
 
 
+def _count(samples: dict[str, dict[str, list[float]]]) -> int:
+    return sum(len(values) for engines in samples.values() for values in engines.values())
+
+
 def noise_line(series: Series, busy: float) -> str:
     others = [noise["others"] for noise in series.noise] or [0.0]
     steal = [noise["steal"] for noise in series.noise] or [0.0]
     return (
         f"noise: {busy:.0%} busy before; other processes used {statistics.mean(others):.2f} cores on average, at most "
         f"{max(others):.2f}; the host took {statistics.mean(steal):.2f}, at most {max(steal):.2f}; "
-        f"{series.again} samples taken again"
+        f"{series.again} samples taken again, {_count(series.disturbed)} disturbed to the end and left out "
+        "(where nothing else was left: ?)"
     )
 
 
 def limits_line(series: Series) -> str:
-    shown = [f"{one['gigabytes_per_s']:.1f} GB/s and {one['gigaops_per_s']:.0f} GOP/s" for one in series.limits if one]
+    shown = [f"{one['bytes_per_s'] / 1e9:.1f} GB/s, {one['ops_per_s'] / 1e9:.0f} GOP/s" for one in series.limits if one]
     return f"limits of the machine before and after: {'; '.join(shown)}" if shown else "limits: no extension to measure"

@@ -3,6 +3,7 @@
     python -m peers.worker serve ENGINE MODEL THREADS             requests on stdin, answers on stdout, one JSON a line
     python -m peers.worker once ENGINE MODEL THREADS PROMPT NEW   load, generate, report when and how much memory
     python -m peers.worker torch                                  import torch, report the same
+    python -m peers.worker limits THREADS BYTES                   what the machine can do, by kvilt's extension
 
 Runtimes print to stdout as they like; answers are the lines that begin with RESULT.
 """
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, Engine
+from .engines import ENGINES, NATIVE, Engine, use_extension
 from .noise import Watch, wait_quiet
 from .workloads import Workload, prompts
 
@@ -62,7 +63,8 @@ def sample(engine: Engine, workload: Workload) -> dict[str, Any]:
     if lengths != {workload.new}:
         raise RuntimeError(f"{lengths} new tokens instead of {workload.new}")
     rate = workload.rate(timing.first_s, timing.total_s)
-    return {"rate": rate, "noise": asdict(noise), "tries": tries, "tokens": timing.tokens[0][:16]}
+    about = {"noise": asdict(noise), "disturbed": noise.disturbed, "tries": tries}
+    return {"rate": rate, "tokens": timing.tokens[0][:16], **about}
 
 
 def serve(name: str, model: str, threads: int) -> None:
@@ -95,6 +97,15 @@ def torch_alone() -> None:
     answer({"first": time.time(), "peak_bytes": peak_bytes()})
 
 
+def machine(threads: int, size: int) -> None:
+    if native := os.environ.get(NATIVE):
+        use_extension(native)
+    from kvilt.ops.native.limits import measure
+
+    found = measure(threads, size)
+    answer({"limits": None if found is None else asdict(found)})
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["serve", name, model, threads]:
@@ -103,5 +114,7 @@ if __name__ == "__main__":
             once(name, model, int(threads), int(prompt), int(new))
         case ["torch"]:
             torch_alone()
+        case ["limits", threads, size]:
+            machine(int(threads), int(size))
         case _:
             raise SystemExit(__doc__)
