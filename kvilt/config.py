@@ -42,6 +42,27 @@ class RunConfig:
             raise ParamError("device", f"only 'cpu' is supported in this version, not {self.device!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How requests share steps."""
+
+    step_tokens: int = 512  # tokens of one step; a longer prompt runs in several, beside other requests' rows
+    max_rows: int = 128  # samples in one step
+    max_waiting: int = 1024  # requests that may wait; more are refused
+    unread_tokens: int = 256  # tokens a client may leave unread before its request is held
+    step_timeout_s: float = 120.0  # a step that takes longer counts as hung
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
+        if self.max_rows > self.step_tokens:
+            raise ParamError("max_rows", f"must not be above step_tokens, which is {self.step_tokens}")
+        if not self.step_timeout_s > 0:
+            raise ParamError("step_timeout_s", f"must be above 0, not {self.step_timeout_s!r}")
+
+
 def parse_bytes(text: str) -> int:
     """A number of bytes from `512M`, `2GiB`, `1.5g` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)

@@ -11,5 +11,5 @@ from .completion import Stream as Stream
 from .completion import Timing as Timing
 from .completion import Usage as Usage
 from .facade import LLM as LLM
-from .facade import Message as Message
-from .facade import Prompt as Prompt
+from .model import Message as Message
+from .model import Prompt as Prompt

@@ -1,0 +1,116 @@
+"""What an engine counts and logs, under the names that dashboards know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..kv.pool import PagePool
+from ..metrics import Counter, Gauge, Histogram, Metrics
+from .event import Reason
+from .scheduler import Scheduler
+from .track import Job, Track
+
+_log = logging.getLogger(__name__)
+
+RUNNING = Gauge("kvilt_num_requests_running", "Samples that have rows in steps.")
+WAITING = Gauge("kvilt_num_requests_waiting", "Samples that wait for their first row, or their next after preemption.")
+KV_USAGE = Gauge("kvilt_kv_cache_usage_perc", "Share of KV pages that somebody holds, 0 to 1.")
+PREFIX_QUERIES = Counter("kvilt_prefix_cache_queries_total", "Prompt tokens looked up in the prefix index.")
+PREFIX_HITS = Counter("kvilt_prefix_cache_hits_total", "Prompt tokens whose KV was found there.")
+PROMPT_TOKENS = Counter("kvilt_prompt_tokens_total", "Tokens of prompts that were begun.")
+GENERATED = Counter("kvilt_generation_tokens_total", "Tokens that were drawn.")
+FIRST_TOKEN = Histogram("kvilt_time_to_first_token_seconds", "From arrival to the first token.")
+NEXT_TOKEN = Histogram("kvilt_inter_token_latency_seconds", "From one token of a sample to the next.")
+WHOLE = Histogram("kvilt_e2e_request_latency_seconds", "From arrival to the end of the last sample.")
+QUEUED = Histogram("kvilt_request_queue_time_seconds", "From arrival to the first row.")
+SUCCESS = Counter("kvilt_request_success_total", "Requests that ended, by why.", ("finished_reason",))
+PREEMPTIONS = Counter("kvilt_num_preemptions_total", "Samples that gave their pages up.")
+FORKS = Counter("kvilt_kv_forks_total", "Samples forked off a prompt's KV.")
+HANDLES = Gauge("kvilt_kv_handles", "Named handles on KV.")
+KV_BYTES = Gauge("kvilt_kv_bytes", "KV that is held, by tier.", ("tier",))
+
+ENGINE_METRICS = (
+    RUNNING,
+    WAITING,
+    KV_USAGE,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
+    PROMPT_TOKENS,
+    GENERATED,
+    FIRST_TOKEN,
+    NEXT_TOKEN,
+    WHOLE,
+    QUEUED,
+    SUCCESS,
+    PREEMPTIONS,
+    FORKS,
+    HANDLES,
+    KV_BYTES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """An engine's life as numbers on a metrics object, and as one log line for each request that ends."""
+
+    metrics: Metrics
+    pool: PagePool
+    scheduler: Scheduler
+    clock: Callable[[], float]
+
+    def stepped(self) -> None:
+        """How full everything is after a step."""
+        free = self.pool.free_pages()
+        used = [self.pool.pages - pages for pages in free]
+        used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.pool.layout.groups, strict=True))
+        self.metrics.set(RUNNING, self.scheduler.running)
+        self.metrics.set(WAITING, self.scheduler.waiting)
+        self.metrics.set(KV_USAGE, sum(used) / (self.pool.pages * len(used)))
+        self.metrics.set(KV_BYTES, used_bytes, tier="memory")
+
+    def began(self, track: Track) -> None:
+        """A sample has its first row."""
+        self.metrics.observe(QUEUED, self.clock() - track.job.arrived_s)
+        self.metrics.add(PROMPT_TOKENS, track.sample.prompt)
+        if track.trail is not None:
+            self.metrics.add(PREFIX_QUERIES, track.sample.prompt)
+            self.metrics.add(PREFIX_HITS, track.cached or 0)
+
+    def drew(self, track: Track, now_s: float) -> None:
+        """A sample has one more token."""
+        self.metrics.add(GENERATED)
+        if track.last_s:
+            self.metrics.observe(NEXT_TOKEN, now_s - track.last_s)
+        elif track.sample.index == 0:
+            self.metrics.observe(FIRST_TOKEN, now_s - track.job.arrived_s)
+        track.last_s = now_s
+
+    def forked(self) -> None:
+        self.metrics.add(FORKS)
+
+    def preempted(self, track: Track) -> None:
+        self.metrics.add(PREEMPTIONS)
+        _log.info(
+            "request %r gave its pages up after %d tokens",
+            track.sample.request,
+            track.sample.known,
+            extra={"request_id": track.sample.request, "sample": track.sample.index},
+        )
+
+    def ended(self, job: Job, last: Track, reason: Reason) -> None:
+        """The last sample of a request is over."""
+        took_s = self.clock() - job.arrived_s
+        self.metrics.observe(WHOLE, took_s)
+        self.metrics.add(SUCCESS, finished_reason=reason)
+        # %r: an id comes from a client, and a line of a log is one line.
+        _log.info(
+            "request %r ended (%s): %d prompt tokens, %d of them cached, %.3f s",
+            job.request.id,
+            reason,
+            last.sample.prompt,
+            last.cached or 0,
+            took_s,
+            extra={"request_id": job.request.id, "finished_reason": reason},
+        )

@@ -1,0 +1,369 @@
+"""The engine: plan, run, sample, commit, tell. One step serves everybody who has a row, wherever each of them stands.
+
+`step` belongs to one thread at a time; requests come and go from any. Refuses to know text and threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..batch import Ids, Last, Nothing, Row
+from ..config import EngineConfig
+from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..kv.prefix import Trail
+from ..metrics import Metrics
+from .counters import ENGINE_METRICS, Counters
+from .event import Ended, Listener, Reason, Token
+from .forward import Done, Failed, Result, Task, forward
+from .job import Lent, make_job
+from .plan import Admission, Sample, StepPlan, Work
+from .request import Request
+from .scheduler import Advance, Limits, Scheduler
+from .track import Books, Job, Track
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Requests over one executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig | None = None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = config or EngineConfig()
+        self.metrics = metrics or Metrics(ENGINE_METRICS)
+        self.relieve: Callable[[], bool] = _no_relief  # frees pages that only wait to be used again, if it can
+        self._executor = executor
+        self._clock = clock
+        self._tracks: dict[Sample, Track] = {}
+        self._jobs: dict[str, Job] = {}
+        self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
+        limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
+        self._scheduler = Scheduler(limits, Books(executor, self._tracks))
+        self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
+
+    # The spine.
+
+    def step(self) -> bool:
+        """One forward for everybody who has a row; False if nobody wants one.
+
+        Raises what only concerns the call itself: a cancel, after which everything stands where it stood, and our own
+        mistakes, with which the rows of the step end.
+        """
+        self.attend()
+        plan = self._plan()
+        if not plan.work:
+            return False
+        try:
+            tasks = [self._task(work) for work in plan.work]
+            results = self._forward(tasks)
+            drawn = [self._commit(work, result) for work, result in zip(plan.work, results, strict=True)]
+            advances = self._scheduler.commit(plan, drawn)
+            self._tell(advances, results)
+        except Cancelled:
+            raise
+        except BaseException as error:
+            self._break_off(plan, error)
+            raise
+        self._counters.stepped()
+        return True
+
+    # From any thread.
+
+    def prepare(self, request: Request, listener: Listener, lent: Lent | None = None) -> Job:
+        """A request that can be added; anything wrong with it is said here, before any work.
+
+        What is lent belongs to the engine from here on, also if this raises.
+        """
+        try:
+            return make_job(self._executor, request, listener, lent)
+        except BaseException:
+            if lent is not None:
+                lent.kv.close()
+            raise
+
+    def add(self, job: Job, held: bool = False) -> None:
+        """Let a request in at the next step; if `held`, it waits until somebody resumes it."""
+        job.first.sample.held = held
+        job.arrived_s = self._clock()
+        self._inbox.append(partial(self._enter, job))
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step, unless it has ended already."""
+        self._inbox.append(partial(self._abort, request_id))
+
+    def withdraw(self, job: Job) -> None:
+        """Have nothing more to do with a job, whether it was added, has ended, or neither."""
+        self._inbox.append(partial(self._withdraw, job))
+
+    def hold(self, request_id: str) -> None:
+        """Give a request no row until it is resumed: nobody reads what it draws."""
+        self._inbox.append(partial(self._hold, request_id, True))
+
+    def resume(self, request_id: str) -> None:
+        """Give a request rows again."""
+        self._inbox.append(partial(self._hold, request_id, False))
+
+    @property
+    def requests(self) -> int:
+        """Requests in progress, those not yet let in included."""
+        return len(self._jobs) + len(self._inbox)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for their first row, or for the next one after a preemption."""
+        return self._scheduler.waiting
+
+    # Between two steps.
+
+    def attend(self) -> None:
+        """Do what other threads asked for."""
+        while self._inbox:
+            self._inbox.popleft()()
+
+    @property
+    def asked(self) -> bool:
+        """Whether other threads want something that is not done yet."""
+        return bool(self._inbox)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would have something to do."""
+        return self.asked or self._scheduler.ready
+
+    def fail_all(self, error: BaseException) -> None:
+        """End everything."""
+        self.attend()
+        for job in list(self._jobs.values()):
+            for track in list(job.live):
+                self._end(track, "error", error)
+
+    # Coming.
+
+    def _enter(self, job: Job) -> None:
+        if job.request.id in self._jobs:
+            error = InputError(f"a request {job.request.id!r} is in progress; give each its own id")
+            job.live.append(job.first)
+            self._end(job.first, "error", error)
+            return
+        self._jobs[job.request.id] = job
+        self._tracks[job.first.sample] = job.first
+        job.live.append(job.first)
+        self._scheduler.add(job.first.sample)
+
+    def _hold(self, request_id: str, held: bool) -> None:
+        if (job := self._jobs.get(request_id)) is not None:
+            for track in job.live:
+                track.sample.held = held
+
+    # Planning.
+
+    def _plan(self) -> StepPlan:
+        """A plan that has work, if anybody wants some; those before it only make room."""
+        while True:
+            plan = self._scheduler.plan()
+            for gone in plan.preempted:
+                self._preempt(self._tracks[gone.sample])
+            for new in plan.admitted:
+                self._place(new)
+            if plan.starved is not None and not self.relieve():
+                self._starve(self._tracks[plan.starved])
+            if plan.work or (not plan.preempted and plan.starved is None):
+                return plan
+
+    def _preempt(self, track: Track) -> None:
+        self._counters.preempted(track)
+        if track.kv is not None:
+            track.kv.close()
+        track.kv = None
+        if track.trail is not None:
+            track.trail.rewind()
+
+    def _place(self, new: Admission) -> None:
+        """Give a sample the cache it begins with."""
+        track = self._tracks[new.sample]
+        if track.job.base is not None:
+            track.kv = track.job.base.fork()
+        elif track.trail is not None:
+            track.kv = self._executor.prefixes.fork(track.trail, new.hit.tokens, track.job.capacity)
+        else:
+            track.kv = self._executor.create_kv_cache(capacity=track.job.capacity)
+        found = track.kv.num_entries
+        self._scheduler.placed(new.sample, found)  # another thread may have taken pages since they were counted
+        if track.cached is None:
+            track.cached = min(found, new.sample.prompt)
+            self._counters.began(track)
+
+    def _starve(self, track: Track) -> None:
+        needed = self._executor.layout.pages_for(track.sample.known) - self._executor.layout.pages_for(
+            track.sample.computed
+        )
+        pool = self._executor.pool
+        self._end(track, "error", PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages))
+
+    # Running.
+
+    def _task(self, work: Work) -> Task | None:
+        """A planned row; None where the room for it has gone to another thread."""
+        track, stop = self._tracks[work.sample], work.start + work.count
+        if work.start != work.sample.computed:
+            return None
+        assert track.kv is not None
+        try:
+            track.kv.reserve(work.count)
+        except PoolExhausted:
+            return None
+        want = Last() if work.draws else Nothing()
+        row = Row(Ids(track.ids[work.start : stop]), range(work.start, stop), track.kv, want=want)
+        if track.state is None or not work.draws:
+            return Task(row, (), stop)
+        return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop)
+
+    def _forward(self, tasks: Sequence[Task | None]) -> list[Result | None]:
+        there = [i for i, task in enumerate(tasks) if task is not None]
+        results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
+        by_place = dict(zip(there, results, strict=True))
+        return [by_place.get(i) for i in range(len(tasks))]
+
+    def _commit(self, work: Work, result: Result | None) -> Sequence[int] | None:
+        """Advance a sample's cache; the tokens it drew, or None if its row was not done."""
+        track = self._tracks[work.sample]
+        match result:
+            case None:
+                return None
+            case Failed(error):
+                self._fail(track, error)
+                return None
+            case Done(tokens):
+                assert track.kv is not None
+                stop, trail = work.start + work.count, track.trail
+                filled = None if trail is None else partial(self._executor.prefixes.insert, trail=trail)
+                track.kv.commit([track.ids[work.start : stop]], filled=filled)
+                return tokens
+
+    def _fail(self, track: Track, error: Exception) -> None:
+        if isinstance(error, NumericsError) and track.trail is not None:
+            self._executor.prefixes.forget(track.trail)  # the KV behind such logits may be no better
+        self._end(track, "error", error)
+
+    # Telling.
+
+    def _tell(self, advances: Sequence[Advance], results: Sequence[Result | None]) -> None:
+        logprobs = iter([one for result in results if isinstance(result, Done) for one in result.logprobs])
+        for one in advances:
+            if one.parent is not None:
+                self._fork(self._tracks[one.parent], one.sample)
+        now_s = self._clock()
+        for one in advances:
+            track, over = self._tracks[one.sample], False
+            if one.token is not None:
+                over = self._drew(track, Token(one.sample.index, one.token, next(logprobs)), now_s)
+            if one.end is not None:
+                self._end(track, one.end)
+            elif over:
+                self._end(track, "stop")
+
+    def _fork(self, parent: Track, sample: Sample) -> None:
+        """Another sample behind the prompt that `parent` has computed, whose pages it shares."""
+        assert parent.state is not None
+        assert parent.kv is not None
+        job, trail = parent.job, None
+        if parent.trail is not None:
+            trail = Trail(parent.trail.scope)
+            trail.extend(parent.ids[: sample.prompt], self._executor.layout.page_tokens)
+            sample.keys = trail.keys
+        ids = parent.ids[: sample.prompt]
+        track = Track(sample, ids, parent.state.fork(sample.index), trail, parent.kv.fork(), cached=sample.prompt)
+        track.job = job
+        job.live.append(track)
+        job.unborn -= 1
+        self._tracks[sample] = track
+        self._counters.forked()
+
+    def _drew(self, track: Track, event: Token, now_s: float) -> bool:
+        """Take a token in, and let the listener hear it; True if it is content, or not to be talked to."""
+        assert track.state is not None
+        track.ids.append(event.token)
+        track.state.advance(event.token)
+        self._counters.drew(track, now_s)
+        try:
+            return track.job.listener.hear(event)
+        except Exception as error:
+            self._end(track, "error", error)
+            return False
+
+    # Going.
+
+    def _abort(self, request_id: str) -> None:
+        if (job := self._jobs.get(request_id)) is not None:
+            for track in list(job.live):
+                self._end(track, "cancelled")
+
+    def _withdraw(self, job: Job) -> None:
+        for track in list(job.live):
+            self._end(track, "cancelled")
+        if job.base is not None:
+            job.base.close()
+
+    def _break_off(self, plan: StepPlan, error: BaseException) -> None:
+        """A mistake of ours, or an interrupt, left the rows of a step half done: they end."""
+        for work in plan.work:
+            if (track := self._tracks.get(work.sample)) is not None:
+                self._end(track, "error", error)
+
+    def _end(self, track: Track, reason: Reason, error: BaseException | None = None) -> None:
+        """A sample is over: its pages go back, or over to whoever wanted to keep them. Exactly once."""
+        job = track.job
+        if track not in job.live:
+            return
+        job.live.remove(track)
+        self._tracks.pop(track.sample, None)
+        self._scheduler.drop(track.sample)
+        kv = self._handed_over(track) if job.request.keep_kv and reason != "error" else None
+        if kv is None and track.kv is not None:
+            track.kv.close()
+        track.kv = None
+        unborn, job.unborn = (job.unborn, 0) if track.sample.index == 0 else (0, job.unborn)
+        self._hear(job, Ended(track.sample.index, reason, track.cached or 0, error, kv))
+        for index in range(1, unborn + 1):
+            self._hear(job, Ended(index, reason, 0, error))
+        if not job.live:
+            self._close(job, track, reason)
+
+    def _handed_over(self, track: Track) -> KVCache | None:
+        """The KV of a sample, without spare pages."""
+        try:
+            kv = track.kv or (track.job.base.fork() if track.job.base else self._executor.create_kv_cache())
+        except ModelClosed:
+            return None
+        kv.truncate(kv.num_entries)
+        return kv
+
+    def _hear(self, job: Job, event: Ended) -> None:
+        try:
+            job.listener.hear(event)
+        except Exception:
+            _log.exception("the listener of request %r failed at its end", job.request.id)
+            if event.kv is not None:
+                event.kv.close()
+
+    def _close(self, job: Job, last: Track, reason: Reason) -> None:
+        if job.base is not None:
+            job.base.close()
+        if self._jobs.get(job.request.id) is job:
+            del self._jobs[job.request.id]
+        self._counters.ended(job, last, reason)
+
+
+def _no_relief() -> bool:
+    return False

@@ -1,0 +1,42 @@
+"""What whoever asked hears of a request: tokens, and the end of each sample. Never text: that is made above."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ..kv.cache import KVCache
+from ..sampling.sampler import TokenLogprobs
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sample drew a token."""
+
+    index: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One sample is over; nothing more is heard of it."""
+
+    index: int
+    reason: Reason
+    cached: int = 0  # tokens of the prompt that it did not compute
+    error: BaseException | None = None
+    kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
+
+
+Event = Token | Ended
+
+
+class Listener(Protocol):
+    """Hears the events of one request, in the thread that steps; so it is quick."""
+
+    def hear(self, event: Event) -> bool:
+        """Take an event in; True after a token means that it was the last one wanted."""
+        ...

@@ -1,0 +1,91 @@
+"""Rows through the executor and the sampler: all together, or one by one where together fails.
+
+So one bad row (an exception, logits that are no numbers) fails alone. Refuses to know requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..batch import Batch, Row
+from ..errors import Cancelled
+from ..executor.executor import Executor
+from ..sampling.sampler import SampleState, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A row, and who draws from its logits; they draw the token at `position`."""
+
+    row: Row
+    drawing: Sequence[SampleState]
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The row is computed; one token for each that drew."""
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This row and no other one."""
+
+    error: Exception
+
+
+Result = Done | Failed
+
+
+def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
+    """The result of each task. Only a cancel goes through: it says nothing about any row."""
+    try:
+        logits = executor.run(Batch.of([task.row for task in tasks]))
+    except Cancelled:
+        raise
+    except Exception as error:
+        if len(tasks) == 1:
+            return [Failed(error)]
+        _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
+        return [result for task in tasks for result in forward(executor, [task])]
+    drawing = [i for i, task in enumerate(tasks) if task.drawing]
+    drawn = dict(zip(drawing, _draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
+    return [drawn.get(i, Done()) for i in range(len(tasks))]
+
+
+def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
+    """Tokens from logits [tasks, vocab]."""
+    if not tasks:
+        return []
+    owners = [i for i, task in enumerate(tasks) for _ in task.drawing]
+    states = [state for task in tasks for state in task.drawing]
+    wide = logits if len(owners) == len(tasks) else logits[owners]
+    try:
+        drawn = executor.sample(wide, states, [tasks[i].position for i in owners])
+    except Exception as error:
+        if len(tasks) == 1:
+            return [Failed(error)]
+        return _apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
+    tokens, results, at = drawn.tokens.tolist(), [], 0
+    for task in tasks:
+        stop = at + len(task.drawing)
+        results.append(Done(tokens[at:stop], drawn.logprobs[at:stop]))
+        at = stop
+    return [*results]
+
+
+def _apart(executor: Executor, tasks: Sequence[Task], logits: Tensor, bad: set[int]) -> list[Result]:
+    """Those that an error named each alone, the others together."""
+    good = [i for i in range(len(tasks)) if i not in bad]
+    results = dict(zip(good, _draw(executor, [tasks[i] for i in good], logits[good]), strict=True))
+    results |= {i: _draw(executor, [tasks[i]], logits[[i]])[0] for i in sorted(bad)}
+    return [results[i] for i in range(len(tasks))]

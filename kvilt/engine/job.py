@@ -1,0 +1,82 @@
+"""From a request to a job that can run: everything that can be wrong with it is found here, in the caller's thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import InputError
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..kv.prefix import Scope, Trail
+from ..sampling.sampler import SampleState
+from .event import Listener
+from .plan import Sample
+from .request import Request
+from .track import Job, Track
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A cache that holds the beginning of a prompt; a fork, for the engine to close."""
+
+    kv: KVCache
+    exact: bool = False  # computed by this executor from these tokens, for this tenant: others may find it
+
+
+def make_job(executor: Executor, request: Request, listener: Listener, lent: Lent | None) -> Job:
+    """A checked job; closes what was lent only if it has no use for it."""
+    if not request.prompt:
+        raise InputError("the prompt is empty; give at least one token")
+    capacity, reused, history = _room(executor, request, lent)
+    state = None
+    if request.params is not None:
+        request.params.validate_vocab(executor.spec.vocab_size)
+        state = SampleState(request.params, history, end_ids=request.end_ids)
+    trail = None
+    if request.reuse and (lent is None or lent.exact):
+        trail = Trail(Scope(salt=request.tenant))
+        trail.extend(request.prompt, executor.layout.page_tokens)
+    if lent is not None and not reused:
+        lent.kv.close()
+    base = lent.kv if lent is not None and reused else None
+    first = Track(_sample(request, state, trail, capacity), list(request.prompt), state, trail)
+    job = Job(request, listener, first, base, capacity, unborn=request.samples - 1)
+    first.job = job
+    return job
+
+
+def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int, int, list[int]]:
+    """Tokens a sample may have, those that are there, and the ids that penalties know."""
+    if lent is None:
+        with executor.create_kv_cache() as empty:
+            empty.check_fits(len(request.prompt))
+            return empty.capacity, 0, list(request.prompt)
+    kv = lent.kv
+    if kv.pool is not executor.pool:
+        raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
+    if kv.batch_size != 1:
+        raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")
+    kv.check_fits(len(request.prompt))
+    if kv.num_entries >= len(request.prompt):
+        raise InputError("the cache that was lent holds the whole prompt; leave at least one token to compute")
+    # A place that was embedded has no id; it is no token that penalties know.
+    there = [token for token in kv.tokens() if isinstance(token, int)]
+    return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
+
+
+def _sample(request: Request, state: SampleState | None, trail: Trail | None, capacity: int) -> Sample:
+    """A request's first sample in counts."""
+    prompt = len(request.prompt)
+    limit = prompt + 1 if state is None else capacity + 1
+    if state is not None and state.params.max_tokens is not None:
+        limit = min(limit, prompt + state.params.max_tokens)
+    return Sample(
+        request=request.id,
+        prompt=prompt,
+        limit=limit,
+        priority=request.priority,
+        width=request.samples,
+        keys=trail.keys if trail is not None else (),
+        end_ids=state.end_ids if state is not None else frozenset(),
+        draws=state is not None,
+    )

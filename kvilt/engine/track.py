@@ -1,0 +1,71 @@
+"""What the engine holds of a request while it runs, and what the scheduler may ask about it in counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..kv.prefix import Trail
+from ..sampling.sampler import SampleState
+from .event import Listener
+from .plan import Hit, Sample
+from .request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request in progress: checked, with everything it brought along."""
+
+    request: Request
+    listener: Listener
+    first: Track
+    base: KVCache | None  # the cache it was lent, held to the end: whoever is preempted starts from it again
+    capacity: int  # tokens a sample may have
+    unborn: int  # samples that are forked off when the prompt is computed
+    live: list[Track] = field(default_factory=list)
+    arrived_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One sample: its tokens, its KV while it has any, its way through the prefix index, its sampling state."""
+
+    sample: Sample
+    ids: list[int]  # prompt and drawn
+    state: SampleState | None  # None where nothing is drawn
+    trail: Trail | None  # None where its KV is nobody else's business
+    kv: KVCache | None = None
+    cached: int | None = None  # tokens of the prompt that were there when it first began
+    last_s: float = 0.0  # when it drew its latest token
+    job: Job = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """The scheduler's questions, answered by the pool and the prefix index."""
+
+    executor: Executor
+    tracks: Mapping[Sample, Track]
+
+    def free(self) -> int:
+        """Pages that may be taken of every group."""
+        return min(self.executor.pool.free_pages())
+
+    def hit(self, sample: Sample, most: int) -> Hit:
+        """What a sample that begins would find: its lent cache, or what the index has of its tokens."""
+        track = self.tracks[sample]
+        if track.job.base is not None:
+            return Hit(track.job.base.num_entries)
+        if track.trail is None:
+            return Hit()
+        track.trail.extend(track.ids, self.executor.layout.page_tokens)
+        found = self.executor.prefixes.match(track.trail, most)
+        return Hit(found.tokens, found.idle)
+
+    def shares_tail(self, sample: Sample) -> bool:
+        """Whether another cache, or the index, sees the last page of a sample."""
+        kv = self.tracks[sample].kv
+        tables = kv.row(0).tables if kv is not None else ()
+        return any(table and self.executor.pool.holders(g, table[-1]) > 1 for g, table in enumerate(tables))

@@ -1,0 +1,148 @@
+"""The text of a request as its tokens come: detokenizing, stop strings and ends, once for every way of asking.
+
+Listens to the engine; refuses to know prompts and who reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..engine.event import Ended, Event, Token
+from ..kv.cache import KVCache
+from ..sampling.params import SamplingParams
+from ..sampling.sampler import TokenLogprobs
+from ..text.detokenizer import Detokenizer
+from ..text.stops import Emitted, StopChecker
+from ..text.tokenizer import Tokenizer
+from .completion import Completion, FinishReason, Timing, Usage
+
+
+class Text:
+    """One sample: its tokens, and of their text what is certain."""
+
+    __slots__ = ("_checker", "_detokenizer", "_ends", "_min_tokens", "ended", "logprobs", "text", "token_ids")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, ends: Collection[int]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, at_start=False)
+        self._checker = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._ends = ends
+        self._min_tokens = params.min_tokens
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.ended: Ended | None = None
+
+    def add(self, event: Token) -> bool:
+        """Take a token in; True if the text ends with it, at a stop string."""
+        may_end = len(self.token_ids) >= self._min_tokens  # no stop is looked for before min_tokens
+        self.token_ids.append(event.token)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        if event.token in self._ends:
+            return False
+        text = self._detokenizer.add(event.token)
+        emitted = self._checker.add(text) if may_end else Emitted(text)
+        self.text += emitted.text
+        return emitted.stopped
+
+    def end(self, event: Ended) -> None:
+        """No more tokens: what was held back comes out, unless a stop string was found."""
+        self.text += self._checker.add(self._detokenizer.finish()).text + self._checker.finish()
+        self.ended = event
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer must know of its question."""
+
+    tokenizer: Tokenizer
+    params: SamplingParams
+    ends: frozenset[int]  # ids that end a sample
+    prompt_tokens: int
+
+
+class Answer:
+    """All samples of one request. Written by whoever steps, read by whoever asked."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.samples = [Text(asked.tokenizer, asked.params, asked.ends) for _ in range(asked.params.n)]
+        self.stopped = False  # the reader wants no more; may be set from anywhere
+        self.error: BaseException | None = None  # why it failed, if it did
+        self._asked = asked
+        self._started_s = time.perf_counter()
+        self._first_token_s = self._total_s = 0.0
+        self._left = asked.params.n
+        self._shown = 0
+        self._abandoned = False
+
+    def hear(self, event: Event) -> bool:
+        """The engine's side."""
+        sample = self.samples[event.index]
+        if isinstance(event, Token):
+            self._first_token_s = self._first_token_s or time.perf_counter() - self._started_s
+            return sample.add(event)
+        sample.end(event)
+        self.error = self.error or event.error
+        if self._left == 1:
+            self._total_s = time.perf_counter() - self._started_s
+        self._left -= 1  # last: whoever waits reads the rest when it is 0
+        if self._abandoned:
+            self.abandon()
+        return False
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample has ended."""
+        return self._left == 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is text of the first sample that was not taken yet."""
+        return self._shown < len(self.samples[0].text)
+
+    def take_text(self) -> str:
+        """Text of the first sample that was not taken yet."""
+        text = self.samples[0].text
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+    def abandon(self) -> None:
+        """Nobody will ask for the completion: KV that was kept for it goes back, now or when it comes."""
+        self._abandoned = True
+        for sample in self.samples:
+            if sample.ended is not None and sample.ended.kv is not None:
+                sample.ended.kv.close()
+
+    def completion(self) -> Completion:
+        """The result, with those of the other samples inside."""
+        first, *others = [self._completion(sample) for sample in self.samples]
+        return Completion(
+            first.text,
+            first.token_ids,
+            first.finish_reason,
+            first.usage,
+            first.logprobs,
+            first.timing,
+            first.kv,
+            tuple(others),
+        )
+
+    def _completion(self, sample: Text) -> Completion:
+        assert sample.ended is not None
+        reason, kv = _ending(sample.ended)
+        return Completion(
+            text=sample.text,
+            token_ids=sample.token_ids,
+            finish_reason=reason,
+            usage=Usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended.cached),
+            logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
+            timing=Timing(self._first_token_s, self._total_s),
+            kv=kv,
+        )
+
+
+def _ending(ended: Ended) -> tuple[FinishReason, KVCache | None]:
+    assert ended.reason != "error", "what failed has no completion"
+    return ended.reason, ended.kv

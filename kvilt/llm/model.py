@@ -1,0 +1,91 @@
+"""A model with its tokenizer and chat template: prompts and messages in, requests for the engine out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ..engine.request import Request, new_id
+from ..errors import InputError
+from ..executor.executor import Executor
+from ..executor.inputs import read_ids
+from ..kv.cache import KVCache
+from ..sampling.params import SamplingParams
+from ..text.chat import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .answer import Asked
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class Model:
+    """What every way of asking has in common."""
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> None:
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
+        self._template: ChatTemplate | None = None
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's template, compiled when first needed."""
+        if self._template is None:
+            self._template = ChatTemplate.of(self.tokenizer)
+        return self._template
+
+    def prompt_ids(self, prompt: Prompt, begins: bool = True) -> list[int]:
+        """The tokens of a prompt; `begins` is False where it continues earlier text."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special=begins)
+        else:
+            ids = read_ids(prompt, self.executor.spec.vocab_size)
+        if not ids:
+            raise InputError("the prompt is empty; give at least one token")
+        return ids
+
+    def chat_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The tokens of a conversation, ready for an answer."""
+        return self.chat_template.encode(self.tokenizer, messages, tools=tools)
+
+    def request(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> tuple[Request, Asked]:
+        """A request for these tokens, and what its answer must know; `fields` are the request's own."""
+        params = self._spelled(params)
+        own = frozenset() if params.ignore_eos else self.stop_ids
+        request = Request(ids, params, end_ids=own, **{"id": new_id(), **fields})
+        return request, Asked(self.tokenizer, params, own | {*params.stop_token_ids}, len(ids))
+
+    def _spelled(self, params: SamplingParams) -> SamplingParams:
+        """These params with bad words as ids, each as it begins a text and as it follows a space."""
+        if not params.bad_words:
+            return params
+        bare = [word.lstrip(" ") or word for word in params.bad_words]
+        spelled = [self.tokenizer.encode(text, add_special=False) for word in bare for text in (word, f" {word}")]
+        return SamplingParams.of(params, bad_words=(), bad_words_ids=[*params.bad_words_ids, *filter(None, spelled)])
+
+
+def is_one(prompt: Any) -> bool:
+    """Whether this is one prompt, and not a list of them."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Collection):
+        raise InputError(f"a prompt is a text or token ids, or a list of these, not {type(prompt).__name__}")
+    return len(prompt) > 0 and not any(isinstance(each, Sequence) or getattr(each, "ndim", 0) for each in prompt)
+
+
+def behind(kv: KVCache, ids: list[int]) -> list[int]:
+    """These tokens behind those of a cache."""
+    if kv.batch_size != 1:
+        raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")
+    # A place that was embedded has no id; the place is counted, its 0 is not read.
+    return [token if isinstance(token, int) else 0 for token in kv.tokens()] + ids
+
+
+def shared(ids: list[int], kv: KVCache | None) -> int:
+    """How many tokens of `ids` a cache holds already; at least one is left to compute."""
+    if kv is None:
+        return 0
+    if kv.batch_size != 1:
+        raise InputError(f"a conversation continues a cache of one row, this one has {kv.batch_size}")
+    return kv.shared_prefix(ids[:-1])
