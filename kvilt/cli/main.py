@@ -110,16 +110,17 @@ def perplexity(
 @opt.gathers(config=opt.RUNTIME)
 def bench(
     model: opt.Model = opt.DEFAULT_MODEL,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "128,512",
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "128,512,1024",
     contexts: Annotated[str, typer.Option(help="Contexts to decode at.")] = "16,1024",
-    batches: Annotated[str, typer.Option(help="Rows of batched decodes.")] = "4,8",
+    batches: Annotated[str, typer.Option(help="Rows of batched decodes.")] = "4,8,16,32",
     steps: Annotated[int, typer.Option(help="Tokens per decode.")] = 32,
     runs: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
+    cold: Annotated[bool, typer.Option(help="Also start a fresh process: time to first token, peak memory.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     config: dict[str, Any],
 ) -> None:
-    """Tokens per second of prefill, decode and batches, and the memory bandwidth they reach."""
+    """Tokens per second of prefill, decode and batches, and how near they come to the machine's limits."""
     with reported():
         from .bench import Shape
         from .bench import bench as measure
@@ -130,6 +131,7 @@ def bench(
             batches=opt.numbers("batches", batches),
             steps=steps,
             runs=runs,
+            cold=cold,
         )
         measure(model, shape, json, config)
 

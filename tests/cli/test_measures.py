@@ -15,11 +15,14 @@ import torch
 from tiny import write_tiny
 
 from kvilt import Executor
-from kvilt.cli.bench import Shape, timed, workloads
+from kvilt.cli.bench import Products, Shape, products, timed, workloads
+from kvilt.cli.bench_cold import ColdStartFailed, measure_cold
 from kvilt.cli.perplexity import measure
 from kvilt.config import RunConfig
 from kvilt.errors import InputError, ParamError
 from kvilt.executor.load import load_executor
+from kvilt.kv.layout import Window
+from kvilt.ops.native import limits
 
 IDS = [int(i) for i in torch.randint(0, 61, (50,), generator=torch.Generator().manual_seed(3))]
 
@@ -107,17 +110,45 @@ def test_perplexity_refuses_by_name(args: tuple[str, ...], says: str) -> None:
 def test_bench_times_every_workload(tmp_path: Path) -> None:
     executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 22))
     shape = Shape(prefill=(8, 16), contexts=(4,), batches=(2, 3), steps=4, runs=1)
-    results = [timed(workload, shape.runs) for workload in workloads(executor, shape)]
+    todo = [*workloads(executor, shape)]
+    results = [timed(workload, shape.runs) for workload in todo]
     assert [result.name for result in results] == ["prefill 8", "prefill 16", "decode at 4", "batch of 2", "batch of 3"]
-    for result, tokens in zip(results, (8, 16, 4, 8, 12), strict=True):
+    for workload, result, tokens in zip(todo, results, (8, 16, 4, 8, 12), strict=True):
         assert result.tokens_per_s == pytest.approx(tokens / result.seconds)
-        assert result.gigabytes_per_s > 0
+        assert result.gigaops_per_s == pytest.approx(workload.ops / result.seconds / 1e9)
+        if workload.read_bytes is None:
+            assert result.name.startswith("prefill") and result.gigabytes_per_s is None
+        else:
+            assert result.gigabytes_per_s == pytest.approx(workload.read_bytes / result.seconds / 1e9)
     assert executor.pool.usage().used == 0
+
+
+MATRICES = 3 * [(24, 24), (12, 24), (12, 24), (24, 24), (40, 24), (40, 24), (24, 40)]  # of the tiny model's layers
+
+
+def test_operations_are_two_for_every_weight_a_token_meets(tiny: Executor) -> None:
+    layers, head = sum(outputs * inputs for outputs, inputs in MATRICES), 61 * 24
+    assert products(tiny.spec) == Products(layers, head)
+    prefill, decode, batch = workloads(tiny, Shape(prefill=(8,), contexts=(4,), batches=(3,), steps=5))
+    assert prefill.ops == 2 * (8 * layers + head)  # the head sees the last token alone
+    assert decode.ops == 2 * 5 * (layers + head)
+    assert batch.ops == 3 * decode.ops
+
+
+def test_a_step_reads_the_weights_once_and_the_kv_in_reach_of_every_row(tiny: Executor) -> None:
+    (group,) = tiny.layout.groups
+    one, far, batch = workloads(tiny, Shape(prefill=(), contexts=(4, 40), batches=(3,), steps=6))
+    seen = {length: length - group.first_needed(length) for length in (4 + 3, 40 + 3)}
+    assert seen[43] == (8 if isinstance(group.reach, Window) else 43)
+    token_bytes = group.shape.token_bytes
+    assert one.read_bytes == 6 * (tiny.weight_bytes + token_bytes * seen[7])
+    assert far.read_bytes == 6 * (tiny.weight_bytes + token_bytes * seen[43])
+    assert batch.read_bytes == 6 * (tiny.weight_bytes + 3 * token_bytes * seen[7])
 
 
 def test_weight_bytes_are_what_a_step_reads(tiny: Executor) -> None:
     tile = 16 if tiny.pool.ops.name == "native" else 1  # outputs are packed in tiles of sixteen
-    shapes = 3 * [(24, 24), (12, 24), (12, 24), (24, 24), (40, 24), (40, 24), (24, 40)] + [(61, 24)]
+    shapes = [*MATRICES, (61, 24)]
     assert tiny.weight_bytes == sum(4 * (-(-outputs // tile) * tile) * inputs for outputs, inputs in shapes)
 
 
@@ -127,13 +158,49 @@ def test_bench_refuses_by_name(fields: dict[str, object]) -> None:
         Shape(**fields)  # type: ignore[arg-type]
 
 
+SIZES = ("--prefill", "8", "--contexts", "4", "--batches", "2", "--steps", "2", "--runs", "1")
+
+
 def test_bench_in_the_terminal(smollm2_path: Path) -> None:
-    sizes = ("--prefill", "8", "--contexts", "4", "--batches", "2", "--steps", "2", "--runs", "1")
-    done = kvilt("bench", "--model", str(smollm2_path), "--json", *sizes)
+    done = kvilt("bench", "--model", str(smollm2_path), "--json", *SIZES)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [result["name"] for result in found["results"]] == ["prefill 8", "decode at 4", "batch of 2"]
     assert "native" in found["backend"]
+    assert found["threads"] == 1
+    cold = found["cold"]
+    assert 0 < cold["torch_s"] < cold["first_token_s"]
+    assert 0 < cold["torch_bytes"] < cold["peak_bytes"]
+    assert found["limits"] is None or found["limits"]["threads"] == 1
+
+
+def test_bench_shows_a_table(smollm2_path: Path) -> None:
+    done = kvilt("bench", "--model", str(smollm2_path), "--no-cold", *SIZES)
+    assert done.returncode == 0, done.stderr
+    for word in ("prefill 8", "decode at 4", "batch of 2", "GB/s", "GOP/s"):
+        assert word in done.stdout
+    assert "cold start" not in done.stdout
+
+
+def test_bench_refuses_what_is_no_number() -> None:
     wrong = kvilt("bench", "--prefill", "8,x")
     assert wrong.returncode == 2
     assert "prefill" in wrong.stderr
+
+
+def test_a_cold_start_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ColdStartFailed, match=r"nothing-here.*--no-cold"):
+        measure_cold(str(tmp_path / "nothing-here.gguf"), {})
+
+
+def test_limits_are_measured_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = pytest.importorskip("_kvilt_native")
+    if hasattr(native, "limits"):
+        found = limits.measure(1, 1 << 20)
+        assert found is not None and found.threads == 1
+        assert found.bytes_per_s > 0 and found.ops_per_s > 0
+        for threads, size_bytes in ((0, 1), (5000, 1), (1, 0)):
+            with pytest.raises(ValueError, match="limits"):
+                limits.measure(threads, size_bytes)
+    monkeypatch.setitem(sys.modules, "_kvilt_native", None)
+    assert limits.measure(1, 1 << 20) is None

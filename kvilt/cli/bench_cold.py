@@ -1,0 +1,82 @@
+"""A fresh process that loads a model, for `kvilt bench`: seconds to its first token and its peak of memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import KviltError
+
+PROMPT, LONG_PROMPT, NEW = 16, 1024, 64
+
+# Importing anything of kvilt imports torch too, so its price is told apart before. Peaks are read from the system's
+# table and not with getrusage, whose peak begins with that of the process that started this one.
+_BOOT = """
+import sys
+def say(place):
+    peak = 0
+    try:
+        with open("/proc/self/status") as status:
+            peak = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
+    except OSError:
+        pass
+    print(place, peak, flush=True)
+import torch
+say("torch")
+from kvilt.cli.bench_cold import start
+start(sys.argv[1], sys.argv[2], say)
+"""
+
+
+class ColdStartFailed(KviltError):
+    """The fresh process of a benchmark ended early."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"the cold start failed: {said}; leave it out with --no-cold")
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Seconds since the process started, and its peaks of resident memory (0 where the system does not say)."""
+
+    torch_s: float  # torch is imported
+    first_token_s: float
+    torch_bytes: int
+    peak_bytes: int  # after a long prompt
+
+
+def measure_cold(model: str, config: dict[str, Any]) -> Cold:
+    """Start a process, wait for its first token and for what it takes at a long prompt."""
+    command = [sys.executable, "-c", _BOOT, model, json.dumps(config)]
+    arrived: dict[str, tuple[float, int]] = {}
+    started_s = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            place, size = line.split()
+            arrived[place] = (time.perf_counter() - started_s, int(size))
+        said = process.stderr.read().strip().splitlines()
+    if "done" not in arrived:
+        raise ColdStartFailed(said[-1] if said else f"its process ended with {process.returncode}")
+    (torch_s, torch_bytes), (first_s, _), (_, peak_bytes) = (arrived[place] for place in ("torch", "first", "done"))
+    return Cold(torch_s, first_s, torch_bytes, peak_bytes)
+
+
+def start(model: str, config: str, say: Any) -> None:
+    """What the fresh process does; `say` reports that it got somewhere."""
+    from ..llm import load
+    from .bench import arbitrary_ids
+
+    with load(model, **json.loads(config)) as llm:
+        executor = llm.executor
+        with executor.create_kv_cache() as kv:
+            executor.sample_tokens(1, arbitrary_ids(executor, PROMPT), kv)
+        say("first")
+        with executor.create_kv_cache() as kv:
+            prompt = max(1, min(LONG_PROMPT, kv.capacity - NEW))
+            executor.sample_tokens(NEW, arbitrary_ids(executor, prompt), kv)
+        say("done")
