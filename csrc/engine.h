@@ -1,5 +1,6 @@
 // The operations over whole tensors: checks, scratch memory and threads. Kernels see one row or one tile at a time.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -66,8 +67,10 @@ class Engine {
     call();
     if (recording_) recording_->calls.push_back(call);
   }
-  void record() { recording_ = std::make_unique<Program>(); }
+  void record() { recording_ = std::make_unique<Program>(Program{&stopped_, {}}); }
   std::unique_ptr<Program> recorded() { return std::move(recording_); }
+  // Keeps recorded programs from going on, until told otherwise. From any thread.
+  void stop(bool stopped) { stopped_.store(stopped); }
 
  private:
   Workers workers_;
@@ -77,6 +80,7 @@ class Engine {
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
 
   std::unique_ptr<Program> recording_;
+  std::atomic<bool> stopped_{false};
   std::mutex lock_;
   std::vector<int8_t> values_;
   std::vector<float> floats_;

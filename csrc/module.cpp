@@ -64,7 +64,13 @@ NB_MODULE(_kvilt_native, m) {
     if (!packing) return std::nullopt;
     return std::pair{int(packing->kind), (outputs + kTile - 1) / kTile * tile_bytes(packing->kind, inputs)};
   });
-  nb::class_<Program>(m, "Program").def("run", &Program::run, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Program>(m, "Program")
+      .def("run", &Program::run, nb::call_guard<nb::gil_scoped_release>())
+      .def("loop", [](const Program& p, int64_t steps, Address ids, int64_t rows,
+                      const std::vector<std::vector<int64_t>>& ends, Address out) {
+        if (int64_t(ends.size()) != rows) throw std::invalid_argument("each row has its own ends");
+        return p.loop(steps, at<const int64_t>(ids), rows, ends, at<int64_t>(out));
+      }, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Weight>(m, "Weight").def(nb::init<int, int64_t, int64_t, Address, int64_t>());
   nb::class_<PageLayer>(m, "PageLayer").def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, Address, Address>());
   using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -74,6 +80,7 @@ NB_MODULE(_kvilt_native, m) {
       .def_prop_ro("threads", &Engine::threads)
       .def("record", &Engine::record)
       .def("recorded", &Engine::recorded)
+      .def("stop", &Engine::stop)
       .def("pack", [](Engine& e, const std::string& format, Address source, int64_t source_bytes, int64_t outputs,
                       int64_t inputs, Address out, int64_t out_bytes) {
         const Packing* packing = find_packing(format);

@@ -285,11 +285,8 @@ def _segment(start: int, stop: int, inside: list[int], rows: Sequence[Row], pool
 
 def _paging(group: int, rows: list[Row], starts: tuple[int, ...], positions: Tensor, pool: PagePool) -> Paging:
     tables = [row.cache.row(row.cache_row).tables[group] for row in rows]
-    width = max(len(table) for table in tables)
+    width, size = max(len(table) for table in tables), pool.layout.page_tokens
     padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], device=pool.device)
-    owner = torch.repeat_interleave(
-        torch.arange(len(rows), device=pool.device), torch.tensor(starts, device=pool.device).diff()
-    )
-    size = pool.layout.page_tokens
-    slots = padded[owner, positions // size] * size + positions % size
-    return Paging(padded, slots, starts, positions)
+    # In Python rather than in torch: a decode step has a few numbers here, and a dozen operations would take longer.
+    slots = [table[p // size] * size + p % size for row, table in zip(rows, tables, strict=True) for p in row.positions]
+    return Paging(padded, torch.tensor(slots, device=pool.device), starts, positions)

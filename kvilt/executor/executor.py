@@ -25,12 +25,14 @@ from ..metrics import Metrics
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import Sampled, SampleState, sample
+from ..sampling.sampler import Sampled, SampleState, is_argmax, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
+from .replay import Replay
 
 _DEFAULTS = SamplingParams()
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
+REPLAY_STEPS = 32  # greedy steps between two looks at the world
 
 
 class Executor:
@@ -51,6 +53,7 @@ class Executor:
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
         self.adapters: dict[int, int] = {}  # rows that are running on each loaded adapter
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
+        self._replay = Replay(decoder, pool, self._room)
         self._on_close = on_close
         self._closed = False
         self._lock = threading.RLock()
@@ -96,11 +99,16 @@ class Executor:
                 raise Unsupported("attention mass per key is not supported in this version")
             check_row(row, self.spec.vocab_size, self.spec.hidden_size)
         with self.call() as stop, batch.lease(), torch.no_grad():
-            logits = self._decoder(batch, lambda _layer: _observe(stop))
+            logits = self._replay.run(batch, lambda: _observe(stop))
+            if logits is None:
+                logits = self._decoder(batch, lambda _layer: _observe(stop))
+        self._count(batch)
+        return logits
+
+    def _count(self, batch: Batch) -> None:
         self.metrics.add(STEPS)
         self.metrics.add(ROWS, len(batch.rows), adapter="base")
         self.metrics.add(TOKENS, batch.num_tokens)
-        return logits
 
     def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
         """One token per row of `logits`; the states do not advance."""
@@ -197,6 +205,7 @@ class Executor:
         """Stop the call in progress before its next layer; does nothing when there is none."""
         if (running := self._running) is not None:
             running.set()
+            self._replay.stop()
 
     def load_lora(self, assets: object) -> int:  # noqa: ARG002 (the contract's argument)
         """Load an adapter and return its id."""
@@ -316,25 +325,67 @@ class Executor:
         sampled: list[list[int]] = [[] for _ in rows]
         pending = list(rows)
         try:
-            for _ in range(num_steps):
+            while any(len(row) for row in pending) and max(len(tokens) for tokens in sampled) < num_steps:
                 active = [i for i, row in enumerate(pending) if len(row)]
-                if not active:
-                    break
-                since = kv.lengths
-                logits = self._forward(pending, kv, Last())
-                drawn = self.sample(logits, [states[i] for i in active], [since[i] + len(pending[i]) for i in active])
-                kv.commit([row.tokens() for row in pending], since)
+                left = num_steps - max(len(tokens) for tokens in sampled)
+                drawn = self._replay_greedy(left, pending, active, states, kv)
+                if drawn is None:
+                    drawn = [self._sample_once(pending, active, states, kv)]
+                for tokens in drawn:
+                    for i, token in zip(active, tokens, strict=True):
+                        sampled[i].append(token)
+                        states[i].advance(token)
                 pending = [NO_INPUT] * len(rows)
-                for i, token in zip(active, drawn.tokens.tolist(), strict=True):
-                    sampled[i].append(token)
-                    states[i].advance(token)
-                    params = states[i].params
+                for i in active:
+                    token, params = sampled[i][-1], states[i].params
                     ends = token in params.stop_token_ids or len(sampled[i]) == params.max_tokens
                     if not ends and kv.lengths[i] < kv.capacity:
                         pending[i] = RowInput((token,), {})
         except Cancelled:
             raise Cancelled(sampled) from None
         return sampled
+
+    def _sample_once(
+        self, pending: Sequence[RowInput], active: Sequence[int], states: Sequence[SampleState], kv: KVCache
+    ) -> list[int]:
+        """One forward and one token for each active row."""
+        since = kv.lengths
+        logits = self._forward(pending, kv, Last())
+        drawn = self.sample(logits, [states[i] for i in active], [since[i] + len(pending[i]) for i in active])
+        kv.commit([row.tokens() for row in pending], since)
+        return [int(token) for token in drawn.tokens.tolist()]
+
+    def _replay_greedy(
+        self,
+        num_steps: int,
+        pending: Sequence[RowInput],
+        active: Sequence[int],
+        states: Sequence[SampleState],
+        kv: KVCache,
+    ) -> list[list[int]] | None:
+        """Several tokens for each active row without Python between them; None where sampling needs more than that."""
+        if any(len(pending[i]) != 1 or pending[i].embeds or not is_argmax(states[i]) for i in active):
+            return None
+        since, steps = kv.lengths, min(num_steps, REPLAY_STEPS)
+        for i in active:  # every row that starts a run of steps has room and tokens left for all of it
+            limit = states[i].params.max_tokens
+            left = steps if limit is None else limit - states[i].history.generated_tokens
+            steps = min(steps, left, kv.capacity - since[i])
+        with self._pool.lock:
+            kv.reserve([steps if i in active else 0 for i in range(len(pending))])
+            batch = Batch.of([Row(Ids(pending[i].ids), range(since[i], since[i] + 1), kv, i) for i in active])
+        with self.call() as stop, batch.lease(), torch.no_grad():
+            ends = [states[i].params.stop_token_ids for i in active]
+            drawn = self._replay.sample(batch, steps, ends, lambda: _observe(stop))
+        if drawn is None or not len(drawn):
+            return None
+        written: list[list[int]] = [[] for _ in pending]
+        for n, i in enumerate(active):  # the last token of each row is drawn, not written
+            written[i] = [pending[i].ids[0], *drawn[:-1, n].tolist()]
+        kv.commit(written, since)
+        for _ in range(len(drawn)):
+            self._count(batch)
+        return [[int(token) for token in tokens] for tokens in drawn.tolist()]
 
 
 def _observe(stop: threading.Event) -> None:

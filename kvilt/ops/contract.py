@@ -5,7 +5,7 @@ Refuses to know models, caches and requests: an operation sees tensors, page ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -102,6 +102,42 @@ class KeysValues:
     values: Tensor  # [layers, tokens, kv_heads, value_dim]
 
 
+class Recorded(Protocol):
+    """A step that can be run again: the same operations on the same tensors, whose contents may have changed."""
+
+    @property
+    def result(self) -> Tensor:
+        """What the step returned; each run writes it anew."""
+        ...
+
+    def run(self) -> bool:
+        """Run again; False if it was stopped half way."""
+        ...
+
+    def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
+        """Run up to `steps` times a step that ended with `follow`; the tokens after each run, [runs, rows].
+
+        Stops behind a run in which a row drew one of its `ends` or, as -1, no token at all.
+        """
+        ...
+
+
+class Recorder(Protocol):
+    """Records steps. What it holds between runs is memory, never state."""
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded | None:
+        """Run `step` and remember what it did; None if it did something that cannot be remembered."""
+        ...
+
+    def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+        """Inside a step: put the likeliest token of each row into `ids` and move each row one position on."""
+        ...
+
+    def stop(self, stopped: bool) -> None:
+        """Stop what runs now, from any thread, and refuse to run until told otherwise."""
+        ...
+
+
 class Ops(Protocol):
     """A backend. Every method is pure except those that write pages."""
 
@@ -115,6 +151,10 @@ class Ops(Protocol):
 
     def alone(self) -> AbstractContextManager[None]:
         """Held while a call runs: keeps other pools of threads off the cores this backend uses."""
+        ...
+
+    def recorder(self) -> Recorder | None:
+        """What records steps of this backend, if it can."""
         ...
 
     def prepare(self, weight: Weight) -> Prepared:

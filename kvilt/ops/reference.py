@@ -62,6 +62,9 @@ class ReferenceOps:
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def recorder(self) -> None:
+        return None
+
     def prepare(self, weight: Weight) -> Tensor:
         if isinstance(weight, QuantTensor):
             return dequantize(weight)

@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NoTokenLeft, NumericsError, ParamError
+from ..errors import GrammarFailed, InputError, NoTokenLeft, NumericsError, ParamError
 from .bans import BadWords
+from .grammar import Matcher, masks
 from .history import History
 from .noise import fold_seed, gumbel, row_key
 from .params import SamplingParams
-from .transforms import Filters, Touched, add_bias, ban, filter_rows, penalize, take_rows, temper
+from .transforms import Filters, Touched, add_bias, ban, confine, filter_rows, penalize, take_rows, temper
 
 # Rows whose whole vocabulary gets noise go through in pieces of about this many float64 values.
 _NOISE_VALUES = 1 << 18
@@ -29,7 +30,7 @@ _NOISE_VALUES = 1 << 18
 class SampleState:
     """What one sample of one request remembers between tokens; it advances only by `advance`."""
 
-    __slots__ = ("_bad_words", "_folded", "end_ids", "history", "params", "sample_index", "seed")
+    __slots__ = ("_bad_words", "_folded", "end_ids", "history", "matcher", "params", "sample_index", "seed")
 
     def __init__(
         self,
@@ -37,27 +38,37 @@ class SampleState:
         prompt_ids: Iterable[int] = (),
         sample_index: int = 0,
         end_ids: Iterable[int] = (),
+        matcher: Matcher | None = None,
     ) -> None:
-        """`end_ids` end this sample besides the params' own `stop_token_ids`; none is drawn before `min_tokens`."""
+        """`end_ids` end this sample besides the params' own `stop_token_ids`; none is drawn before `min_tokens`.
+
+        `matcher` follows the params' grammar and belongs to this state from here on.
+        """
         if params.bad_words:
             raise ParamError("bad_words", "is text, which the sampler cannot read; give bad_words_ids, or use an LLM")
+        if (params.grammar is None) != (matcher is None):
+            raise ParamError("grammar", "needs a matcher for this vocabulary, and a matcher a grammar; or use an LLM")
         self.params = params.with_seed()
         assert self.params.seed is not None
         self.seed = self.params.seed
         self.sample_index = _counted(sample_index)
         self.history = History(prompt_ids)
         self.end_ids = frozenset([*params.stop_token_ids, *end_ids])
+        self.matcher = matcher
         self._bad_words = BadWords.of(params.bad_words_ids)
         self._folded = fold_seed(self.seed)
 
     def advance(self, token: int) -> None:
         """Commit a token that was drawn (or given) for the next position."""
+        if self.matcher is not None:
+            self.matcher.accept(token)
         self.history.append(token)
 
     def fork(self, sample_index: int | None = None) -> SampleState:
         """The same state for another sample, or for drafts that may be rejected."""
         other = copy.copy(self)
         other.history = self.history.fork()
+        other.matcher = self.matcher and self.matcher.fork()
         if sample_index is not None:
             other.sample_index = _counted(sample_index)
         return other
@@ -115,7 +126,7 @@ def sample(logits: Tensor, states: Sequence[SampleState], positions: Sequence[in
     logits = logits.float()
     peak, tokens = logits.max(-1)  # ties go to the lowest id; NaN wins over everything
     _refuse(peak, range(len(states)))
-    rows = [row for row, state in enumerate(states) if not _is_argmax(state)]
+    rows = [row for row, state in enumerate(states) if not is_argmax(state)]
     if rows:
         tokens[rows] = _choose(
             take_rows(logits, rows), rows, [states[row] for row in rows], [positions[row] for row in rows]
@@ -141,9 +152,11 @@ def _refuse(peak: Tensor, rows: Sequence[int]) -> None:
         raise NumericsError([row for row, fine in zip(rows, good.tolist(), strict=True) if not fine])
 
 
-def _is_argmax(state: SampleState) -> bool:
+def is_argmax(state: SampleState) -> bool:
+    """Whether the next token is simply the likeliest one."""
     params = state.params
-    return params.greedy and not params.penalized and not params.logit_bias and not state.bans
+    free = not state.bans and state.matcher is None
+    return params.greedy and not params.penalized and not params.logit_bias and free
 
 
 def _choose(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState], positions: Sequence[int]) -> Tensor:
@@ -183,19 +196,32 @@ def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
 
 
 def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> Tensor:
-    """Without the tokens that repeat an n-gram, complete a bad word, or end a sample too early."""
-    at = [i for i, state in enumerate(states) if state.bans]
+    """Without the tokens that repeat an n-gram, complete a bad word, end a sample too early, or break its grammar."""
+    at = [i for i, state in enumerate(states) if state.bans or state.matcher is not None]
     if not at:
         return scores
     banned = [states[i].banned() for i in at]
     ids = np.concatenate(banned)
     owners = np.repeat(np.array(at, np.int64), [len(one) for one in banned])
     index = torch.from_numpy(np.stack([owners, ids])[:, ids < scores.shape[-1]]).to(scores.device)
-    scores = ban(scores, index[0], index[1])
+    scores = _confine(ban(scores, index[0], index[1]), rows, states)
     left = (scores[at].amax(-1) > float("-inf")).tolist()
     if not all(left):
         raise NoTokenLeft([rows[i] for i, some in zip(at, left, strict=True) if not some])
     return scores
+
+
+def _confine(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> Tensor:
+    """Scores [rows, vocab] of the tokens alone that each row's grammar allows, where it has one."""
+    held = [(i, state.matcher) for i, state in enumerate(states) if state.matcher is not None]
+    if not held:
+        return scores
+    at, matchers = zip(*held, strict=True)
+    try:
+        allowed = masks(matchers, scores.shape[-1]).to(scores.device)
+    except GrammarFailed as error:
+        raise GrammarFailed([rows[at[row]] for row in error.rows], error.reason) from None
+    return confine(scores, at, allowed)
 
 
 def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:

@@ -27,6 +27,7 @@ from ..contract import (
 from . import pages as paged
 from .memory import Buffers, Slabs
 from .pack import pack
+from .record import NativeRecorder
 
 REVISION = 2  # of the arithmetic: KV of another revision is not the same bits
 _ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
@@ -52,6 +53,7 @@ class NativeOps:
             raise Unsupported(str(error)) from None
         self._slabs = Slabs()
         self.buffers = Buffers()
+        self._recorder = NativeRecorder(self._engine, self.using)
 
     @property
     def numerics(self) -> str:
@@ -66,6 +68,18 @@ class NativeOps:
             yield
         finally:
             torch.set_num_threads(threads)
+
+    def recorder(self) -> NativeRecorder:
+        return self._recorder
+
+    @contextmanager
+    def using(self, buffers: Buffers) -> Iterator[None]:
+        """Put results into other buffers for a while."""
+        own, self.buffers = self.buffers, buffers
+        try:
+            yield
+        finally:
+            self.buffers = own
 
     def prepare(self, weight: Weight) -> PackedWeight:
         return pack(self._module, self._engine, self._slabs, weight)

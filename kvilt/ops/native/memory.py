@@ -70,6 +70,12 @@ class Buffers:
         self._held_bytes += 4 * room
         return torch.from_numpy(buffer[:size]).view(shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor begins in one of the buffers that are held."""
+        at = tensor.data_ptr()
+        held = (buffer for buffers in self._held.values() for buffer in buffers)
+        return any(buffer.ctypes.data <= at < buffer.ctypes.data + buffer.nbytes for buffer in held)
+
     def _forget(self) -> None:
         self._held.clear()
         self._held_bytes = 0

@@ -1,0 +1,146 @@
+"""Decode steps that are recorded once for each number of rows and replayed with one call.
+
+A recording reads its tokens, positions and page tables from tensors of its own; a replay fills them in and runs. The
+result is the same to the bit as that of the decoder: it is the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch import Base, Batch, Ids, Last, Logits, Segment
+from ..kv.pool import PagePool
+from ..models.decoder import Decoder
+from ..ops.contract import Paging, Recorded, Recorder
+
+MAX_ROWS = 64  # larger steps spend their time in products, not in Python
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded step and the tensors it reads."""
+
+    ids: Tensor  # [rows]
+    segment: Segment
+    step: Recorded
+
+    def fill(self, ids: Sequence[int], segment: Segment) -> None:
+        """Put in the tokens, positions and pages of another step."""
+        self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
+        copy_segment(segment, self.segment)
+
+
+class Replay:
+    """Recordings of one decoder on one pool."""
+
+    def __init__(self, decoder: Decoder, pool: PagePool, max_context: int) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._width = pool.layout.pages_for(max_context)
+        self._recorder: Recorder | None = decoder.ops.recorder()
+        self._steps: dict[int, Recording] = {}
+        self._greedy: dict[int, Recording] = {}
+
+    def run(self, batch: Batch, observe: Callable[[], None]) -> Logits | None:
+        """The logits of a plain decode step; None for any other batch, which the decoder has to run.
+
+        `observe` raises if the call was cancelled.
+        """
+        if self._recorder is None or (ids := decoded_ids(batch)) is None:
+            return None
+        recording = self._steps.get(len(ids))
+        if recording is None:
+            if (recording := self._record(ids, batch.segments[0], self._steps, greedy=False)) is None:
+                return None
+        else:
+            recording.fill(ids, batch.segments[0])
+            self._go(observe)
+            while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
+                self._go(observe)
+        return Logits(recording.step.result.clone(), tuple(range(len(ids) + 1)), {}, {})
+
+    def sample(
+        self, batch: Batch, steps: int, ends: Sequence[Sequence[int]], observe: Callable[[], None]
+    ) -> Tensor | None:
+        """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
+
+        There must be room for all of them. Stops behind the first step in which a row draws one of its `ends`; a
+        step without a likeliest token in some row is left out, for the caller to meet it again.
+        """
+        if self._recorder is None or (ids := decoded_ids(batch)) is None:
+            return None
+        segment = batch.segments[0]
+        recording = self._greedy.get(len(ids)) or self._record(ids, segment, self._greedy, greedy=True)
+        if recording is None:
+            return None
+        recording.fill(ids, segment)
+        self._go(observe)
+        drawn = recording.step.loop(steps, recording.ids, ends)
+        return drawn[:-1] if len(drawn) and bool((drawn[-1] < 0).any()) else drawn
+
+    def stop(self) -> None:
+        """Stop a replay between two operations, from any thread; call it after `observe` has something to raise."""
+        if self._recorder is not None:
+            self._recorder.stop(True)
+
+    def _go(self, observe: Callable[[], None]) -> None:
+        # In this order: a cancel that comes between the two is seen by `observe`, a later one stops the run.
+        assert self._recorder is not None
+        self._recorder.stop(False)
+        observe()
+
+    def _record(
+        self, ids: Sequence[int], segment: Segment, recordings: dict[int, Recording], greedy: bool
+    ) -> Recording | None:
+        assert self._recorder is not None
+        recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
+        own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, len(ids), self._width)
+        copy_segment(segment, own)
+
+        def step() -> Tensor:
+            logits = self._decoder.decode(own_ids, own, stores)
+            if greedy:
+                recorder.follow(logits, own_ids, own.paging, size)
+            return logits
+
+        recorded = recorder.record(step)
+        if recorded is None:
+            self._recorder = None  # this model does something that cannot be recorded
+            return None
+        recordings[len(ids)] = Recording(own_ids, own, recorded)
+        return recordings[len(ids)]
+
+
+def decoded_ids(batch: Batch) -> list[int] | None:
+    """The token of each row if every row is one token on its way through the whole model to its logits."""
+    if len(batch.rows) > MAX_ROWS or batch.num_tokens != len(batch.rows) or len(batch.segments) != 1:
+        return None
+    ids = []
+    for row in batch.rows:
+        source, want = row.source, row.want
+        if not (isinstance(source, Ids) and isinstance(want, Last) and isinstance(row.adapter, Base)):
+            return None
+        ids.append(source.ids[0])
+    return ids
+
+
+def blank_segment(like: Segment, rows: int, width: int) -> Segment:
+    """A segment of `rows` rows with page tables as wide as they can get."""
+    positions = torch.zeros(rows, dtype=torch.int64)
+    paging = tuple(
+        Paging(torch.full((rows, width), -1), torch.zeros(rows, dtype=torch.int64), one.starts, positions)
+        for one in like.paging
+    )
+    return Segment(like.start, like.stop, None, positions, paging)
+
+
+def copy_segment(source: Segment, target: Segment) -> None:
+    """The positions and pages of one segment into another of the same shape."""
+    target.positions.copy_(source.positions)
+    for one, other in zip(source.paging, target.paging, strict=True):
+        other.slots.copy_(one.slots)
+        other.tables[:, : one.tables.shape[1]] = one.tables

@@ -1,0 +1,87 @@
+"""Recorded steps of the native backend: a flat list of native calls that one call from Python runs again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..contract import Paging
+from .memory import Buffers
+
+_log = logging.getLogger(__name__)
+
+# Operations of torch that only look at memory differently, and so need not be repeated.
+_VIEWS = frozenset(
+    {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::slice.Tensor"}
+)
+
+
+class _TorchWorked(Exception):
+    """A step did arithmetic outside the native operations."""
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, buffers: Buffers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = buffers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A new tensor is fine if it looks at a buffer that stays; any other would be gone before the replay.
+        stays = func.name() == "aten::lift_fresh" and self._buffers.holds(args[0])
+        if not stays and func.name() not in _VIEWS:
+            raise _TorchWorked(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRecorded:
+    """A program, and the memory its calls point to."""
+
+    program: Any
+    result: Tensor
+    buffers: Buffers
+
+    def run(self) -> bool:
+        return bool(self.program.run())
+
+    def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
+        out = torch.empty((steps, len(ids)), dtype=torch.int64)
+        done = self.program.loop(steps, ids.data_ptr(), len(ids), [list(end) for end in ends], out.data_ptr())
+        return out[:done]
+
+
+class NativeRecorder:
+    """Records for one engine. All recordings share their buffers, since only one of them runs at a time."""
+
+    def __init__(self, engine: Any, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
+        self._engine = engine
+        self._using = using
+        self._buffers = Buffers(spare_bytes=1 << 62)  # never forgotten: programs know them by address
+
+    def record(self, step: Callable[[], Tensor]) -> NativeRecorded | None:
+        self._engine.record()
+        try:
+            with self._using(self._buffers), _OnlyViews(self._buffers):
+                result = step()
+        except _TorchWorked as worked:
+            _log.info("steps of this model are not recorded: %s is done by torch", worked)
+            return None
+        finally:
+            program = self._engine.recorded()
+        return NativeRecorded(program, result, self._buffers)
+
+    def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+        self._engine.argmax(logits.data_ptr(), *logits.shape, ids.data_ptr())
+        slots, tables = [one.slots.data_ptr() for one in paging], [one.tables.data_ptr() for one in paging]
+        width, positions = paging[0].tables.shape[1], paging[0].positions
+        self._engine.advance(positions.data_ptr(), len(positions), slots, tables, width, page_tokens)
+
+    def stop(self, stopped: bool) -> None:
+        self._engine.stop(stopped)

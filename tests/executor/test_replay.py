@@ -1,0 +1,134 @@
+"""Recorded decode steps: the same bits as the decoder, the tokens of single steps, stopped by a cancel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import VOCAB, write_tiny
+
+from kvilt import Executor, KVCache, SamplingParams
+from kvilt.batch import Batch, Ids, Row
+from kvilt.config import RunConfig
+from kvilt.errors import Cancelled
+from kvilt.executor.load import load_executor
+from kvilt.ops.native.backend import NativeOps
+
+
+@pytest.fixture(scope="module", params=[None, 9], ids=["full", "window"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    folder = write_tiny(tmp_path_factory.mktemp("replay"), sliding_window=request.param)
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 23, backend="native", threads=1))
+    torch.set_num_threads(1)
+    yield executor
+    executor.close()
+
+
+def decode(executor: Executor, kv: KVCache, tokens: list[int]) -> Batch:
+    kv.reserve([1] * kv.batch_size)
+    return Batch.of(
+        [Row(Ids([token]), range(n, n + 1), kv, i) for i, (token, n) in enumerate(zip(tokens, kv.lengths, strict=True))]
+    )
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataObject) -> None:
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=9))
+    with native.create_kv_cache(len(prompts)) as kv:
+        native.prefill(prompts, kv)
+        for _ in range(3):  # the first of a shape is recorded, the others are replayed
+            tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(prompts), max_size=len(prompts)))
+            batch = decode(native, kv, tokens)
+            with torch.no_grad():
+                truth = native._decoder(batch, lambda _: None).values
+            found = native.run(batch)
+            assert torch.equal(found.values, truth)
+            again = native.run(batch)
+            assert torch.equal(again.values, truth) and torch.equal(found.values, truth)  # nobody wrote over a result
+            kv.commit([[token] for token in tokens])
+    assert len(prompts) in native._replay._steps
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_greedy_runs_give_the_tokens_of_single_steps(native: Executor, data: st.DataObject) -> None:
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4))
+    num_steps = data.draw(st.integers(1, 80))
+    params = [
+        SamplingParams(
+            stop_token_ids=data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=2)),
+            max_tokens=data.draw(st.none() | st.integers(1, 60)),
+        )
+        for _ in prompts
+    ]
+    truth = []
+    for prompt, one in zip(prompts, params, strict=True):
+        with native.create_kv_cache() as kv:
+            tokens: list[int] = []
+            entering = prompt
+            while len(tokens) < min(num_steps, one.max_tokens or num_steps):
+                tokens.append(int(native.step(entering, kv).argmax()))
+                entering = tokens[-1:]
+                if tokens[-1] in one.stop_token_ids:
+                    break
+            truth.append(tokens)
+    with native.create_kv_cache(len(prompts)) as kv:
+        assert native.sample_tokens(num_steps, prompts, kv, params=params) == truth
+        assert kv.lengths == tuple(len(p) + len(t) - 1 for p, t in zip(prompts, truth, strict=True))
+        for i, prompt in enumerate(prompts):
+            assert kv.tokens(i) == [*prompt, *truth[i][:-1]]
+
+
+def test_a_greedy_run_ends_where_the_context_ends(native: Executor) -> None:
+    with native.create_kv_cache(capacity=50) as kv:
+        [tokens] = native.sample_tokens(100, [1, 2, 3], kv)
+        assert len(tokens) == 48 and kv.lengths == (50,)
+
+
+def test_a_cancel_stops_a_greedy_run_and_keeps_what_was_sampled(native: Executor) -> None:
+    with native.create_kv_cache() as kv:
+        [truth] = native.sample_tokens(202, [5], kv)
+    for wait_s in (0.0, 0.001, 0.003, 0.01):
+        with native.create_kv_cache() as kv:
+            stopper = threading.Timer(wait_s, native.cancel)
+            stopper.start()
+            try:
+                tokens = native.sample_tokens(200, [5], kv)[0]
+            except Cancelled as cancelled:
+                tokens = cancelled.tokens[0]
+            stopper.join()
+            assert tokens == truth[: len(tokens)]
+            assert kv.lengths[0] == max(0, len(tokens) - 1) or kv.lengths[0] == len(tokens)
+            held = kv.lengths[0]
+            assert native.sample_tokens(1, [[5, *truth][held]], kv) == [[truth[held]]]
+
+
+def test_a_cancel_that_comes_late_stops_nothing(native: Executor) -> None:
+    with native.create_kv_cache() as kv:
+        truth = native.sample_tokens(40, [5], kv)
+    native._replay.stop()  # as if it belonged to the call before
+    with native.create_kv_cache() as kv:
+        assert native.sample_tokens(40, [5], kv) == truth
+    native._replay.stop()
+    with native.create_kv_cache() as kv:
+        assert native.step([5], kv).shape == (1, VOCAB)
+
+
+def test_what_torch_computes_is_not_recorded() -> None:
+    recorder, x = NativeOps(1).recorder(), torch.randn(4)
+    assert recorder.record(lambda: x + 1) is None
+    assert recorder.record(lambda: torch.tensor([1.0])) is None  # would be gone before the replay
+
+
+def test_recordings_share_memory_that_no_result_uses(native: Executor) -> None:
+    with native.create_kv_cache() as kv:
+        kept = native.step([1], kv)
+        before = kept.clone()
+        for token in range(2, 12):
+            native.step([token], kv)
+        assert torch.equal(kept, before)
