@@ -139,7 +139,40 @@ class NoTokenLeft(InputError):
     def __init__(self, rows: Sequence[int]) -> None:
         named = ", ".join(str(row) for row in rows)
         super().__init__(
-            f"row {named} may draw no token at all: no_repeat_ngram_size, bad words and min_tokens ban every one; "
-            "loosen one of them"
+            f"row {named} may draw no token at all: no_repeat_ngram_size, bad words, min_tokens and the grammar "
+            "together ban every one; loosen one of them"
         )
         self.rows = tuple(rows)
+
+
+class GrammarError(InputError):
+    """A constraint on the output is broken or nothing satisfies it; `where` names the place inside it."""
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(f"{where}: {message}")
+        self.where = where
+
+
+class GrammarUnsupported(GrammarError, Unsupported):
+    """A constraint asks for something that kvilt does not enforce; `keyword` names it."""
+
+    def __init__(self, where: str, keyword: str, message: str) -> None:
+        super().__init__(where, message)
+        self.keyword = keyword
+
+
+class GrammarTooLarge(GrammarError):
+    """A constraint is over a limit on its size, or would take too long to enforce."""
+
+
+class GrammarFailed(KviltError):
+    """The grammars of some rows went over their limits while they were followed; the other rows are fine."""
+
+    def __init__(self, rows: Sequence[int], reason: str) -> None:
+        named = ", ".join(str(row) for row in rows)
+        super().__init__(
+            f"the grammar of row {named} went over its limits ({reason}); "
+            "drop these rows and sample the others again, and simplify the grammar"
+        )
+        self.rows = tuple(rows)
+        self.reason = reason

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ParamError
+from .constraint import CONSTRAINTS, SHORT_NAMES, Constraint, by_name
 
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
@@ -89,6 +90,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    grammar: Constraint | None = None  # what the text must be
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -113,6 +115,7 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         _flag("ignore_eos", self.ignore_eos)
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        _check_grammar(self.grammar, self.ignore_eos)
 
     def _set(self, name: str, value: object) -> None:
         """Normalise a field while the object is being made."""
@@ -120,7 +123,11 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: SamplingParams | None = None, **fields: object) -> SamplingParams:
-        """`params` (or the defaults) with `fields` replaced; a field that does not exist is refused by name."""
+        """`params` (or the defaults) with `fields` replaced; a field that does not exist is refused by name.
+
+        A grammar may be given by its kind too: `json_schema`, `json_object`, `regex`, `choice` or `lark`.
+        """
+        fields = _with_grammar(fields)
         if params is not None and not isinstance(params, SamplingParams):
             raise ParamError("params", f"must be a SamplingParams, not {_kind(params)}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -155,6 +162,19 @@ class SamplingParams:
         ):
             if ids and (token := max(ids)) >= vocab_size:
                 raise ParamError(name, f"token id {token} is past the vocabulary of {vocab_size} tokens")
+
+
+def _with_grammar(fields: dict[str, object]) -> dict[str, object]:
+    """These fields with a grammar that was given by its kind under its real name."""
+    short = {name: fields[name] for name in SHORT_NAMES if name in fields}
+    if not short:
+        return fields
+    found = {name: one for name, value in short.items() if (one := by_name(name, value)) is not None}
+    if len(found) > 1 or (found and fields.get("grammar") is not None):
+        second = [*found][-1]
+        raise ParamError(second, "is a second grammar; give one of grammar, " + ", ".join(SHORT_NAMES))
+    rest = {name: value for name, value in fields.items() if name not in short}
+    return {**rest, "grammar": next(iter(found.values()))} if found else rest
 
 
 def _kind(value: object) -> str:
@@ -197,6 +217,16 @@ def _temperature(value: object) -> float:
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ParamError(name, f"must be True or False, not {_kind(value)}")
+
+
+def _check_grammar(value: object, ignore_eos: bool) -> None:
+    if value is None:
+        return
+    if not isinstance(value, CONSTRAINTS):
+        known = ", ".join(kind.__name__ for kind in CONSTRAINTS)
+        raise ParamError("grammar", f"must be one of {known}, not {_kind(value)}")
+    if ignore_eos:
+        raise ParamError("ignore_eos", "cannot be set beside a grammar, which ends with an end token")
 
 
 def _bias(value: object) -> TokenBias:

@@ -87,6 +87,14 @@ def ban(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     return logits.index_put((rows, ids), logits.new_tensor(_NEVER))
 
 
+def confine(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
+    """Logits [rows, vocab] where the given rows, in ascending order, keep only their allowed tokens [given, vocab]."""
+    kept = take_rows(logits, rows).masked_fill(~allowed, _NEVER)
+    if len(rows) == len(logits):
+        return kept
+    return logits.index_copy(0, torch.tensor(rows, device=logits.device), kept)
+
+
 def temper(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Logits [rows, vocab] divided by each row's temperature [rows]."""
     return logits / temperatures[:, None]

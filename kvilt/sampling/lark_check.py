@@ -1,0 +1,63 @@
+"""Lark grammars before the library sees them: schemas inside are checked like any other, some features are refused.
+
+Knows where strings, patterns and comments end, and nothing else of the language.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ..errors import GrammarError, GrammarUnsupported
+from .schema_check import checked
+
+# The library's own idea of a comment, a string and a pattern (which may hold line ends), so that none hides anything.
+_PARTS = re.compile(
+    r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?P<schema>%json)|(?P<regex>%regex)'
+    r"|(?P<options>%llguidance)|(?P<token><[^<>\s]+>)|(?P<option>(?<![a-z0-9_-])(?:temperature|max_tokens|stop)\s*=)"
+)
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def checked_lark(text: str) -> str:
+    """The grammar to give to the library for this one."""
+    pieces: list[str] = []
+    at = 0
+    while (found := _PARTS.search(text, at)) is not None:
+        match found.lastgroup:
+            case "schema" | "regex":
+                start = _end_of_blank(text, found.end())
+                end = _end_of_json(text, start)
+                inside = text[start:end]
+                pieces += [text[at : found.end()], " ", checked(inside) if found.lastgroup == "schema" else inside]
+                at = end
+            case "options" | "token" | "option":
+                raise _refusal(found)
+            case _:
+                pieces.append(text[at : found.end()])
+                at = found.end()
+    return "".join((*pieces, text[at:]))
+
+
+def _refusal(found: re.Match[str]) -> GrammarUnsupported:
+    what = found[0].rstrip("= \t\r\n")[:40]
+    reasons = {
+        "options": "kvilt sets the options of grammars itself",
+        "token": "grammars describe text, and special tokens are none",
+        "option": "it would not be obeyed; use SamplingParams",
+    }
+    return GrammarUnsupported("lark", what, f"{what} is not supported: {reasons[str(found.lastgroup)]}")
+
+
+def _end_of_blank(text: str, at: int) -> int:
+    found = _BLANK.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _end_of_json(text: str, start: int) -> int:
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError("lark", f"there is no JSON behind the % at character {start}: {str(error)[:80]}") from None
+    return end

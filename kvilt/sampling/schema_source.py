@@ -1,0 +1,221 @@
+"""A JSON schema as its author wrote it: read, its subschemas found by place, its references resolved.
+
+Refuses to fetch anything, and to know what keywords mean beyond where they hold schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+
+MAX_DEPTH = 64
+
+Path = tuple[str, ...]
+Schema = dict[str, Any] | bool
+
+# Where a keyword's value holds schemas: itself, its items, or its values.
+ONE = ("items", "additionalProperties")
+LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # about the same value as the schema they stand in
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One subschema and the URI that references in it are relative to."""
+
+    schema: Schema
+    base: str
+
+
+@dataclass(slots=True)
+class Source:
+    """All subschemas of a document by their path, and the names that references may use for them."""
+
+    places: dict[Path, Place] = field(default_factory=dict)
+    resources: dict[str, Path] = field(default_factory=dict)
+    anchors: dict[tuple[str, str], Path] = field(default_factory=dict)
+    targets: dict[Path, Path] = field(default_factory=dict)  # found so far
+
+    @classmethod
+    def read(cls, text: str) -> Source:
+        """The subschemas of a schema given as JSON text."""
+        source = cls()
+        source.resources[""] = ()
+        schema = parse_json(text)
+        _check_depth(schema)
+        source._add((), schema, "")
+        return source
+
+    def _add(self, path: Path, schema: Any, base: str) -> None:
+        if not isinstance(schema, dict | bool):
+            raise GrammarError(named(path), f"a schema is an object or a boolean, not {kind(schema)}")
+        if isinstance(schema, dict):
+            base = self._identify(path, schema, base)
+        self.places[path] = Place(schema, base)
+        for inner, value in _subschemas(path, schema):
+            self._add(inner, value, base)
+
+    def _identify(self, path: Path, schema: dict[str, Any], base: str) -> str:
+        """Note the names a schema gives itself; returns its base URI."""
+        if (name := schema.get("$id")) is not None:
+            base, fragment = urldefrag(_join(base, _name(path, "$id", name)))
+            if fragment:
+                raise GrammarUnsupported(named(path), "$id", "an $id with a fragment is not supported; use $anchor")
+            self.resources[base] = path
+        if (name := schema.get("$anchor")) is not None:
+            self.anchors[base, _name(path, "$anchor", name)] = path
+        return base
+
+    def target(self, path: Path) -> Path:
+        """Where the `$ref` of the schema at `path` points."""
+        if path not in self.targets:
+            self.targets[path] = self._resolve(path)
+        return self.targets[path]
+
+    def _resolve(self, path: Path) -> Path:
+        place = self.places[path]
+        assert isinstance(place.schema, dict)
+        reference = _name(path, "$ref", place.schema["$ref"])
+        uri, fragment = urldefrag(_join(place.base, reference))
+        root = self.resources.get(uri)
+        if root is None:
+            raise GrammarUnsupported(
+                named(path), "$ref", "the reference leads out of the schema, and kvilt fetches nothing; use $defs"
+            )
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            found = self.anchors.get((uri, fragment))
+        else:
+            steps = fragment.split("/")[1:]
+            found = (*root, *(step.replace("~1", "/").replace("~0", "~") for step in steps))
+        if found is None or found not in self.places:
+            raise GrammarError(named(path), f"$ref {reference[:80]!r} points at no schema of this document")
+        return found
+
+    def check_loops(self, starts: Iterable[Path]) -> None:
+        """Refuse a schema that refers to itself about one and the same value: such a question has no answer."""
+        seen: set[Path] = set()
+        on_way: set[Path] = set()
+        stack: list[tuple[Path, Iterator[Path]]] = []
+
+        def enter(path: Path) -> None:
+            if path in on_way:
+                raise GrammarError(named(path), "this schema refers to itself without end")
+            if path not in seen:
+                seen.add(path)
+                on_way.add(path)
+                stack.append((path, self._same_value(path)))
+
+        for start in starts:
+            enter(start)
+            while stack:
+                path, rest = stack[-1]
+                following = next(rest, None)
+                if following is not None:
+                    enter(following)
+                else:
+                    stack.pop()
+                    on_way.discard(path)
+
+    def _same_value(self, path: Path) -> Iterator[Path]:
+        schema = self.places[path].schema
+        if isinstance(schema, bool):
+            return
+        if "$ref" in schema:
+            yield self.target(path)
+        for keyword in IN_PLACE:
+            yield from ((*path, keyword, str(i)) for i in range(len(schema.get(keyword, ()))))
+
+
+def parse_json(text: str) -> Any:
+    """JSON text without duplicate keys, numbers that are none, or numbers that a float cannot hold."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+    except RecursionError:
+        raise GrammarTooLarge("json_schema", f"is nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError("json_schema", f"is not JSON: {str(error)[:120]}") from None
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+    if level:
+        raise GrammarTooLarge("json_schema", f"is nested more than {MAX_DEPTH} deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise GrammarError("json_schema", "an object has the same key twice")
+    return found
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if Decimal(text) != Decimal(repr(value)):  # also where it became infinite
+        raise GrammarTooLarge("json_schema", f"the number {text[:40]} has more digits than a float holds")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise GrammarError("json_schema", f"{text} is no JSON")
+
+
+def _subschemas(path: Path, schema: Schema) -> Iterator[tuple[Path, Any]]:
+    """Paths and values of everything directly inside a schema that should be one."""
+    if isinstance(schema, bool):
+        return
+    for keyword, value in schema.items():
+        if keyword in ONE:
+            yield (*path, keyword), value
+        elif keyword in LIST:
+            if not isinstance(value, list) or not value:
+                raise GrammarError(named(path), f"{keyword} must be a list of schemas that is not empty")
+            yield from (((*path, keyword, str(i)), each) for i, each in enumerate(value))
+        elif keyword in NAMED:
+            if not isinstance(value, Mapping):
+                raise GrammarError(named(path), f"{keyword} must be an object of schemas, not {kind(value)}")
+            yield from (((*path, keyword, name), each) for name, each in value.items())
+
+
+def _name(path: Path, keyword: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise GrammarError(named(path), f"{keyword} must be a string, not {kind(value)}")
+    return value
+
+
+def _join(base: str, reference: str) -> str:
+    """A reference as an absolute URI; urljoin knows no URNs, whose fragments stand for themselves."""
+    if reference.startswith("#"):
+        return base + reference
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        return reference
+
+
+def kind(value: object) -> str:
+    """The JSON type of a wrong value: never the value itself."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def named(path: Path) -> str:
+    """A place as a message names it."""
+    text = "/".join(("#", *path))
+    return f"json_schema at {text if len(text) <= 100 else text[:97] + '...'}"
