@@ -31,7 +31,8 @@ def make_job(executor: Executor, request: Request, listener: Listener, lent: Len
     state = None
     if request.params is not None:
         request.params.validate_vocab(executor.spec.vocab_size)
-        state = SampleState(request.params, history, end_ids=request.end_ids)
+        matcher = request.grammar.matcher() if request.grammar is not None else None
+        state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
     trail = None
     if request.reuse and (lent is None or lent.exact):
         trail = Trail(Scope(salt=request.tenant))

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 
 
@@ -26,6 +27,7 @@ class Request:
     tenant: str = ""  # KV is found again only by the same tenant
     reuse: bool = True  # whether the prompt may begin with KV that others computed
     keep_kv: bool = False  # hand each sample's KV over when it ends
+    grammar: Grammar | None = None  # that of the params, compiled
 
     @property
     def samples(self) -> int:

@@ -14,6 +14,7 @@ from ..sampling.params import SamplingParams
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .answer import Asked
+from .grammars import Grammars
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -26,6 +27,7 @@ class Model:
         self.executor = executor
         self.tokenizer = tokenizer
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
+        self.grammars = Grammars(tokenizer, self.stop_ids)
         self._template: ChatTemplate | None = None
 
     @property
@@ -53,7 +55,8 @@ class Model:
         """A request for these tokens, and what its answer must know; `fields` are the request's own."""
         params = self._spelled(params)
         own = frozenset() if params.ignore_eos else self.stop_ids
-        request = Request(ids, params, end_ids=own, **{"id": new_id(), **fields})
+        grammar = self.grammars.compile(params.grammar)
+        request = Request(ids, params, end_ids=own, grammar=grammar, **{"id": new_id(), **fields})
         return request, Asked(self.tokenizer, params, own | {*params.stop_token_ids}, len(ids))
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:

@@ -28,9 +28,10 @@ MAX_NUMBER = 2**53  # above, a float skips whole numbers
 MAX_DECIMALS = 15
 MAX_MULTIPLE = 10_000  # the least common multiple of all that stand in a schema: it costs a state each
 
-# How JSON is written: white space between tokens is bounded, so that no model can write blanks for ever; and strings
-# use only the short escapes, so that a key has one spelling and none slips past the schema of its property.
-STYLE: Mapping[str, str] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}", "json_allowed_escapes": 'nrbtf\\"'}
+# How JSON is written. Between tokens stands nothing, a blank, or a line end with an indent: what printers write, and
+# no model can write blanks for ever. Strings use the short escapes alone, so that a key has one spelling and none slips
+# past the schema of its property.
+STYLE: Mapping[str, str] = {"whitespace_pattern": r"(?:\x20|\x0A[\x20\x09]{0,40})", "json_allowed_escapes": 'nrbtf\\"'}
 
 _DRAFTS = ("draft/2020-12/schema", "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
 _TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
