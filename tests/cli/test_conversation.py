@@ -253,6 +253,7 @@ def stop_at_layer(chat: Conversation, monkeypatch: pytest.MonkeyPatch, which: in
         observe(stop)
 
     monkeypatch.setattr(executor_module, "_observe", observed)
+    monkeypatch.setattr(chat.llm.executor._replay, "_recorder", None)  # a replayed step has no layers to be seen
 
 
 @pytest.mark.parametrize("layer", [1, 3, 4, 6])

@@ -37,8 +37,9 @@ def greedy_alone(executor: Executor, prompt: list[int], steps: int) -> list[int]
 
 
 def at_layer(executor: Executor, monkeypatch: pytest.MonkeyPatch, nth: int, act: Callable[[], None]) -> None:
-    """Do something just before the nth layer that runs from now on."""
+    """Do something just before the nth layer that runs from now on; a replayed step has no layers to be seen."""
     decoder = executor._decoder
+    monkeypatch.setattr(executor._replay, "_recorder", None)
     seen = 0
 
     def spying(batch: Batch, before_layer: Callable[[int], None]) -> object:

@@ -209,6 +209,7 @@ def test_status_follows_the_truth(tiny: Executor, served: LlmExecutor, monkeypat
     assert full.pages_used + full.pages_free == full.pages_total
     seen = []
     decoder = tiny._decoder
+    monkeypatch.setattr(tiny._replay, "_recorder", None)  # a replayed step does not pass the decoder
     monkeypatch.setattr(tiny, "_decoder", lambda *args: seen.append(served.status().busy) or decoder(*args))
     monkeypatch.setattr(type(tiny), "spec", property(lambda _self: decoder.spec))
     served.decode(DecodeInput("a", 1))

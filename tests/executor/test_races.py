@@ -28,8 +28,9 @@ def test_a_batch_made_before_its_cache_changed_is_refused(tiny: Executor) -> Non
 
 
 def during_the_step(tiny: Executor, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Run `act` in another thread in the middle of the next forward."""
+    """Run `act` in another thread in the middle of the next forward, which is not a replayed one."""
     decoder = tiny._decoder
+    monkeypatch.setattr(tiny._replay, "_recorder", None)
 
     def spying(batch: Batch, before_layer: Callable[[int], None]) -> object:
         def before(layer: int) -> None:
