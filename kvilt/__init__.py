@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from .executor.inputs import Inputs as Inputs
     from .kv.cache import KVCache as KVCache
     from .llm import LLM as LLM
+    from .llm import AsyncLLM as AsyncLLM
     from .llm import Completion as Completion
     from .llm import load as load
+    from .llm import load_async as load_async
     from .sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ __version__ = "0.1.0"
 _HOMES = MappingProxyType(
     {
         "load": "llm",
+        "load_async": "llm",
+        "AsyncLLM": "llm",
         "LLM": "llm",
         "Completion": "llm",
         "Executor": "executor.executor",
@@ -38,6 +42,7 @@ _HOMES = MappingProxyType(
 )
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "DecoderOnlyLLM",
     "Executor",
@@ -47,6 +52,7 @@ __all__ = [
     "SamplingParams",
     "errors",
     "load",
+    "load_async",
 ]
 
 

@@ -5,6 +5,7 @@ Refuses to know models: a value here is what a user may set, checked by name.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -51,16 +52,20 @@ class EngineConfig:
     max_waiting: int = 1024  # requests that may wait; more are refused
     unread_tokens: int = 256  # tokens a client may leave unread before its request is held
     step_timeout_s: float = 120.0  # a step that takes longer counts as hung
+    max_handles: int = 256  # named KV handles of one tenant
+    handle_share: float = 0.5  # of all pages, what one tenant's handles may hold
+    handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens"):
+        for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
         if self.max_rows > self.step_tokens:
             raise ParamError("max_rows", f"must not be above step_tokens, which is {self.step_tokens}")
-        if not self.step_timeout_s > 0:
-            raise ParamError("step_timeout_s", f"must be above 0, not {self.step_timeout_s!r}")
+        for name in ("step_timeout_s", "handle_share", "handle_ttl_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")
 
 
 def parse_bytes(text: str) -> int:

@@ -176,3 +176,66 @@ class GrammarFailed(KviltError):
         )
         self.rows = tuple(rows)
         self.reason = reason
+
+
+class QueueFull(KviltError):
+    """Too many requests wait already."""
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(f"{waiting} requests wait and {limit} may; try again later")
+        self.waiting = waiting
+        self.limit = limit
+
+
+class Draining(KviltError):
+    """The engine finishes what it has and takes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__("this model is being shut down and takes no more requests; ask another one")
+
+
+class StepHung(KviltError):
+    """A step took so long that nobody waits for it any more."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"a step took more than {limit_s:g} s and was given up; try again, with less at once")
+        self.limit_s = limit_s
+
+
+class HandleError(InputError):
+    """A named KV handle cannot be used as asked; `handle` is its id."""
+
+    def __init__(self, handle: str, message: str) -> None:
+        super().__init__(f"KV handle {handle[:64]!r} {message}")
+        self.handle = handle
+
+
+class HandleUnknown(HandleError):
+    """There is no such handle, or it is somebody else's."""
+
+    def __init__(self, handle: str) -> None:
+        super().__init__(handle, "does not exist; create one first")
+
+
+class HandleExpired(HandleError):
+    """Its time is over."""
+
+    def __init__(self, handle: str) -> None:
+        super().__init__(handle, "has expired; create it again, or pin it for longer")
+
+
+class HandleMismatch(HandleError):
+    """The prompt does not begin with the handle's tokens; `index` is the first that differs."""
+
+    def __init__(self, handle: str, index: int) -> None:
+        super().__init__(handle, f"holds other tokens than the prompt from token {index} on; truncate it to {index}")
+        self.index = index
+
+
+class HandleLimit(KviltError):
+    """A tenant has as many handles, or as many pages in them, as it may have."""
+
+    def __init__(self, what: str, asked: int, limit: int) -> None:
+        super().__init__(f"{asked} {what} in KV handles were asked for and {limit} are allowed; delete some first")
+        self.asked = asked
+        self.limit = limit

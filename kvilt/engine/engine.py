@@ -25,7 +25,7 @@ from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
 from .request import Request
 from .scheduler import Advance, Limits, Scheduler
-from .track import Books, Job, Track
+from .track import Books, Job, Relief, Track
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ class Engine:
     ) -> None:
         config = config or EngineConfig()
         self.metrics = metrics or Metrics(ENGINE_METRICS)
-        self.relieve: Callable[[], bool] = _no_relief  # frees pages that only wait to be used again, if it can
         self._executor = executor
         self._clock = clock
         self._tracks: dict[Sample, Track] = {}
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
         limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
-        self._scheduler = Scheduler(limits, Books(executor, self._tracks))
+        self._books = Books(executor, self._tracks, _no_relief)
+        self._scheduler = Scheduler(limits, self._books)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
 
     # The spine.
@@ -60,7 +60,6 @@ class Engine:
         Raises what only concerns the call itself: a cancel, after which everything stands where it stood, and our own
         mistakes, with which the rows of the step end.
         """
-        self.attend()
         plan = self._plan()
         if not plan.work:
             return False
@@ -113,6 +112,10 @@ class Engine:
     def resume(self, request_id: str) -> None:
         """Give a request rows again."""
         self._inbox.append(partial(self._hold, request_id, False))
+
+    def relieve_by(self, relief: Relief) -> None:
+        """Who is asked for pages before a request has to give way or fails."""
+        self._books.relief = relief
 
     @property
     def requests(self) -> int:
@@ -170,16 +173,24 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         """A plan that has work, if anybody wants some; those before it only make room."""
-        while True:
-            plan = self._scheduler.plan()
-            for gone in plan.preempted:
-                self._preempt(self._tracks[gone.sample])
-            for new in plan.admitted:
-                self._place(new)
-            if plan.starved is not None and not self.relieve():
-                self._starve(self._tracks[plan.starved])
-            if plan.work or (not plan.preempted and plan.starved is None):
-                return plan
+        try:
+            self.attend()
+            while True:
+                plan = self._scheduler.plan()
+                self._arrange(plan)
+                if plan.work or (not plan.preempted and plan.starved is None):
+                    return plan
+        except Exception as error:  # ours: nobody's state can be trusted
+            self.fail_all(error)
+            raise
+
+    def _arrange(self, plan: StepPlan) -> None:
+        for gone in plan.preempted:
+            self._preempt(self._tracks[gone.sample])
+        for new in plan.admitted:
+            self._place(new)
+        if plan.starved is not None and not self._books.relief(True):
+            self._starve(self._tracks[plan.starved])
 
     def _preempt(self, track: Track) -> None:
         self._counters.preempted(track)
@@ -365,5 +376,5 @@ class Engine:
         self._counters.ended(job, last, reason)
 
 
-def _no_relief() -> bool:
+def _no_relief(_pinned: bool) -> bool:
     return False

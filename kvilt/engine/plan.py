@@ -55,6 +55,10 @@ class Pages(Protocol):
         """Pages that may be taken now."""
         ...
 
+    def relieve(self) -> bool:
+        """Free pages that nobody computes with, if there are such; False when there are no more."""
+        ...
+
     def hit(self, sample: Sample, most: int) -> Hit:
         """What the first tokens of a waiting sample, `most` at the most, would find."""
         ...

@@ -170,7 +170,19 @@ class Scheduler:
     def _fits(self, draft: _Draft, sample: Sample, count: int) -> bool:
         if self._need(sample, count) > draft.pages and sample.shared_tail:
             sample.shared_tail = self._pages.shares_tail(sample)
+        self._find(draft, self._need(sample, count) - draft.pages)
         return self._need(sample, count) <= draft.pages
+
+    def _find(self, draft: _Draft, missing: int) -> int:
+        """Ask for pages that nobody computes with, until as many were found as are missing; how many there were."""
+        found = 0
+        while found < missing:
+            before = self._pages.free()
+            if not self._pages.relieve():
+                break
+            found += self._pages.free() - before
+        draft.pages += found
+        return found
 
     def _give_way(self, draft: _Draft, short: Sample) -> None:
         """One sample gives its pages up: nobody's reader first, then the last in order.
@@ -205,7 +217,9 @@ class Scheduler:
             hit = self._hit(sample, room)
             if self._awaits(sample):
                 continue
-            if (need := self._whole_need(sample, hit)) > room:
+            need = self._whole_need(sample, hit)
+            room += self._find(draft, need - room)
+            if need > room:
                 self._make_room(draft, sample)
                 return  # nobody behind it goes first, or it might wait forever
             room -= need

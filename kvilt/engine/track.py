@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..executor.executor import Executor
@@ -12,6 +12,9 @@ from ..sampling.sampler import SampleState
 from .event import Listener
 from .plan import Hit, Sample
 from .request import Request
+
+# Frees KV that is only kept for later, if there is any; also what is pinned, if told so.
+Relief = Callable[[bool], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +45,17 @@ class Track:
     job: Job = field(init=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Books:
     """The scheduler's questions, answered by the pool and the prefix index."""
 
     executor: Executor
     tracks: Mapping[Sample, Track]
+    relief: Relief
+
+    def relieve(self) -> bool:
+        """Let somebody who only keeps KV for later give some up; what is pinned stays."""
+        return self.relief(False)
 
     def free(self) -> int:
         """Pages that may be taken of every group."""

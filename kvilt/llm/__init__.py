@@ -3,7 +3,10 @@
 The one room whose `__init__` has names: `from kvilt.llm import ...` is what everybody above writes.
 """
 
+from .async_llm import AsyncLLM as AsyncLLM
+from .async_llm import AsyncStream as AsyncStream
 from .build import load as load
+from .build import load_async as load_async
 from .build import run_config as run_config
 from .completion import Completion as Completion
 from .completion import FinishReason as FinishReason
@@ -13,3 +16,4 @@ from .completion import Usage as Usage
 from .facade import LLM as LLM
 from .model import Message as Message
 from .model import Prompt as Prompt
+from .outlet import Delta as Delta

@@ -22,7 +22,7 @@ from .completion import Completion, FinishReason, Timing, Usage
 class Text:
     """One sample: its tokens, and of their text what is certain."""
 
-    __slots__ = ("_checker", "_detokenizer", "_ends", "_min_tokens", "ended", "logprobs", "text", "token_ids")
+    __slots__ = ("_checker", "_detokenizer", "_ends", "_min_tokens", "_shown", "ended", "logprobs", "text", "token_ids")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, ends: Collection[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, at_start=False)
@@ -33,6 +33,7 @@ class Text:
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.ended: Ended | None = None
+        self._shown = 0
 
     def add(self, event: Token) -> bool:
         """Take a token in; True if the text ends with it, at a stop string."""
@@ -46,6 +47,16 @@ class Text:
         emitted = self._checker.add(text) if may_end else Emitted(text)
         self.text += emitted.text
         return emitted.stopped
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is text that was not taken yet."""
+        return self._shown < len(self.text)
+
+    def take(self) -> str:
+        """Text that was not taken yet."""
+        new, self._shown = self.text[self._shown :], len(self.text)
+        return new
 
     def end(self, event: Ended) -> None:
         """No more tokens: what was held back comes out, unless a stop string was found."""
@@ -74,7 +85,6 @@ class Answer:
         self._started_s = time.perf_counter()
         self._first_token_s = self._total_s = 0.0
         self._left = asked.params.n
-        self._shown = 0
         self._abandoned = False
 
     def hear(self, event: Event) -> bool:
@@ -96,17 +106,6 @@ class Answer:
     def over(self) -> bool:
         """Whether every sample has ended."""
         return self._left == 0
-
-    @property
-    def fresh(self) -> bool:
-        """Whether there is text of the first sample that was not taken yet."""
-        return self._shown < len(self.samples[0].text)
-
-    def take_text(self) -> str:
-        """Text of the first sample that was not taken yet."""
-        text = self.samples[0].text
-        new, self._shown = text[self._shown :], len(text)
-        return new
 
     def abandon(self) -> None:
         """Nobody will ask for the completion: KV that was kept for it goes back, now or when it comes."""

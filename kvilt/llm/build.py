@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import DEFAULT_MODEL, RunConfig, parse_bytes
+from ..config import DEFAULT_MODEL, EngineConfig, RunConfig, parse_bytes
 from ..errors import ParamError
+from ..executor.executor import Executor
 from ..executor.load import build_executor
 from ..models.families.registry import recognise
 from ..text import tokenizer as tokenizers
 from ..text.tokenizer import Tokenizer
 from ..weights.hub import Progress, resolve
 from ..weights.source import Checkpoint, open_checkpoint
+from .async_llm import AsyncLLM
 from .facade import LLM
 
 
@@ -27,6 +29,27 @@ def load(
     **options: Any,
 ) -> LLM:
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend."""
+    return LLM(*_parts(model, on_fetch, on_load, options))
+
+
+def load_async(
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    on_fetch: Progress | None = None,
+    on_load: Callable[[int, int], None] | None = None,
+    engine: EngineConfig | None = None,
+    **options: Any,
+) -> AsyncLLM:
+    """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
+    return AsyncLLM(*_parts(model, on_fetch, on_load, options), config=engine)
+
+
+def _parts(
+    model: str | os.PathLike[str],
+    on_fetch: Progress | None,
+    on_load: Callable[[int, int], None] | None,
+    options: dict[str, Any],
+) -> tuple[Executor, Tokenizer, list[int]]:
     config = run_config(**options)
     checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
     try:
@@ -36,7 +59,7 @@ def load(
     except BaseException:
         checkpoint.tensors.close()
         raise
-    return LLM(executor, tokenizer, _generation_stops(checkpoint))
+    return executor, tokenizer, _generation_stops(checkpoint)
 
 
 def run_config(**options: Any) -> RunConfig:

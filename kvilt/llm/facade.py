@@ -223,7 +223,7 @@ class LLM(Model):
         answer = question.answer
         self.engine.resume(question.id)
         try:
-            self._drive([question], lambda: answer.fresh or answer.over or answer.stopped)
+            self._drive([question], lambda: answer.samples[0].fresh or answer.over or answer.stopped)
         except Cancelled:
             if not answer.stopped:  # nobody stopped this stream: the caller must hear of it
                 raise
@@ -231,7 +231,7 @@ class LLM(Model):
             self.engine.abort(question.id)
             self._wheel.attend(lambda: answer.over)
         self.engine.hold(question.id)
-        return answer.take_text()
+        return answer.samples[0].take()
 
     def _drive(self, questions: Sequence[Question], done: Callable[[], bool]) -> None:
         """Step until done; what fails is raised here, a cancel with the tokens so far."""

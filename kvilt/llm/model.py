@@ -47,9 +47,11 @@ class Model:
             raise InputError("the prompt is empty; give at least one token")
         return ids
 
-    def chat_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The tokens of a conversation, ready for an answer."""
-        return self.chat_template.encode(self.tokenizer, messages, tools=tools)
+    def chat_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
+    ) -> list[int]:
+        """The tokens of a conversation, up to where an answer begins; without `answers`, up to the last message."""
+        return self.chat_template.encode(self.tokenizer, messages, tools=tools, add_generation_prompt=answers)
 
     def request(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> tuple[Request, Asked]:
         """A request for these tokens, and what its answer must know; `fields` are the request's own."""

@@ -94,7 +94,7 @@ def test_every_sample_ends_once_with_what_it_says_alone(
     pages = more + max(-(-(len(caller.text) + caller.new - 1) // SIZE) for caller in day)
     kitchen = spend(day, pages, limit, index)
     assert sorted(kitchen.ended) == sorted((str(i), k) for i, caller in enumerate(day) for k in range(caller.n))
-    assert kitchen.pages.takeable == pages
+    assert kitchen.pages.takeable == pages, "no page is lost"
     assert (kitchen.scheduler.running, kitchen.scheduler.waiting) == (0, 0)
     for (name, k), (reason, said) in kitchen.ended.items():
         caller = day[int(name)]
@@ -295,11 +295,27 @@ class Some:
     def free(self) -> int:
         return self.pages
 
+    def relieve(self) -> bool:
+        return False
+
     def hit(self, sample: Sample, most: int) -> Hit:
         return Hit()
 
     def shares_tail(self, sample: Sample) -> bool:
         return True
+
+
+def test_pages_that_are_only_kept_come_before_anybody_waits_or_gives_way() -> None:
+    here = kitchen(pages=12, index=False)
+    here.kept = [[here.pages.free.pop()], [], [here.pages.free.pop() for _ in range(5)]]
+    here.add("a", [1] * 20, 5)
+    assert [new.sample.request for new in here.step().admitted] == ["a"]
+    assert len(here.kept) == 3, "no more than is needed"
+    here.add("b", [2] * 20, 5)
+    assert [new.sample.request for new in here.step().admitted] == ["b"]
+    assert not here.kept
+    here.run()
+    assert here.preemptions == 0
 
 
 def test_without_anybody_to_give_way_a_plan_names_who_starves() -> None:

@@ -379,6 +379,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def grow(self, line: Line, tokens: Sequence[int]) -> None:
         pool = self.desk.pool
         free = pool.free_pages()
+        if len(line.cells) + len(tokens) > line.cache.capacity:
+            return
         try:
             self.desk.extend(line, tokens)
         except PoolExhausted as error:

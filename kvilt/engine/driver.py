@@ -1,0 +1,169 @@
+"""A thread that steps an engine while there is something to do, a watchdog beside it, and an orderly end.
+
+Refuses to know what the steps are about, and who listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..config import EngineConfig
+from ..errors import Cancelled, Draining, QueueFull, StepHung
+from ..executor.executor import Executor
+from .engine import Engine
+from .track import Job
+
+_log = logging.getLogger(__name__)
+
+
+class Driver:
+    """Requests come from any thread; their listeners hear from this one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        config: EngineConfig | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        on_hung: Callable[[StepHung], None] = lambda _error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_step` runs after every step, in its thread; `on_hung` in the watchdog's, while a step does not end."""
+        self._engine = engine
+        self._executor = executor
+        self._config = config or EngineConfig()
+        self._on_step, self._on_hung, self._clock = on_step, on_hung, clock
+        self._wake = threading.Event()
+        self._quiet = threading.Condition()  # told when a step has ended
+        self._closing = threading.Event()
+        self._draining = False
+        self._hung: StepHung | None = None
+        self._began_s: float | None = None  # when the step in progress began
+        self._threads = [
+            threading.Thread(target=self._run, name="kvilt-steps", daemon=True),
+            threading.Thread(target=self._watch, name="kvilt-watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether steps end in time."""
+        return self._hung is None or self._began_s is None
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new requests are let in."""
+        return self.healthy and not self._draining
+
+    # From any thread.
+
+    def submit(self, job: Job) -> None:
+        """Let a request in, or say why not; then it is as if it had never been there."""
+        try:
+            self._check()
+        except BaseException:
+            if job.base is not None:
+                job.base.close()
+            raise
+        self._engine.add(job)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step."""
+        self._engine.abort(request_id)
+        self._wake.set()
+
+    def hold(self, request_id: str) -> None:
+        """Nobody reads what this request draws: no rows until it is resumed."""
+        self._engine.hold(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Somebody reads again."""
+        self._engine.resume(request_id)
+        self._wake.set()
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take nothing new and wait until what there is has ended; False if that took too long."""
+        self._draining = True
+        with self._quiet:
+            return self._quiet.wait_for(lambda: self._engine.requests == 0, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the step in progress. Requests that are left fail; a step that hangs is left behind."""
+        self._draining = True
+        self._closing.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    def _check(self) -> None:
+        if not self.healthy:
+            raise StepHung(self._config.step_timeout_s)
+        if self._draining:
+            raise Draining()
+        if (waiting := self._engine.waiting) >= self._config.max_waiting:
+            raise QueueFull(waiting, self._config.max_waiting)
+
+    # The thread that steps.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.clear()
+            if self._engine.ready:
+                self._step()
+            else:
+                self._wake.wait()
+        self._engine.fail_all(Draining())
+        self._told()
+
+    def _step(self) -> None:
+        self._began_s, stepped = self._clock(), True
+        try:
+            with self._executor.call():
+                stepped = self._engine.step()
+        except Cancelled:
+            self._cancelled()
+        except Exception:
+            _log.exception("a step failed in a way it should not; its requests were ended")
+        finally:
+            self._began_s, self._hung = None, None
+        self._told()
+        if not stepped and self._engine.ready:
+            time.sleep(0.001)  # nobody could go on, though somebody wants to: do not spin
+
+    def _cancelled(self) -> None:
+        """By the watchdog, if it has given up; otherwise by somebody who holds the executor, and nothing is lost."""
+        if self._hung is not None:
+            self._engine.fail_all(self._hung)
+
+    def _told(self) -> None:
+        try:
+            self._on_step()
+        except Exception:
+            _log.exception("telling the readers failed")
+        with self._quiet:
+            self._quiet.notify_all()
+
+    # The thread that watches.
+
+    def _watch(self) -> None:
+        limit_s = self._config.step_timeout_s
+        while not self._closing.wait(min(1.0, limit_s / 4)):
+            began_s = self._began_s
+            if began_s is not None and self._hung is None and self._clock() - began_s > limit_s:
+                self._trip(StepHung(limit_s))
+
+    def _trip(self, error: StepHung) -> None:
+        """The readers hear of it now; if the step ends after all, before its next layer, everything goes on."""
+        self._hung = error
+        _log.critical("a step has taken more than %g s; it is cancelled, and its requests fail", error.limit_s)
+        self._executor.cancel()
+        try:
+            self._on_hung(error)
+        except Exception:
+            _log.exception("telling the readers of a hung step failed")

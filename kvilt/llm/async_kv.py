@@ -1,0 +1,100 @@
+"""Named KV handles for event loops: the verbs of `Handles`, and the computing that some of them need."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..engine.handles import HandleInfo, Handles
+from ..errors import InputError
+from ..kv.cache import KVCache
+from .model import Message, Prompt
+
+
+class ChatIds(Protocol):
+    """Messages, and perhaps tools, as tokens."""
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
+    ) -> list[int]: ...
+
+
+class AsyncKV:
+    """The handles of an `AsyncLLM`. A handle that a tenant does not own does not exist for it."""
+
+    def __init__(
+        self,
+        handles: Handles,
+        prompt_ids: Callable[[Prompt], list[int]],
+        chat_ids: ChatIds,
+        compute: Callable[[Sequence[int], str], Awaitable[KVCache]],
+    ) -> None:
+        self._handles = handles
+        self._prompt_ids = prompt_ids
+        self._chat_ids = chat_ids
+        self._compute = compute
+
+    async def create(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> HandleInfo:
+        """A handle on the KV of a prompt, or of messages as a conversation begins with them."""
+        if (prompt is None) == (messages is None):
+            raise InputError("a handle is made from a prompt or from messages; give one of them")
+        if messages is None:
+            assert prompt is not None
+            ids = await asyncio.to_thread(self._prompt_ids, prompt)
+        else:
+            ids = await asyncio.to_thread(self._chat_ids, messages, tools, False)
+        self._handles.check_room(tenant, len(ids))
+        return self._handles.keep(tenant, await self._compute(ids, tenant), ttl_s)
+
+    async def keep(self, kv: KVCache, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:
+        """A handle on the KV that a completion kept; takes the cache over."""
+        return self._handles.keep(tenant, kv, ttl_s)
+
+    async def info(self, handle: str, *, tenant: str = "") -> HandleInfo:
+        """What there is to say of a handle."""
+        return self._handles.info(tenant, handle)
+
+    async def owned(self, *, tenant: str = "") -> list[HandleInfo]:
+        """All handles of a tenant."""
+        return self._handles.owned(tenant)
+
+    async def fork(self, handle: str, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:
+        """A second handle on the same content."""
+        return self._handles.fork(tenant, handle, ttl_s)
+
+    async def truncate(self, handle: str, length: int, *, tenant: str = "") -> HandleInfo:
+        """Forget everything from `length` on."""
+        return self._handles.truncate(tenant, handle, length)
+
+    async def pin(self, handle: str, ttl_s: float, *, tenant: str = "") -> HandleInfo:
+        """Keep a handle at least so long, and its KV before that of others."""
+        return self._handles.pin(tenant, handle, ttl_s)
+
+    async def delete(self, handle: str, *, tenant: str = "") -> None:
+        """Forget a handle."""
+        self._handles.delete(tenant, handle)
+
+    async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
+        """Write a handle to a file, computing its KV first if that had to give way; how many bytes it took."""
+        if not self._handles.info(tenant, handle).resident:
+            loan = self._handles.lend(tenant, handle)
+            if loan.kv is not None:
+                loan.kv.close()
+            self._handles.fill(tenant, handle, await self._compute(loan.tokens, tenant))
+        return await asyncio.to_thread(self._handles.save, tenant, handle, path)
+
+    async def restore(
+        self, path: str | os.PathLike[str], *, tenant: str = "", ttl_s: float | None = None
+    ) -> HandleInfo:
+        """A handle from a file that `save` wrote for the same tenant and model."""
+        return await asyncio.to_thread(self._handles.restore, tenant, path, ttl_s)

@@ -1,0 +1,337 @@
+"""AsyncLLM: the facade's twin for event loops, over an engine that a thread of its own steps.
+
+Refuses to know HTTP. Whoever stops waiting, by a cancelled task or a stream that is left, ends the request within one
+step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from ..config import EngineConfig
+from ..engine.driver import Driver
+from ..engine.engine import Engine
+from ..engine.handles import Handles
+from ..engine.job import Lent
+from ..engine.request import Request, new_id
+from ..engine.track import Job
+from ..errors import HandleMismatch, InputError, StepHung, TruncateError
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..metrics import Metrics
+from ..sampling.params import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .answer import Answer, Asked
+from .async_kv import AsyncKV
+from .completion import Completion
+from .model import Message, Model, Prompt, behind, is_one, shared
+from .outlet import Delta, Outlet, Post, Reins
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request is served, besides how its tokens are drawn."""
+
+    id: str = dataclasses.field(default_factory=new_id)
+    priority: int = 0  # the lower, the sooner
+    tenant: str = ""  # KV is found again, and handles are seen, only by the same tenant
+    kv: KVCache | str | None = None  # what the prompt stands behind: a cache, which is forked, or a handle's id
+    keep_kv: bool = False  # the completion's `kv` is then yours to close
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A prompt as tokens, and a cache with its beginning."""
+
+    ids: Sequence[int]
+    lent: Lent | None
+
+
+# Makes a prompt ready; may take a while, so it runs in a thread of its own.
+Source = Callable[[Terms], Ready]
+
+
+class AsyncStream:
+    """Deltas of one request as they come; afterwards `completion`. Leave it with `aclose`, or as a context manager."""
+
+    def __init__(self, outlet: Outlet, request_id: str) -> None:
+        self.id = request_id
+        self._outlet = outlet
+        self._left = weakref.finalize(self, outlet.leave)
+        self._left.atexit = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._outlet.next()
+        if delta is None:
+            self._left.detach()
+            raise StopAsyncIteration
+        return delta
+
+    @property
+    def completion(self) -> Completion:
+        """The whole result, once the stream was read to its end."""
+        if not self._outlet.answer.over or self._outlet.answer.error is not None or self._left.alive:
+            raise InputError("this stream was not read to its end, or failed, so it has no completion")
+        return self._outlet.answer.completion()
+
+    def stop(self) -> None:
+        """Draw no more; what there is can still be read, and `completion` has it."""
+        self._outlet.stop()
+
+    async def aclose(self) -> None:
+        """Leave: the request ends within one step, and its KV goes back."""
+        self._left()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.aclose()
+
+
+class AsyncLLM(Model):
+    """A model for many callers at once. Close it, or use it as an async context manager.
+
+    Besides sampling fields, every method takes those of `Terms`: id, priority, tenant, kv, keep_kv.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int] = (),
+        config: EngineConfig | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        super().__init__(executor, tokenizer, stop_ids)
+        self.config = config or EngineConfig()
+        self.engine = Engine(executor, self.config, metrics)
+        self._handles = Handles(executor, self.config, self.engine.metrics)
+        self.engine.relieve_by(self._handles.relieve)
+        self._post = Post()
+        self._outlets: dict[Outlet, None] = {}
+        self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
+        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether steps end in time."""
+        return self._driver.healthy
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new requests are let in."""
+        return self._driver.accepting
+
+    # Asking.
+
+    async def generate(
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
+    ) -> Any:
+        """Continue a prompt, or each of a list of them at once: a Completion, or a list of them."""
+        terms, chosen = _terms(params, fields)
+        one = is_one(prompt)
+        prompts: Sequence[Any] = [prompt] if one else list(prompt)
+        each = [terms] if one else [dataclasses.replace(terms, id=f"{terms.id}-{i}") for i in range(len(prompts))]
+        done = await _all(
+            [self._whole(partial(self._prompt, text), chosen, own) for text, own in zip(prompts, each, strict=True)]
+        )
+        return done[0] if one else done
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> AsyncStream:
+        """`generate` for one prompt, delta by delta, those of all samples. Refusals come before the stream."""
+        terms, chosen = _terms(params, fields)
+        return await self._open(partial(self._prompt, prompt), chosen, terms)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> Completion:
+        """Answer a conversation. Where `kv` names a handle, the conversation must begin with its tokens."""
+        terms, chosen = _terms(params, fields)
+        return await self._whole(partial(self._chat, messages, tools), chosen, terms)
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> AsyncStream:
+        """`chat`, delta by delta."""
+        terms, chosen = _terms(params, fields)
+        return await self._open(partial(self._chat, messages, tools), chosen, terms)
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id within one step."""
+        self._driver.abort(request_id)
+
+    # Ending.
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take nothing new and wait until what there is has ended; False if that took too long."""
+        return await asyncio.to_thread(self._driver.drain, timeout_s)
+
+    async def aclose(self) -> None:
+        """Stop, and let go of the model. Requests in progress fail."""
+        await asyncio.to_thread(self._driver.close)
+        self._handles.close()
+        if self._driver.healthy:
+            self.executor.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # From what was asked to a job; these run in a thread of their own.
+
+    def _prompt(self, prompt: Prompt, terms: Terms) -> Ready:
+        ids = self.prompt_ids(prompt, begins=terms.kv is None)
+        if isinstance(terms.kv, str):
+            loan = self._handles.lend(terms.tenant, terms.kv)
+            return Ready([*loan.tokens, *ids], Lent(loan.kv, exact=True) if loan.kv is not None else None)
+        if terms.kv is None:
+            return Ready(ids, None)
+        return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()))
+
+    def _chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
+        ids = self.chat_ids(messages, tools)
+        if isinstance(terms.kv, str):
+            return self._begins_with(ids, terms.kv, terms.tenant)
+        reused = shared(ids, terms.kv)
+        return Ready(ids, Lent(terms.kv.fork_to(reused)) if terms.kv is not None and reused else None)
+
+    def _begins_with(self, ids: list[int], handle: str, tenant: str) -> Ready:
+        """A prompt whose first tokens must be those of a handle; at least one is left to compute."""
+        loan = self._handles.lend(tenant, handle)
+        pairs = zip(loan.tokens, ids, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(loan.tokens), len(ids)))
+        kv = loan.kv
+        try:
+            if same < len(loan.tokens):
+                raise HandleMismatch(handle, same)
+            if kv is not None and same == len(ids):
+                kv.truncate(same - 1)
+        except BaseException as error:
+            if kv is not None:
+                kv.close()
+            if not isinstance(error, TruncateError):
+                raise
+            kv = None  # a window gave that part back
+        return Ready(ids, Lent(kv, exact=True) if kv is not None else None)
+
+    def _prepare(
+        self,
+        source: Source,
+        params: SamplingParams,
+        terms: Terms,
+        loop: asyncio.AbstractEventLoop,
+        unread: int | None,
+    ) -> tuple[Job, Outlet]:
+        ready = source(terms)
+        own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
+        try:
+            request, asked = self.request(ready.ids, params, reuse=not isinstance(terms.kv, KVCache), **own)
+        except BaseException:
+            if ready.lent is not None:
+                ready.lent.kv.close()
+            raise
+        outlet = self._outlet(Answer(asked), request, loop, unread)
+        return self.engine.prepare(request, outlet, ready.lent), outlet
+
+    def _outlet(self, answer: Answer, request: Request, loop: asyncio.AbstractEventLoop, unread: int | None) -> Outlet:
+        driver = self._driver
+        reins = Reins(*(partial(verb, request.id) for verb in (driver.abort, driver.hold, driver.resume)))
+        return Outlet(answer, loop, reins, self._post, unread)
+
+    # From a job to its end; these run in the event loop.
+
+    async def _submit(self, source: Source, params: SamplingParams, terms: Terms, unread: int | None) -> Outlet:
+        loop = asyncio.get_running_loop()
+        making = asyncio.ensure_future(asyncio.to_thread(self._prepare, source, params, terms, loop, unread))
+        try:
+            job, outlet = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._discard)
+            raise
+        self._outlets[outlet] = None
+        self._driver.submit(job)
+        return outlet
+
+    def _discard(self, making: asyncio.Future[tuple[Job, Outlet]]) -> None:
+        """Nobody waits for this job any more."""
+        if not making.cancelled() and making.exception() is None:
+            self.engine.withdraw(making.result()[0])
+
+    async def _whole(self, source: Source, params: SamplingParams, terms: Terms) -> Completion:
+        outlet = await self._submit(source, params, terms, unread=None)
+        await self._finished(outlet)
+        return outlet.answer.completion()
+
+    async def _finished(self, outlet: Outlet) -> None:
+        try:
+            await outlet.finished()
+        except BaseException:
+            outlet.leave()
+            raise
+        finally:
+            self._outlets.pop(outlet, None)
+
+    async def _open(self, source: Source, params: SamplingParams, terms: Terms) -> AsyncStream:
+        outlet = await self._submit(source, params, terms, self.config.unread_tokens)
+        return AsyncStream(outlet, terms.id)
+
+    async def _compute(self, ids: Sequence[int], tenant: str) -> KVCache:
+        """The KV of a prompt."""
+        request = Request(ids, tenant=tenant, keep_kv=True)
+        answer = Answer(Asked(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
+        outlet = self._outlet(answer, request, asyncio.get_running_loop(), None)
+        job = self.engine.prepare(request, outlet)
+        self._outlets[outlet] = None
+        self._driver.submit(job)
+        await self._finished(outlet)
+        kv = answer.completion().kv
+        assert kv is not None
+        return kv
+
+    def _hung(self, error: StepHung) -> None:
+        """In the watchdog's thread."""
+        for outlet in list(self._outlets):
+            outlet.loop.call_soon_threadsafe(outlet.fail, error)
+
+
+def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[Terms, SamplingParams]:
+    """The fields of a call, sorted into those of a request and those of sampling."""
+    names = {field.name for field in dataclasses.fields(Terms)}
+    own = {name: value for name, value in fields.items() if name in names}
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return Terms(**own), SamplingParams.of(params, **rest)
+
+
+async def _all(each: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """All of these; if one fails, the others are given up and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in each]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,152 @@
+"""From the thread that steps to whoever awaits: a bounded queue for each reader of a stream, a future for the rest.
+
+A reader who falls behind has its own request held, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..engine.event import Event, Token
+from ..sampling.sampler import TokenLogprobs
+from .answer import Answer
+from .completion import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it."""
+
+    index: int
+    text: str
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reins:
+    """What a reader may do to its own request."""
+
+    abort: Callable[[], None]
+    hold: Callable[[], None]
+    resume: Callable[[], None]
+
+
+class Post:
+    """Wakes readers after a step: once for each event loop, however many readers it has."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[Outlet, None] = {}
+
+    def note(self, outlet: Outlet) -> None:
+        """There is something for this reader. In the thread that steps."""
+        self._fresh[outlet] = None
+
+    def deliver(self) -> None:
+        """After a step."""
+        fresh, self._fresh = list(self._fresh), {}
+        for loop in dict.fromkeys(outlet.loop for outlet in fresh):
+            mine = [outlet for outlet in fresh if outlet.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_wake, mine)
+            except RuntimeError:  # the loop is closed: nobody will ever read this
+                for outlet in mine:
+                    outlet.leave()
+
+
+class Outlet:
+    """Listens for one reader. `hear` is called where steps run, everything else in the reader's event loop."""
+
+    def __init__(
+        self, answer: Answer, loop: asyncio.AbstractEventLoop, reins: Reins, post: Post, unread: int | None
+    ) -> None:
+        """`unread` is how many deltas may wait for the reader; None: there are none, only the end is waited for."""
+        self.answer = answer
+        self.loop = loop
+        self._reins = reins
+        self._post = post
+        self._unread = unread
+        self._queue: deque[Delta] = deque()
+        self._held = False
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    def hear(self, event: Event) -> bool:
+        """The engine's side."""
+        enough = self.answer.hear(event)
+        if self._unread is not None:
+            self._queue.append(self._delta(event))
+            if len(self._queue) >= self._unread and not self._held:
+                self._held = True
+                self._reins.hold()
+        if self._unread is not None or self.answer.over:
+            self._post.note(self)
+        return enough
+
+    def stop(self) -> None:
+        """Draw no more; what there is can still be read."""
+        self._reins.abort()
+
+    def leave(self) -> None:
+        """Nobody reads any more: the request ends within one step, and what it would keep goes back."""
+        self.answer.abandon()
+        self._reins.abort()
+
+    def wake(self) -> None:
+        """There is news."""
+        self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Whatever comes later, the reader hears of this."""
+        self._failure = self._failure or error
+        self._news.set()
+
+    async def next(self) -> Delta | None:
+        """The next delta; None after the last."""
+        while True:
+            if self._queue:
+                return self._take()
+            self._check()
+            if self.answer.over:
+                return None
+            await self._wait()
+
+    async def finished(self) -> None:
+        """Return when every sample has ended."""
+        while True:
+            self._check()
+            if self.answer.over:
+                return
+            await self._wait()
+
+    def _take(self) -> Delta:
+        delta = self._queue.popleft()
+        if self._held and len(self._queue) <= (self._unread or 0) // 2:
+            self._held = False
+            self._reins.resume()
+        return delta
+
+    def _check(self) -> None:
+        error = self._failure or self.answer.error
+        if error is not None:
+            raise error
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        if not self._queue and not self.answer.over and self._failure is None:
+            await self._news.wait()
+
+    def _delta(self, event: Event) -> Delta:
+        text = self.answer.samples[event.index].take()
+        if isinstance(event, Token):
+            return Delta(event.index, text, event.token, event.logprobs)
+        return Delta(event.index, text, finish_reason=None if event.reason == "error" else event.reason)
+
+
+def _wake(outlets: Iterable[Outlet]) -> None:
+    for outlet in outlets:
+        outlet.wake()
