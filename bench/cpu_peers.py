@@ -1,7 +1,7 @@
 """kvilt beside the CPU runtimes people use, alternately, in one run: tokens per second, and the ratios kvilt / peer.
 
     python bench/cpu_peers.py [--model smollm2-q4_1] [--only kvilt,llama.cpp] [--workloads prefill:512,decode,batch:8]
-                              [--rounds 5] [--threads 2] [--json FILE]
+                              [--rounds 5] [--threads 2] [--seconds 150] [--json FILE]
 
 Each runtime lives in a process of its own; a round takes one sample of each, one after the other, and the median over
 the rounds counts. Only ratios within one run mean something. A sample during which other processes used the machine is
@@ -28,10 +28,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +43,24 @@ from peers.engines import NATIVE
 from peers.models import MODELS, Candidate, candidates
 from peers.noise import wait_quiet
 from peers.series import TORCH, Series, limits_line, noise_line, report
-from peers.workloads import COLD, DEFAULT, FRESH, MEMORY, chosen, parse
+from peers.workloads import DEFAULT, FRESH, FRESH_ROUNDS, chosen, parse
 
 
-def measure_warm(series: Series, servers: dict[str, Server], names: list[str], rounds: int) -> None:
-    """Round robin over the engines, workload by workload."""
-    for name in names:
-        workload = parse(name)
-        for number in range(rounds):
-            for engine, server in list(servers.items()):
-                _progress(f"{name} {number + 1}/{rounds} {engine}")
+def measure_warm(series: Series, servers: dict[str, Server], names: list[str], rounds: int, until_s: float) -> int:
+    """Round robin over the engines; returns the rounds that were finished before the time was up."""
+    for number in range(rounds):
+        for name in names:
+            for engine, server in servers.items():
+                if time.monotonic() > until_s:
+                    return number
+                _progress(f"round {number + 1}/{rounds} {name} {engine}")
                 try:
-                    answer = server.ask(workload)
+                    answer = server.ask(parse(name))
+                    series.add(name, engine, answer["rate"], answer)
                 except Missing as error:
                     print(f"{engine} gave no {name}: {error}", file=sys.stderr)
-                    continue
-                series.add_answer(name, engine, answer)
     _progress("")
+    return rounds
 
 
 def _progress(text: str) -> None:
@@ -64,22 +68,29 @@ def _progress(text: str) -> None:
         print(f"\r{text:<60}\r", end="", file=sys.stderr, flush=True)
 
 
-def measure_fresh(series: Series, engines: list[Candidate], names: list[str], rounds: int, threads: int) -> None:
+def measure_fresh(series: Series, engines: list[Candidate], names: list[str], threads: int, until_s: float) -> None:
     """Cold starts and peak memory, a new process each, with the price of importing torch beside them."""
     python = next((engine.python for engine in engines if engine.name == "kvilt"), sys.executable)
     for name in names:
-        prompt, new = COLD if name == "cold" else MEMORY
-        for number in range(rounds + 1):
-            _progress(f"{name} {number}/{rounds}")
-            answers = {engine.name: once(engine, threads, prompt, new) for engine in engines}
-            answers[TORCH] = torch_alone(python)
-            if number == 0:
-                continue  # brings the files into the page cache
-            for engine, answer in answers.items():
-                series.add(name, engine, answer["first_s"] if name == "cold" else answer["peak_bytes"] / 1e6)
-            if "kvilt" in answers:
-                beyond = series.values[name]["kvilt"][-1] - series.values[name][TORCH][-1]
-                series.add(name, "kvilt beyond torch", beyond)
+        for number in range(FRESH_ROUNDS[name]):
+            _progress(f"{name} {number + 1}/{FRESH_ROUNDS[name]}")
+            for engine in engines:
+                if time.monotonic() > until_s:
+                    return
+                _fresh(series, name, engine.name, partial(once, engine, threads, *FRESH[name]))
+            _fresh(series, name, TORCH, partial(torch_alone, python))
+    _progress("")
+
+
+def _fresh(series: Series, name: str, engine: str, run: Callable[[], dict[str, Any]]) -> None:
+    try:
+        answer = run()
+    except Missing as error:
+        print(f"{engine} gave no {name}: {error}", file=sys.stderr)
+        return
+    # Memory is the same on a busy machine.
+    calm = answer if name == "cold" else {**answer, "disturbed": False}
+    series.add(name, engine, answer["first_s"] if name == "cold" else answer["peak_bytes"] / 1e6, calm)
 
 
 def start(engines: list[Candidate], threads: int) -> dict[str, Server]:
@@ -103,12 +114,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="an engine's interpreter")
     parser.add_argument("--native", type=Path, help="a file of kvilt's extension to use instead of the installed one")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a quiet machine")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="take no further samples after this time")
     parser.add_argument("--json", type=Path, help="write everything here")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = arguments()
+    until_s = time.monotonic() + asked.seconds
     pythons = dict(entry.split("=", 1) for entry in asked.python)
     names, only = chosen(asked.workloads), [name for name in asked.only.split(",") if name]
     engines = candidates(asked.model, only, pythons)
@@ -124,13 +137,14 @@ def main() -> None:
     if not engines:
         raise SystemExit("no runtime is left to measure")
     try:
-        measure_warm(series, servers, warm, asked.rounds)
+        rounds = measure_warm(series, servers, warm, asked.rounds, until_s)
     finally:
         for server in servers.values():
             server.close()
     series.limits.append(limits(python, asked.threads, size))
-    measure_fresh(series, engines, [name for name in names if name in FRESH], min(3, asked.rounds), asked.threads)
-    title = f"{asked.model}, {asked.threads} threads, medians of {asked.rounds}, {time.strftime('%F %R')}"
+    measure_fresh(series, engines, [name for name in names if name in FRESH], asked.threads, until_s)
+    medians = f"medians of {rounds} whole rounds, " if warm else ""
+    title = f"{asked.model}, {asked.threads} threads, {medians}{time.strftime('%F %R')}"
     print(f"{title}\n\n{report(series, names, [engine.name for engine in engines])}\n")
     print(f"{limits_line(series)}\n{noise_line(series, busy)}")
     if asked.json:

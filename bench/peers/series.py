@@ -8,7 +8,7 @@ from typing import Any
 
 from .workloads import FRESH
 
-TORCH = "import torch"
+TORCH, BEYOND = "import torch", "kvilt beyond torch"
 
 
 @dataclass(slots=True)
@@ -22,21 +22,23 @@ class Series:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     limits: list[dict[str, float] | None] = field(default_factory=list)  # of the machine, before and after
 
-    def add(self, workload: str, engine: str, value: float) -> None:
-        self.values.setdefault(workload, {}).setdefault(engine, []).append(value)
-
-    def add_answer(self, workload: str, engine: str, answer: dict[str, Any]) -> None:
+    def add(self, workload: str, engine: str, value: float, answer: dict[str, Any]) -> None:
         """A sample with the noise around it. A disturbed one is kept apart: it counts only where there is no other."""
         kept = self.disturbed if answer["disturbed"] else self.values
-        kept.setdefault(workload, {}).setdefault(engine, []).append(answer["rate"])
+        kept.setdefault(workload, {}).setdefault(engine, []).append(value)
         self.noise.append(answer["noise"])
         self.again += answer["tries"] - 1
-        if len(answer["tokens"]) > len(self.tokens.get(engine, [])):
-            self.tokens[engine] = answer["tokens"]
+        if len(tokens := answer.get("tokens", [])) > len(self.tokens.get(engine, [])):
+            self.tokens[engine] = tokens
 
     def median(self, workload: str, engine: str) -> float | None:
         values = self.values.get(workload, {}).get(engine) or self.disturbed.get(workload, {}).get(engine)
         return statistics.median(values) if values else None
+
+    def beyond_torch(self, workload: str) -> float | None:
+        """What kvilt takes more than importing torch alone."""
+        ours, torch = self.median(workload, "kvilt"), self.median(workload, TORCH)
+        return None if ours is None or torch is None else ours - torch
 
     def doubtful(self, workload: str, engine: str) -> bool:
         """Whether every sample was disturbed."""
@@ -49,38 +51,43 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _number(series: Series, workload: str, engine: str) -> str:
-    value = series.median(workload, engine)
-    if value is None:
+    value = series.beyond_torch(workload) if engine == BEYOND else series.median(workload, engine)
+    if value is None or (engine == BEYOND and workload not in FRESH):
         return "-"
-    if series.doubtful(workload, engine):
-        return f"{value:.1f} ?"
-    return f"{value:.2f} s" if workload == "cold" else f"{value:.0f} MB" if workload == "memory" else f"{value:.1f}"
+    doubt = " ?" if any(series.doubtful(workload, one) for one in _behind(engine)) else ""
+    shown = f"{value:.2f} s" if workload == "cold" else f"{value:.0f} MB" if workload == "memory" else f"{value:.1f}"
+    return shown + doubt
 
 
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}x"
+def _behind(engine: str) -> tuple[str, ...]:
+    return ("kvilt", TORCH) if engine == BEYOND else (engine,)
+
+
+def _ratio(series: Series, name: str, peers: list[str]) -> str:
+    """kvilt against the best of some peers; with a mark where it rests on disturbed samples alone."""
+    ours, theirs = _ours(series, name), _best(series, name, peers)
+    doubt = " ?" if any(series.doubtful(name, one) for one in ("kvilt", *peers)) else ""
+    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}x{doubt}"
 
 
 def report(series: Series, names: list[str], engines: list[str]) -> str:
     """Both tables: what each reached, and kvilt against each and against the best."""
     head = ["", *names]
-    extra = ["kvilt beyond torch", TORCH] if any(name in FRESH for name in names) else []
+    extra = [BEYOND, TORCH] if any(name in FRESH for name in names) else []
     shown = [[engine, *[_number(series, name, engine) for name in names]] for engine in engines + extra]
     parts = [table(head, shown)]
     peers = [engine for engine in engines if engine != "kvilt"]
     if "kvilt" in engines and peers:
-        rows = [
-            [f"kvilt / {peer}", *[_ratio(_ours(series, n), series.median(n, peer)) for n in names]] for peer in peers
-        ]
+        rows = [[f"kvilt / {peer}", *[_ratio(series, name, [peer]) for name in names]] for peer in peers]
         if len(peers) > 1:
-            rows.append(["kvilt / best", *[_ratio(_ours(series, n), _best(series, n, peers)) for n in names]])
+            rows.append(["kvilt / best", *[_ratio(series, name, peers) for name in names]])
         parts.append(table(head, rows))
     return "\n\n".join(parts)
 
 
 def _ours(series: Series, name: str) -> float | None:
     """kvilt's figure for the ratios: without what importing torch costs, where that counts."""
-    return series.median(name, "kvilt beyond torch" if name in FRESH else "kvilt")
+    return series.beyond_torch(name) if name in FRESH else series.median(name, "kvilt")
 
 
 def _best(series: Series, name: str, peers: list[str]) -> float | None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from .engines import ENGINES, NATIVE, Engine, use_extension
-from .noise import Watch, wait_quiet
+from .noise import RETRIES, Watch, wait_quiet
 from .workloads import Workload, prompts
 
-RETRIES = 4
 WARM_S = 0.6
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 DEFAULT = (
     *("prefill:128", "prefill:512", "prefill:1024", "decode:16", "decode:1024"),
     *("batch:4", "batch:8", "batch:16", "batch:32", "cold", "memory"),
 )
-FRESH = ("cold", "memory")  # measured in a new process each time
-COLD, MEMORY = (16, 1), (1024, 64)  # their prompt and new tokens
+# Measured in a new process each time: prompt and new tokens. The first cold start fills the page cache, so that the
+# median of three is one of a warm cache.
+FRESH = MappingProxyType({"cold": (16, 1), "memory": (1024, 64)})
+FRESH_ROUNDS = MappingProxyType({"cold": 3, "memory": 1})
 _IDS = json.loads((Path(__file__).parent / "prompt_tokens.json").read_text())
 
 
@@ -54,7 +57,7 @@ def parse(name: str) -> Workload:
 
 def chosen(text: str) -> list[str]:
     """The names of a comma-separated choice; `decode` alone means all decodes."""
-    names = []
+    names: list[str] = []
     for part in text.split(","):
         found = [name for name in DEFAULT if name == part or name.startswith(f"{part}:")]
         names += found or [parse(part).name]
