@@ -143,9 +143,12 @@ class _Loader:
         return tensor
 
     def weight(self, name: str) -> Prepared:
-        if (part := self.slices.get(name)) is None:
-            return self.ops.prepare(self._take(name))
-        return self.ops.prepare(_rows(self._take(part.whole), part.start, part.stop))
+        part = self.slices.get(name)
+        whole = name if part is None else part.whole
+        weight = self._take(whole)
+        prepared = self.ops.prepare(weight if part is None else _rows(weight, part.start, part.stop))
+        self.checkpoint.tensors.forget(self.found[whole])  # so that a model is never in memory twice
+        return prepared
 
     def vector(self, name: str) -> Tensor:
         tensor = self._take(name)

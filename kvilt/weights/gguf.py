@@ -79,6 +79,11 @@ class GGUFFile:
             return data.view(dtype).view(info.shape)
         return QuantTensor(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
 
+    def forget(self, name: str) -> None:
+        """Give the memory of a mapped tensor back."""
+        place = self._place(name)
+        place.file.forget(place.info.start, place.info.start + place.info.nbytes)
+
     def digest(self) -> str:
         """sha256 of the whole file, or over those of all parts, metadata included; read once, on first use."""
         digests = [file.digest() for file in self._files]

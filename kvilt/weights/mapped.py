@@ -63,12 +63,20 @@ class MappedFile:
         if hasattr(mmap, "MADV_WILLNEED"):
             self.map.madvise(mmap.MADV_WILLNEED)
 
+    def forget(self, start: int, stop: int) -> None:
+        """Give the memory of bytes start..stop back; whoever looks at them again reads them from the file again."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and first < last and self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
     def digest(self) -> str:
         """sha256 of every byte, computed once."""
         if self._digest is None:
             sha = hashlib.sha256()
             for start in range(0, self.size, _HASH_STEP):
-                sha.update(self.view(start, min(start + _HASH_STEP, self.size)).data)
+                stop = min(start + _HASH_STEP, self.size)
+                sha.update(self.view(start, stop).data)
+                self.forget(start, stop)
             self._digest = sha.hexdigest()
         return self._digest
 

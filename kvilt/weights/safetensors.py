@@ -117,6 +117,11 @@ class SafetensorsFiles:
             data = data.clone()
         return data.view(dtype).view(entry.shape)
 
+    def forget(self, name: str) -> None:
+        """Give the memory of a mapped tensor back."""
+        entry = self._entry(name)
+        entry.file.forget(entry.start, entry.stop)
+
     def digest(self) -> str:
         """sha256 over the names and every byte of the files; read once, on first use."""
         parts = "\n".join(f"{shard} {file.digest()}" for shard, file in self._files.items())

@@ -37,6 +37,9 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> Weight:
         """The tensor without a copy where the format allows it; never written to."""
 
+    def forget(self, name: str) -> None:
+        """Give the memory of a mapped tensor back; a view of it still works and reads the file again."""
+
     def digest(self) -> str:
         """sha256 over every byte of the files; computed on first use and kept."""
 
