@@ -1,0 +1,488 @@
+"""AsyncLLM on a tiny model behind a real vocabulary: the sync facade is its oracle, and no reader harms another."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_tiny
+
+from kvilt import LLM, AsyncLLM, SamplingParams
+from kvilt.batch import Batch, Logits
+from kvilt.config import EngineConfig, RunConfig
+from kvilt.errors import (
+    ContextOverflow,
+    Draining,
+    HandleExpired,
+    HandleLimit,
+    HandleMismatch,
+    HandleUnknown,
+    InputError,
+    ModelClosed,
+    ParamError,
+    QueueFull,
+    StepHung,
+)
+from kvilt.executor.executor import Executor
+from kvilt.executor.load import load_executor
+from kvilt.text.tokenizer import Tokenizer, from_gguf
+
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG_TEXT = "Once upon a time there was a king who had three daughters. " * 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return from_gguf(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def executor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
+    return load_executor(folder, RunConfig(kv_memory=1 << 21, backend="native", threads=1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(executor: Executor) -> Iterator[None]:
+    executor.prefixes.clear()
+    yield
+    gc.collect()
+    assert executor.pool.usage().used == 0
+
+
+@pytest.fixture
+def llm(executor: Executor, tokenizer: Tokenizer) -> LLM:
+    return LLM(executor, tokenizer)
+
+
+Play = Callable[[AsyncLLM], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play(executor: Executor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a scene with a model of its own, over the one executor that they share."""
+    monkeypatch.setattr(executor, "close", lambda: None)
+
+    def run(scene: Play, **config: Any) -> None:
+        async def whole() -> None:
+            async with AsyncLLM(executor, tokenizer, config=EngineConfig(**config)) as model:
+                await asyncio.wait_for(scene(model), 60)
+
+        asyncio.run(whole())
+
+    return run
+
+
+# The same as the sync facade.
+
+
+def test_generate_and_chat_say_what_the_sync_facade_says(llm: LLM, play: Callable[..., None]) -> None:
+    prompts = ["The capital of France is", "Once upon a time", LONG_TEXT]
+    expected = llm.generate(prompts, SHORT)
+    answer = llm.chat(QUESTION, SHORT, n=2, temperature=1.0, seed=3)
+
+    async def scene(model: AsyncLLM) -> None:
+        done = await model.generate(prompts, SHORT)
+        assert [one.token_ids for one in done] == [one.token_ids for one in expected]
+        assert [one.text for one in done] == [one.text for one in expected]
+        alone = await model.generate(prompts[0], SHORT)
+        assert alone.token_ids == expected[0].token_ids
+        both = await model.chat(QUESTION, SHORT, n=2, temperature=1.0, seed=3)
+        assert both.token_ids == answer.token_ids
+        assert [one.token_ids for one in both.alternatives] == [one.token_ids for one in answer.alternatives]
+        again = await model.generate(LONG_TEXT, SHORT)
+        assert again.usage.cached_tokens > 64
+
+    play(scene)
+
+
+def test_deltas_join_to_the_completion_of_every_sample(llm: LLM, play: Callable[..., None]) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=4, n=3, logprobs=1, ignore_eos=True)
+    first = llm.generate("Once upon a time", params)
+    expected = [one.token_ids for one in (first, *first.alternatives)]
+
+    async def scene(model: AsyncLLM) -> None:
+        stream = await model.stream("Once upon a time", params)
+        texts, tokens, ends = [""] * 3, [[], [], []], {}
+        async for delta in stream:
+            texts[delta.index] += delta.text
+            if delta.token is not None:
+                tokens[delta.index].append(delta.token)
+                assert delta.logprobs is not None
+                assert delta.logprobs.token == delta.token
+            if delta.finish_reason is not None:
+                assert delta.index not in ends
+                ends[delta.index] = delta.finish_reason
+        done = stream.completion
+        whole = [done, *done.alternatives]
+        assert texts == [one.text for one in whole]
+        assert tokens == [one.token_ids for one in whole]
+        assert ends == dict.fromkeys(range(3), "length")
+        assert [one.token_ids for one in whole] == expected
+
+    play(scene)
+
+
+def test_stop_strings_cut_without_a_token_too_many(llm: LLM, play: Callable[..., None]) -> None:
+    free = llm.generate("Once upon a time", max_tokens=12)
+    stop = llm.tokenizer.decode(free.token_ids[4:5])
+    expected = llm.generate("Once upon a time", max_tokens=12, stop=stop)
+
+    async def scene(model: AsyncLLM) -> None:
+        stream = await model.stream("Once upon a time", max_tokens=12, stop=stop)
+        text = "".join([delta.text async for delta in stream])
+        assert text == stream.completion.text == expected.text
+        assert stream.completion.token_ids == expected.token_ids
+        assert stream.completion.finish_reason == "stop"
+
+    play(scene)
+
+
+# Refusals.
+
+
+def test_what_is_wrong_is_said_before_a_stream_begins(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        for fields, error in (
+            ({"temperature": -1}, ParamError),
+            ({"top_pp": 1}, ParamError),
+            ({"kv": "unknown"}, HandleUnknown),
+            ({"logit_bias": {10**6: 1}}, ParamError),
+        ):
+            with pytest.raises(error):
+                await model.stream("Hello", **fields)
+        with pytest.raises(ContextOverflow):
+            await model.stream([5] * 1025)
+        with pytest.raises(InputError):
+            await model.generate([[1], []])
+
+    play(scene)
+
+
+def test_a_full_queue_and_a_drain_refuse_by_name(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        stream = await model.stream("Once upon a time", max_tokens=900, ignore_eos=True)
+        await anext(stream)
+        waiting = asyncio.ensure_future(model.generate("Hello", SHORT))
+        while model.engine.waiting == 0:
+            await asyncio.sleep(0.001)
+        with pytest.raises(QueueFull):
+            await model.generate("Hello", SHORT)
+        stream.stop()
+        assert await model.drain(30)
+        assert (await waiting).finish_reason == "length"
+        with pytest.raises(Draining):
+            await model.generate("Hello", SHORT)
+        assert stream.id
+
+    play(scene, max_rows=1, max_waiting=1)
+
+
+def test_closing_fails_what_is_in_progress(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        running = asyncio.ensure_future(model.generate("Once upon a time", max_tokens=900, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        await model.aclose()
+        with pytest.raises(Draining):
+            await running
+
+    play(scene)
+
+
+# Leaving.
+
+
+@pytest.mark.parametrize("how", ["task", "aclose", "forgotten", "abort"])
+def test_whoever_stops_waiting_ends_the_request(executor: Executor, play: Callable[..., None], how: str) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        fields = {"max_tokens": 900, "ignore_eos": True, "keep_kv": True, "id": "a"}
+        if how == "task":
+            task = asyncio.ensure_future(model.generate("Once upon a time", **fields))
+            while executor.pool.usage().used == 0:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            stream = await model.stream("Once upon a time", **fields)
+            await anext(stream)
+            if how == "aclose":
+                await stream.aclose()
+                await stream.aclose()
+            elif how == "abort":
+                model.abort("a")
+                rest = [delta async for delta in stream]
+                assert rest[-1].finish_reason == "cancelled"
+                assert stream.completion.kv is not None
+                stream.completion.kv.close()
+            else:
+                del stream
+                gc.collect()
+        while model.engine.requests:
+            await asyncio.sleep(0.001)
+        assert executor.pool.usage().used == 0
+
+    play(scene)
+
+
+def test_a_task_cancelled_while_its_prompt_is_made_ready_leaves_nothing(
+    executor: Executor, play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        loop = asyncio.get_running_loop()
+        begun, go = asyncio.Event(), threading.Event()
+        honest = model.prompt_ids
+
+        def slow(*given: Any, **more: Any) -> list[int]:
+            loop.call_soon_threadsafe(begun.set)
+            go.wait(10)
+            return honest(*given, **more)
+
+        monkeypatch.setattr(model, "prompt_ids", slow)
+        with executor.create_kv_cache() as kv:
+            executor.prefill([5, 6, 7], kv)
+            task = asyncio.ensure_future(model.generate("Hello", SHORT, kv=kv))
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            go.set()
+            used = executor.pool.usage().used
+        monkeypatch.setattr(model, "prompt_ids", honest)
+        for _ in range(1000):
+            if executor.pool.usage().used == 0:
+                break
+            await asyncio.sleep(0.002)
+        assert used >= 1
+        await model.generate("Hello", SHORT)
+
+    play(scene)
+
+
+def test_a_reader_who_does_not_read_holds_up_only_itself(executor: Executor, play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        slow = await model.stream("Once upon a time", max_tokens=200, ignore_eos=True)
+        await anext(slow)
+        for _ in range(3):
+            assert len((await model.generate("Hello", max_tokens=40, ignore_eos=True)).token_ids) == 40
+        drawn = len(slow._outlet.answer.samples[0].token_ids)
+        assert drawn <= 10, "the queue is bounded"
+        rest = [delta async for delta in slow]
+        assert len([delta for delta in rest if delta.token is not None]) == 199
+        assert slow.completion.usage.completion_tokens == 200
+
+    play(scene, unread_tokens=8)
+
+
+def test_many_readers_of_all_speeds_get_every_token(llm: LLM, play: Callable[..., None]) -> None:
+    expected = llm.generate("Once upon a time", max_tokens=30, ignore_eos=True).token_ids
+
+    async def scene(model: AsyncLLM) -> None:
+        async def read(pace: int) -> list[int]:
+            stream = await model.stream("Once upon a time", max_tokens=30, ignore_eos=True)
+            tokens = []
+            async for delta in stream:
+                if delta.token is not None:
+                    tokens.append(delta.token)
+                for _ in range(pace):
+                    await asyncio.sleep(0)
+            return tokens
+
+        assert await asyncio.gather(*(read(n) for n in (0, 0, 1, 5, 20, 0, 3, 50))) == [expected] * 8
+
+    play(scene, unread_tokens=4)
+
+
+def test_a_loop_that_is_gone_ends_its_requests(executor: Executor, tokenizer: Tokenizer) -> None:
+    model = AsyncLLM(executor, tokenizer)
+
+    async def leave() -> None:
+        stream = await model.stream("Once upon a time", max_tokens=900, ignore_eos=True)
+        await anext(stream)
+        kept.append(stream)
+
+    kept: list[Any] = []
+    asyncio.run(leave())
+
+    async def later() -> None:
+        for _ in range(2000):
+            if not model.engine.requests:
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError("it is still there")
+
+    asyncio.run(later())
+    model._driver.close()
+
+
+def test_a_hung_step_fails_its_readers(
+    executor: Executor, play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    honest = executor.run
+
+    def stuck(batch: Batch) -> Logits:
+        go.wait(20)
+        return honest(batch)
+
+    async def scene(model: AsyncLLM) -> None:
+        monkeypatch.setattr(executor, "run", stuck)
+        with pytest.raises(StepHung):
+            await model.generate("Hello", SHORT)
+        assert not model.healthy
+        go.set()
+        while not model.healthy:
+            await asyncio.sleep(0.002)
+        assert (await model.generate("Hello", SHORT)).finish_reason == "length"
+
+    play(scene, step_timeout_s=0.1)
+
+
+# Handles.
+
+
+def test_a_handle_is_made_once_and_used_often(executor: Executor, llm: LLM, play: Callable[..., None]) -> None:
+    expected = [llm.generate(LONG_TEXT + rest, SHORT).token_ids for rest in (" The first", " The second")]
+    executor.prefixes.clear()
+
+    async def scene(model: AsyncLLM) -> None:
+        made = await model.kv.create(LONG_TEXT, tenant="a")
+        for rest, tokens in zip((" The first", " The second"), expected, strict=True):
+            done = await model.generate(rest, SHORT, kv=made.id, tenant="a")
+            assert done.usage.cached_tokens == made.tokens
+            assert done.usage.prompt_tokens > made.tokens
+            assert done.token_ids == tokens
+        with pytest.raises(HandleUnknown):
+            await model.generate("!", SHORT, kv=made.id, tenant="b")
+        assert (await model.kv.info(made.id, tenant="a")).tokens == made.tokens
+
+    play(scene)
+
+
+def test_the_verbs_of_handles(executor: Executor, play: Callable[..., None], tmp_path: Path) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        made = await model.kv.create([5] * 50)
+        twin = await model.kv.fork(made.id, ttl_s=100)
+        assert (await model.kv.truncate(twin.id, 40)).tokens == 40
+        assert (await model.kv.pin(made.id, 60)).pinned
+        assert {one.id for one in await model.kv.owned()} == {made.id, twin.id}
+        assert await model.kv.save(made.id, tmp_path / "kv") > 0
+        back = await model.kv.restore(tmp_path / "kv")
+        assert back.tokens == 50
+        model._handles.relieve(True)
+        model._handles.relieve(True)
+        model._handles.relieve(True)
+        assert not (await model.kv.info(made.id)).resident
+        slow = await model.generate([6], SHORT, kv=made.id)
+        assert slow.usage.cached_tokens == 32, "whole pages are found by their tokens"
+        assert await model.kv.save(made.id, tmp_path / "again") > 0
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "kv").read_bytes()
+        for one in (made, twin, back):
+            await model.kv.delete(one.id)
+        with pytest.raises(HandleUnknown):
+            await model.kv.info(made.id)
+        for given in ({}, {"prompt": "x", "messages": QUESTION}):
+            with pytest.raises(InputError, match="give one of them"):
+                await model.kv.create(**given)
+
+    play(scene)
+
+
+def test_a_conversation_must_begin_with_its_handle(llm: LLM, play: Callable[..., None]) -> None:
+    system = [{"role": "system", "content": "You answer briefly and never lie, whatever you are asked."}]
+    expected = llm.chat([*system, *QUESTION], SHORT)
+    llm.executor.prefixes.clear()
+
+    async def scene(model: AsyncLLM) -> None:
+        made = await model.kv.create(messages=system)
+        done = await model.chat([*system, *QUESTION], SHORT, kv=made.id)
+        assert done.token_ids == expected.token_ids
+        assert done.usage.cached_tokens == made.tokens
+        with pytest.raises(HandleMismatch) as refused:
+            await model.chat(QUESTION, SHORT, kv=made.id)
+        assert 0 < refused.value.index < made.tokens
+        whole = await model.kv.create(model.chat_ids([*system, *QUESTION]))
+        again = await model.chat([*system, *QUESTION], SHORT, kv=whole.id)
+        assert again.token_ids == expected.token_ids
+        assert again.usage.cached_tokens == whole.tokens - 1
+        stream = await model.stream_chat([*system, *QUESTION], SHORT, kv=made.id)
+        assert [delta.token async for delta in stream if delta.token is not None] == expected.token_ids
+
+    play(scene)
+
+
+def test_prompt_and_answer_become_a_handle(llm: LLM, play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        first = await model.generate("Once upon a time", SHORT, keep_kv=True)
+        assert first.kv is not None
+        made = await model.kv.keep(first.kv)
+        more = await model.generate(first.token_ids[-1:], SHORT, kv=made.id)
+        ids = llm.tokenizer.encode("Once upon a time") + first.token_ids
+        assert more.token_ids == llm.generate(ids, SHORT).token_ids
+
+    play(scene)
+
+
+def test_a_cache_of_ones_own_is_forked_and_left_alone(executor: Executor, llm: LLM, play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        with llm.prefill("Once upon") as kv:
+            done = await model.generate(" a time", SHORT, kv=kv)
+            assert kv.num_entries == 2
+        assert done.usage.cached_tokens == 2
+        assert done.token_ids == llm.generate("Once upon a time", SHORT).token_ids
+
+    play(scene)
+
+
+def test_handles_are_budgeted_and_expire(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        brief = await model.kv.create([5, 6], ttl_s=0.05)
+        await asyncio.sleep(0.06)
+        with pytest.raises(HandleExpired):
+            await model.generate([7], SHORT, kv=brief.id)
+        await model.kv.create([5, 6])
+        with pytest.raises(HandleLimit):
+            await model.kv.create([5, 6])
+
+    play(scene, max_handles=1)
+
+
+def test_handles_give_way_to_requests(executor: Executor, play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        made = [await model.kv.create([n] * 1024, tenant=str(n)) for n in range(executor.pool.pages * 32 // 1024)]
+        await model.kv.pin(made[0].id, 60, tenant="0")
+        done = await model.generate([50] * 1000, max_tokens=5, ignore_eos=True)
+        assert done.finish_reason == "length"
+        left = [(await model.kv.info(one.id, tenant=str(n))).resident for n, one in enumerate(made)]
+        assert left[0], "what is pinned goes last"
+        assert not all(left)
+
+    play(scene)
+
+
+def test_a_closed_model_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny", vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 19, backend="native", threads=1))
+
+    async def scene() -> None:
+        model = AsyncLLM(executor, tokenizer)
+        await model.generate("Hello", SHORT)
+        await model.aclose()
+        with pytest.raises((Draining, ModelClosed)):
+            await model.generate("Hello", SHORT)
+
+    asyncio.run(scene())
+
+
+def test_terms_and_sampling_fields_do_not_share_a_name() -> None:
+    from kvilt.llm.async_llm import Terms
+
+    names = [{field.name for field in dataclasses.fields(one)} for one in (Terms, SamplingParams)]
+    assert not names[0] & names[1]
