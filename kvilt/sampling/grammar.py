@@ -45,10 +45,10 @@ class Limits:
 
     compile_fuel: int = 1_000_000
     step_fuel: int = 200_000
-    step_items: int = 200_000
-    row_items: int = 20_000
+    step_items: int = 50_000
+    row_items: int = 5_000
     states: int = 50_000
-    symbols: int = 200_000
+    symbols: int = 50_000
     cached: int = 32  # compiled grammars that are kept
 
 
@@ -154,7 +154,7 @@ class Matcher:
             self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if self._inner.is_error() and self._restart():
                 self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-                self._note_failure()
+            self._note_failure()
         if self._failure:
             raise GrammarFailed([0], self._failure)
 
@@ -182,7 +182,7 @@ class Matcher:
         back = len(self._tokens) - kept
         del self._tokens[kept:]
         if back and (self._failure or not self._inner.rollback(back)):
-            self._restart()
+            self._go_again()
 
     def fork(self) -> Matcher:
         """The same place in the same grammar, free to go its own way."""
@@ -198,16 +198,21 @@ class Matcher:
         taken = self._inner.try_consume_tokens([token])
         if self._inner.is_error() and self._restart():
             taken = self._inner.try_consume_tokens([token])
-            self._note_failure()
+        self._note_failure()
         return bool(taken == 1 or self._failure)
 
     def _restart(self) -> bool:
-        """Go the whole way again with a new lexer, so that a limit others have used up does not end this sample."""
+        """Try again with a lexer of one's own, so that a limit others have used up does not end this sample."""
+        if not self._inner.get_error().startswith("lexer"):
+            return False  # only lexers are shared: whatever else is wrong would be wrong again
+        self._go_again()
+        return not self._failure
+
+    def _go_again(self) -> None:
         self._inner = self._grammar.renew()
         self._failure = ""
         if self._inner.try_consume_tokens(self._tokens) != len(self._tokens):
             self._note_failure()
-        return not self._failure
 
     def _note_failure(self) -> None:
         if self._inner.is_error():
@@ -333,18 +338,18 @@ def _refusal(message: str, where: str) -> GrammarError:
     reason = _first_line(message)
     lower = reason.lower()
     for sign, keyword, advice in (
-        ("oneof constraints", "oneOf", "oneOf is supported only where its branches cannot overlap; use anyOf"),
-        ("not disjoint", "patternProperties", "patternProperties must not match the same name"),
+        ("oneof constraints", "oneOf", "is supported only where its branches cannot overlap; use anyOf"),
+        ("not disjoint", "patternProperties", "is supported only where no name matches two patterns"),
         (
             "min/maxproperties",
-            "minProperties and maxProperties",
-            "supported where all properties are required",
+            "minProperties",
+            "and maxProperties are supported where all properties are required",
         ),
-        ("circular references with sibling", "$ref", "a reference to itself with keywords beside it is not supported"),
-        ("lookarounds", "lookaround", "lookaround in a pattern is not supported"),
+        ("circular references with sibling", "$ref", "to itself is supported only with nothing beside it"),
+        ("lookarounds", "lookaround", "in a pattern is not supported"),
     ):
         if sign in lower:
-            return GrammarUnsupported(where, keyword, advice)
+            return GrammarUnsupported(where, keyword, f"{keyword} {advice}")
     if any(sign in lower for sign in _TOO_LARGE):
         return GrammarTooLarge(where, f"is over a limit: {reason}")
     if "unsatisfiable" in lower:

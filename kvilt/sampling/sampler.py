@@ -216,9 +216,9 @@ def _confine(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState])
     held = [(i, state.matcher) for i, state in enumerate(states) if state.matcher is not None]
     if not held:
         return scores
-    at, matchers = zip(*held, strict=True)
+    at = [i for i, _ in held]
     try:
-        allowed = masks(matchers, scores.shape[-1]).to(scores.device)
+        allowed = masks([matcher for _, matcher in held], scores.shape[-1]).to(scores.device)
     except GrammarFailed as error:
         raise GrammarFailed([rows[at[row]] for row in error.rows], error.reason) from None
     return confine(scores, at, allowed)

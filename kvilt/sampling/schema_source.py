@@ -96,7 +96,9 @@ class Source:
             steps = fragment.split("/")[1:]
             found = (*root, *(step.replace("~1", "/").replace("~0", "~") for step in steps))
         if found is None or found not in self.places:
-            raise GrammarError(named(path), f"$ref {reference[:80]!r} points at no schema of this document")
+            raise GrammarUnsupported(
+                named(path), "$ref", f"$ref {reference[:80]!r} points at nothing that kvilt reads as a schema"
+            )
         return found
 
     def check_loops(self, starts: Iterable[Path]) -> None:
