@@ -36,7 +36,7 @@ def root(
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING, config=opt.RUNTIME)
+@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, config=opt.RUNTIME)
 def run(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' or nothing reads it from a pipe.")] = "-",
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -48,13 +48,15 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
     *,
     sampling: dict[str, Any],
+    grammar: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr."""
     with reported():
-        from .run import Ask, answer
+        from .run import Ask, answer, read_grammar
 
-        answer(Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose), model, sampling, config)
+        ask = Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose)
+        answer(ask, model, {**sampling, **read_grammar(grammar)}, config)
 
 
 @app.command()

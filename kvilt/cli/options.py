@@ -70,6 +70,19 @@ SAMPLING = Group(
     ),
 )
 
+GRAMMAR = Group(
+    "Structured output",
+    MappingProxyType(
+        {
+            "json_schema": Option(str | None, None, "A file with a JSON schema that the answer follows."),
+            "json_object": Option(bool, False, "Answer with a JSON object.", ("--json-object",)),
+            "regex": Option(str | None, None, "A pattern that the whole answer matches."),
+            "choice": Option(list[str], (), "Answer with this text; repeat it to give a choice."),
+            "lark": Option(str | None, None, "A file with a Lark grammar that the answer follows."),
+        }
+    ),
+)
+
 RUNTIME = Group(
     "Runtime",
     MappingProxyType(

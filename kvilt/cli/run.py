@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, ParamError
@@ -46,6 +47,17 @@ def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any
         print(numbers(done), file=sys.stderr)
         if ask.verbose:
             print(details(llm, model, load_s), file=sys.stderr)
+
+
+def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
+    """The grammar options that were given, as SamplingParams takes them: schemas and grammars come from files."""
+    given = {name: value for name, value in options.items() if value}
+    for name in given.keys() & {"json_schema", "lark"}:
+        try:
+            given[name] = Path(given[name]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ParamError(name, f"{given[name]!r} cannot be read as a text file: {error}") from None
+    return given
 
 
 def _show(stream: Stream) -> Completion:

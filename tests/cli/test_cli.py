@@ -76,6 +76,24 @@ def test_several_samples_are_numbered_blocks_or_a_list(model: str) -> None:
     assert "12 generated" in plain.stderr
 
 
+def test_an_answer_follows_a_schema_a_pattern_or_a_choice(model: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    asked = ("run", "--model", model, "--max-tokens", "60", "Two and two?")
+    done = kvilt(*asked, "--json-schema", str(schema))
+    assert isinstance(json.loads(done.stdout)["n"], int), done.stderr
+    assert kvilt(*asked, "--regex", "[0-9]").stdout.strip().isdigit()
+    assert kvilt(*asked, "--choice", "four", "--choice", "five").stdout.strip() in ("four", "five")
+
+
+def test_a_grammar_that_cannot_be_is_refused(model: str, tmp_path: Path) -> None:
+    odd = tmp_path / "schema.json"
+    odd.write_text('{"not": {}}')
+    refused(kvilt("run", "hi", "--model", model, "--json-schema", str(odd)), "the keyword 'not' is not supported")
+    refused(kvilt("run", "hi", "--json-schema", str(tmp_path / "absent.json")), "json_schema", "absent.json")
+    refused(kvilt("run", "hi", "--regex", "a", "--json-object"), "second grammar")
+
+
 def test_verbose_names_the_model_and_the_backend(model: str) -> None:
     done = kvilt("run", "Hi", "--model", model, "--max-tokens", "2", "-v", "--system", "Be brief.")
     assert done.returncode == 0, done.stderr
