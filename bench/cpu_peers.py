@@ -15,7 +15,9 @@ install a PYTHONPATH does not choose it).
     pip install -c constraints.txt llama-cpp-python gguf            # builds llama.cpp for this machine
     pip install -c constraints.txt torch transformers onnxruntime-genai onnx_ir openvino-genai ctranslate2
     python bench/peers/make_q4_0.py SmolLM2-135M-Instruct.Q4_1.gguf ~/.cache/kvilt-bench/SmolLM2-135M-Instruct.Q4_0.gguf
-    python bench/peers/convert.py SmolLM2-135M-Instruct.Q4_1.gguf   # the folders of the others, same weights
+    python bench/peers/convert.py SmolLM2-135M-Instruct.Q4_1.gguf hf onnx-int4 ct2-int8   # the others, same weights
+    python -m venv export && export/bin/pip install torch openvino nncf "optimum-intel>=1.25" "transformers<5"
+    KVILT_EXPORT_PYTHON=export/bin/python python bench/peers/convert.py SmolLM2-135M-Instruct.Q4_1.gguf openvino-int4
 
  prefill:N    N / seconds to the first token of a prompt of N
  decode:N     tokens/s after the first token, one row behind a prompt of N
