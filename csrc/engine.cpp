@@ -60,7 +60,7 @@ Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed)
 
 void Engine::tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t, int64_t, int64_t)>& work) {
   // A few tiles an item: handing one out costs as much as a short tile takes.
-  const int64_t together = std::clamp<int64_t>(tiles / (workers_.threads() * 4), 1, 8);
+  const int64_t together = std::clamp<int64_t>(tiles / (workers_.threads() * 16), 1, 8);
   const int64_t runs = (tiles + together - 1) / together, chunks = (groups + kGroupsAtOnce - 1) / kGroupsAtOnce;
   workers_.run(runs * chunks, [&](int64_t item, int) {
     const int64_t first = item / runs * kGroupsAtOnce, last = std::min(groups, first + kGroupsAtOnce);

@@ -7,13 +7,15 @@
 namespace kvilt {
 namespace {
 
-constexpr int kSpins = 4000;  // about twenty microseconds: the gap between two operations of a step
+constexpr int kSpins = 4000;  // some tens of microseconds: the gap between two operations of a step
 
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
 #endif
 }
+
+constexpr uint64_t kHalf = uint64_t(1) << 32;  // above: the end of a share, below: its next item
 
 }  // namespace
 
@@ -35,24 +37,34 @@ void Workers::run(int64_t items, const std::function<void(int64_t, int)>& work) 
     return;
   }
   work_ = &work;
+  left_.store(items, std::memory_order_relaxed);
   for (int i = 0; i < threads(); ++i) {
-    shares_[i].next.store(items * i / threads(), std::memory_order_relaxed);
-    shares_[i].stop = items * (i + 1) / threads();
+    const uint64_t first = items * i / threads(), stop = items * (i + 1) / threads();
+    shares_[i].word.store(stop * kHalf + first, std::memory_order_release);
   }
-  busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_release);
   epoch_.notify_all();
   drain(0);
   // The others are within one item of the end, unless the system gave their core to somebody else: then give ours away.
-  for (int spin = 0; busy_.load(std::memory_order_acquire) > 0; ++spin)
+  for (int spin = 0; left_.load(std::memory_order_acquire) > 0; ++spin)
     if (spin < kSpins) relax();
     else std::this_thread::yield();
 }
 
 void Workers::drain(int worker) {
+  int64_t done = 0;
   for (int i = 0; i < threads(); ++i) {
     Share& share = shares_[(worker + i) % threads()];
-    for (int64_t item; (item = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) (*work_)(item, worker);
+    while (true) {
+      const uint64_t word = share.word.fetch_add(1, std::memory_order_acq_rel);
+      if (word % kHalf >= word / kHalf) break;
+      // There is an item, so its run cannot end before it is done, and `work_` stays what it is.
+      (*work_)(int64_t(word % kHalf), worker);
+      ++done;
+    }
+    // Told at once: if this thread loses its core now, nobody waits for it.
+    if (done) left_.fetch_sub(done, std::memory_order_release);
+    done = 0;
   }
 }
 
@@ -64,7 +76,6 @@ void Workers::loop(int worker) {
     seen = epoch_.load(std::memory_order_acquire);
     if (stop_.load()) return;
     drain(worker);
-    busy_.fetch_sub(1, std::memory_order_release);
   }
 }
 
