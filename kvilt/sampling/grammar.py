@@ -7,6 +7,7 @@ is safe on any thread and may take a while; a matcher belongs to one sample and 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ Bits = npt.NDArray[np.int32]  # [words]: bit i of word w is token 32 * w + i
 
 # Without forcing, a mask holds every token that the grammar allows, not only the library's favourite spelling.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_DRAWING = re.compile(r"\n +[0-9]+ \| ")  # where the library begins to quote the grammar
 _TOO_LARGE = ("too big", "too large", "too many", "too complex", "too deep", "unable to determine", "too much")
 
 
@@ -336,15 +338,11 @@ def _check(matcher: LLMatcher, where: str) -> None:
 
 def _refusal(message: str, where: str) -> GrammarError:
     reason = _first_line(message)
-    lower = reason.lower()
+    lower = _DRAWING.split(message, maxsplit=1)[0].lower()
     for sign, keyword, advice in (
         ("oneof constraints", "oneOf", "is supported only where its branches cannot overlap; use anyOf"),
         ("not disjoint", "patternProperties", "is supported only where no name matches two patterns"),
-        (
-            "min/maxproperties",
-            "minProperties",
-            "and maxProperties are supported where all properties are required",
-        ),
+        ("min/maxproperties", "minProperties", "and maxProperties are supported where all are required"),
         ("circular references with sibling", "$ref", "to itself is supported only with nothing beside it"),
         ("lookarounds", "lookaround", "in a pattern is not supported"),
     ):
@@ -352,6 +350,10 @@ def _refusal(message: str, where: str) -> GrammarError:
             return GrammarUnsupported(where, keyword, f"{keyword} {advice}")
     if any(sign in lower for sign in _TOO_LARGE):
         return GrammarTooLarge(where, f"is over a limit: {reason}")
+    if "unsatisfiable" in lower and "while processing" in lower:
+        return GrammarUnsupported(
+            where, "$ref", "$ref to a schema that nothing satisfies is not supported; drop that branch"
+        )
     if "unsatisfiable" in lower:
         return GrammarError(where, f"nothing satisfies it: {reason}")
     return GrammarError(where, f"is broken: {reason}")

@@ -33,7 +33,8 @@ MAX_MULTIPLE = 10_000  # the least common multiple of all that stand in a schema
 # past the schema of its property.
 STYLE: Mapping[str, str] = {"whitespace_pattern": r"(?:\x20|\x0A[\x20\x09]{0,40})", "json_allowed_escapes": 'nrbtf\\"'}
 
-_DRAFTS = ("draft/2020-12/schema", "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
+_NEWEST = "draft/2020-12/schema"
+_DRAFTS = (_NEWEST, "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
 _TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 _ANNOTATIONS = frozenset(
     [
@@ -64,6 +65,8 @@ class _Writer:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        root = source.places[()].schema
+        self.draft = _draft_name(root.get("$schema", _NEWEST)) if isinstance(root, dict) else _NEWEST
         self.names: dict[Path, str] = {}
         self.pending: list[Path] = []
         self.inlined: list[Path] = []
@@ -75,7 +78,7 @@ class _Writer:
         self.bounds: list[tuple[Path, str, int | float]] = []
         self.merges = False  # whether keywords of one schema may come to stand beside those of another
         self.special: dict[str, Callable[[Path, Any], dict[str, Any]]] = {
-            "$schema": _draft,
+            "$schema": self._draft,
             "$ref": self._reference,
             "type": _type,
             "const": lambda path, value: {"const": self._value(path, "const", value)},
@@ -138,6 +141,8 @@ class _Writer:
             return {}
         if keyword in _MOST and len(value) > (most := _MOST[keyword]):
             raise GrammarTooLarge(named(path), f"{keyword} may hold at most {most} schemas, not {len(value)}")
+        if keyword == "prefixItems" and self.draft != _NEWEST:
+            raise GrammarUnsupported(named(path), keyword, "prefixItems means nothing in this draft; use 2020-12")
         if keyword in ONE:
             return {keyword: self._schema((*path, keyword))}
         if keyword == "oneOf":
@@ -172,13 +177,17 @@ class _Writer:
         assert isinstance(schema, dict)
         return schema
 
+    def _draft(self, path: Path, value: Any) -> dict[str, Any]:
+        if self.draft not in _DRAFTS or _draft_name(value) != self.draft:
+            raise GrammarUnsupported(named(path), "$schema", "this $schema is not supported; use JSON Schema 2020-12")
+        return {}
+
     def _reference(self, path: Path, value: str) -> dict[str, Any]:
         target = self.source.target(path)
-        draft = str(self._beside(()).get("$schema", ""))
-        if "draft-0" in draft and self._beside(path).keys() - _ANNOTATIONS - {"$ref", "$schema"}:
-            raise GrammarUnsupported(
-                named(path), "$ref", f"{draft[:60]} ignores what stands beside $ref {value[:60]!r}; use 2020-12"
-            )
+        beside = self._beside(path).keys() - (_ANNOTATIONS - {"$id"}) - {"$ref", "$schema"}
+        if self.draft.startswith("draft-0") and beside:
+            what = f"this draft ignores what stands beside $ref {value[:60]!r}; use 2020-12"
+            raise GrammarUnsupported(named(path), "$ref", what)
         if target not in self.names:
             self.names[target] = f"s{len(self.names)}"
             self.pending.append(target)
@@ -293,11 +302,10 @@ def _grouped(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in (*before, *own, *after)}
 
 
-def _draft(path: Path, value: Any) -> dict[str, Any]:
-    text = value.removesuffix("#") if isinstance(value, str) else ""
-    if not text.endswith(_DRAFTS) or not text.startswith(("https://json-schema.org/", "http://json-schema.org/")):
-        raise GrammarUnsupported(named(path), "$schema", "this $schema is not supported; use JSON Schema 2020-12")
-    return {}
+def _draft_name(value: Any) -> str:
+    """The draft that a `$schema` names, without the parts that all of them share."""
+    text = value if isinstance(value, str) else ""
+    return text.removesuffix("#").removeprefix("https://json-schema.org/").removeprefix("http://json-schema.org/")
 
 
 def _type(path: Path, value: Any) -> dict[str, Any]:

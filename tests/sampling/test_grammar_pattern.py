@@ -16,11 +16,8 @@ from kvilt.sampling.pattern import literal, search_in_string, whole_match
 compiler = byte_compiler()
 
 # Written so that Python's re, with re.ASCII, means the same: `$` and `.` and `\s` differ at line ends alone.
-ATOMS = [
-    "a",
-    "b",
-    "0",
-    "-",
+PLAIN = ["a", "b", "0", "-", "é", '"', "/", r"\\", r"\.", r"\x61", r"\n", r"\/", "."]
+CLASSES = [
     "[ab]",
     "[^a]",
     "[a-c0-9]",
@@ -28,13 +25,15 @@ ATOMS = [
     r"\D",
     r"\w",
     r"\W",
-    r"\.",
     r"[\w-]",
     r"[^\d_]",
-    "é",
-    r"\x61",
+    '[^"]',
+    r"[^\\]",
+    r"[^\n]",
+    r"[\n\"]",
 ]
-atoms = st.sampled_from(ATOMS)
+CLASSES += [r"[^\"\\\n]", r"[\s\S]", r"[\x00-/]", r"[#-~]"]
+atoms = st.sampled_from([*PLAIN, *CLASSES])
 COUNTS = ["", "", "", "*", "+", "?", "{2}", "{1,}", "{0,2}", "*?", "{0}"]
 
 
@@ -48,7 +47,7 @@ def combine(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 bodies = st.recursive(atoms, combine, max_leaves=6)
 patterns = st.tuples(st.sampled_from(["", "^"]), bodies, st.sampled_from(["", "$"])).map("".join)
 patterns |= st.lists(patterns, min_size=2, max_size=3).map("|".join)
-texts = st.text("ab0-_.é", max_size=6)
+texts = st.text('ab0-_.é"\\/\n\t ', max_size=6)
 
 
 def python(pattern: str) -> str:
@@ -110,6 +109,9 @@ MEANINGS = [
     ("^]$", "]", "["),
     ("^[+--]$", "+,-", "."),
     (r"^\/$", "/", "\\"),
+    ('^[^"]$', "\\a\n", '"'),
+    (r"^[^\\]$", '"a\n', "\\"),
+    (r"^[^\p{L}\"]$", "\\\n1", 'a"'),
 ]
 
 
