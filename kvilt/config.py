@@ -14,7 +14,7 @@ from pathlib import Path
 from .errors import ParamError
 
 DEFAULT_MODEL = "smollm2"
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "native", "reference")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -27,7 +27,7 @@ class RunConfig:
     threads: int | None = None  # None: what torch chooses
     kv_memory: int | None = None  # bytes; None: a quarter of the available memory
     max_context: int | None = None  # tokens; None: the model's own
-    kv_dtype: str = "float32"
+    kv_dtype: str = "auto"  # what the backend prefers
     backend: str = "auto"
 
     def __post_init__(self) -> None:

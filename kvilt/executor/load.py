@@ -41,7 +41,8 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
-    layout = kv_layout(spec, PAGE_TOKENS, getattr(torch, config.kv_dtype))
+    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
     decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or available_memory_bytes() // 4
     pages = budget_bytes // layout.page_bytes

@@ -149,6 +149,11 @@ class Ops(Protocol):
         """Names everything that decides the bits of a result: backend, instruction set, revision."""
         ...
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What this backend keeps KV in unless it is told otherwise."""
+        ...
+
     def alone(self) -> AbstractContextManager[None]:
         """Held while a call runs: keeps other pools of threads off the cores this backend uses."""
         ...

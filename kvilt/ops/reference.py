@@ -54,6 +54,7 @@ class ReferenceOps:
     """Plain torch on any device."""
 
     name = "reference"
+    kv_dtype = torch.float32  # an oracle rounds nothing
 
     @property
     def numerics(self) -> str:

@@ -88,7 +88,7 @@ def test_create_kv_cache(tiny: Executor) -> None:
 
 
 def test_a_pool_smaller_than_the_context_is_named_as_the_limit(tmp_path: Path) -> None:
-    small = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=40_000))
+    small = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=40_000, kv_dtype="float32"))
     room = small.pool.tokens
     assert room < small.max_context
     with small.create_kv_cache() as kv:

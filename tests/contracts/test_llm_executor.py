@@ -171,7 +171,9 @@ def test_release_cache_is_idempotent(tiny: Executor, served: LlmExecutor) -> Non
 
 
 def test_kv_capacity_is_what_a_cache_may_hold_now(tmp_path: Path) -> None:
-    executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=6 * 32 * 3 * 2 * 12 * 4))  # six pages
+    executor = load_executor(
+        write_tiny(tmp_path), RunConfig(kv_memory=6 * 32 * 3 * 2 * 12 * 2, kv_dtype="float16")
+    )  # six pages
     served = LlmExecutor(executor)
     assert served.kv_capacity() == 6 * 32
     served.prefill(PrefillInput("a", C))  # two pages
@@ -184,7 +186,9 @@ def test_kv_capacity_is_what_a_cache_may_hold_now(tmp_path: Path) -> None:
 
 def test_capabilities_follow_the_truth(tmp_path: Path) -> None:
     """Ferrum returns constants; here another configuration gives other capabilities."""
-    plain = LlmExecutor(load_executor(write_tiny(tmp_path / "full"), RunConfig(kv_memory=1 << 20))).capabilities()
+    plain = LlmExecutor(
+        load_executor(write_tiny(tmp_path / "full"), RunConfig(kv_memory=1 << 20, backend="native"))
+    ).capabilities()
     other = LlmExecutor(
         load_executor(
             write_tiny(tmp_path / "window", sliding_window=9),
@@ -193,7 +197,7 @@ def test_capabilities_follow_the_truth(tmp_path: Path) -> None:
     ).capabilities()
     assert (plain.layer_groups, other.layer_groups) == (("full",), ("window",))
     assert (plain.max_context, other.max_context) == (256, 100)
-    assert (plain.kv_dtype, other.kv_dtype) == ("float32", "bfloat16")
+    assert (plain.kv_dtype, other.kv_dtype) == ("float16", "bfloat16")
     assert plain.max_rows == other.max_rows == (1 << 20) // (32 * 3 * 2 * 12 * 4)
     assert (plain.backend, other.backend) == ("native", "reference")
     assert plain.numerics.startswith("native")

@@ -20,6 +20,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, backend = request.param
     model = random_model(family)
     folder: Path = write_checkpoint(model, tmp_path_factory.mktemp(family))
-    executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend=backend, threads=1))
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend=backend, threads=1, kv_dtype="float32"))
     yield Pair(model, executor)
     executor.close()

@@ -21,7 +21,7 @@ from kvilt.models.assemble import read_spec
 from kvilt.models.spec import RopeSpec
 from kvilt.weights.source import open_checkpoint
 
-TINY_POOL = RunConfig(kv_memory=1 << 22)
+TINY_POOL = RunConfig(kv_memory=1 << 22, kv_dtype="float32")
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

@@ -103,7 +103,7 @@ def write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
 
 
 def logits(path: Path, ids: list[int], **config: Any) -> torch.Tensor:
-    executor = load_executor(path, RunConfig(kv_memory=1 << 24, **config))
+    executor = load_executor(path, RunConfig(kv_memory=1 << 24, kv_dtype="float32", **config))
     with executor.create_kv_cache() as kv:
         return executor.step(ids, kv)[0]
 

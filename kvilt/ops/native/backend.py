@@ -37,6 +37,7 @@ class NativeOps:
     """C++ kernels on the CPU."""
 
     name = "native"
+    kv_dtype = torch.float16  # half the bytes of a long context, which is what decoding it waits for
 
     def __init__(self, threads: int | None = None, isa: str = "auto") -> None:
         try:
