@@ -14,7 +14,7 @@ from pathlib import Path
 from .errors import ParamError
 
 DEFAULT_MODEL = "smollm2"
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("auto", "native", "reference")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -35,8 +35,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
-        if self.kv_dtype not in KV_DTYPES:
-            raise ParamError("kv_dtype", f"must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
+            raise ParamError("kv_dtype", f"must be auto or one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         if self.backend not in BACKENDS:
             raise ParamError("backend", f"must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.device != "cpu":

@@ -110,7 +110,7 @@ def test_the_tensors_are_listed_only_when_asked_for(smollm2_path: Path) -> None:
 def test_tokens_per_gib_is_what_the_executor_reserves(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny")
     (facts, *_) = checkpoint_facts(folder).kv
-    executor = load_executor(folder, RunConfig(kv_memory=1 << 26))
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 26, kv_dtype=facts.dtype))
     pages = executor.pool.pages * executor.pool.layout.page_tokens
     assert pages == facts.tokens_per_gib // 16 // 32 * 32
     assert facts.context_bytes == 256 * facts.token_bytes
