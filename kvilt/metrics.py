@@ -128,6 +128,8 @@ class Metrics:
 
     def _key(self, declaration: Declaration, taken: dict[_Key, Any], labels: dict[str, str]) -> _Key:
         """The label values in declared order; all `other` once too many different ones were seen."""
+        if not labels and not declaration.labels:
+            return ()
         if labels.keys() != set(declaration.labels):
             wanted = ", ".join(declaration.labels) or "none"
             raise ParamError(declaration.name, f"takes the labels {wanted}, not {', '.join(sorted(labels)) or 'none'}")

@@ -51,7 +51,7 @@ ENGINE_METRICS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counters:
     """An engine's life as numbers on a metrics object, and as one log line for each request that ends."""
 
@@ -59,10 +59,14 @@ class Counters:
     pool: PagePool
     scheduler: Scheduler
     clock: Callable[[], float]
+    seen: tuple[object, ...] = ()  # what the gauges say
 
     def stepped(self) -> None:
-        """How full everything is after a step."""
+        """How full everything is after a step; most steps of a decode change nothing of it."""
         free = self.pool.free_pages()
+        if (now := (free, self.scheduler.running, self.scheduler.waiting)) == self.seen:
+            return
+        self.seen = now
         used = [self.pool.pages - pages for pages in free]
         used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.pool.layout.groups, strict=True))
         self.metrics.set(RUNNING, self.scheduler.running)
@@ -80,12 +84,15 @@ class Counters:
 
     def drew(self, track: Track, now_s: float) -> None:
         """A sample has one more token."""
-        self.metrics.add(GENERATED)
         if track.last_s:
             self.metrics.observe(NEXT_TOKEN, now_s - track.last_s)
         elif track.sample.index == 0:
             self.metrics.observe(FIRST_TOKEN, now_s - track.job.arrived_s)
         track.last_s = now_s
+
+    def told(self, tokens: int) -> None:
+        """So many tokens were drawn in a step."""
+        self.metrics.add(GENERATED, tokens)
 
     def forked(self) -> None:
         self.metrics.add(FORKS)

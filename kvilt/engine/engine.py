@@ -231,7 +231,8 @@ class Engine:
             return None
         assert track.kv is not None
         try:
-            track.kv.reserve(work.count)
+            if work.sample.shared_tail or stop > track.kv.row(0).reserved:  # most decodes have their room already
+                track.kv.reserve(work.count)
         except PoolExhausted:
             return None
         want = Last() if work.draws else Nothing()
@@ -257,8 +258,9 @@ class Engine:
                 return None
             case Done(tokens):
                 assert track.kv is not None
-                stop, trail = work.start + work.count, track.trail
-                filled = None if trail is None else partial(self._executor.prefixes.insert, trail=trail)
+                stop, size, filled = work.start + work.count, self._executor.layout.page_tokens, None
+                if track.trail is not None and work.start // size < stop // size:
+                    filled = partial(self._executor.prefixes.insert, trail=track.trail)
                 track.kv.commit([track.ids[work.start : stop]], filled=filled)
                 return tokens
 
@@ -274,6 +276,7 @@ class Engine:
         for one in advances:
             if one.parent is not None:
                 self._fork(self._tracks[one.parent], one.sample)
+        self._counters.told(sum(one.token is not None for one in advances))
         now_s = self._clock()
         for one in advances:
             track, over = self._tracks[one.sample], False

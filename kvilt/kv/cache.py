@@ -123,6 +123,8 @@ class KVCache:
         for row, count in zip(rows, counts, strict=True):
             self.check_fits(row.length + count)
         needs = [row.pages_needed(count) for row, count in zip(rows, counts, strict=True)]
+        if not any(map(any, needs)):
+            return  # most steps of a decode: there is room in its last page
         spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)])
         for row, count in zip(rows, counts, strict=True):
             row.reserve(count, spare)

@@ -14,7 +14,7 @@ from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
-from ..text.stops import Emitted, StopChecker
+from ..text.stops import StopChecker
 from ..text.tokenizer import Tokenizer
 from .completion import Completion, FinishReason, Timing, Usage
 
@@ -26,7 +26,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, ends: Collection[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, at_start=False)
-        self._checker = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._checker = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._ends = ends
         self._min_tokens = params.min_tokens
         self.token_ids: list[int] = []
@@ -44,7 +44,10 @@ class Text:
         if event.token in self._ends:
             return False
         text = self._detokenizer.add(event.token)
-        emitted = self._checker.add(text) if may_end else Emitted(text)
+        if self._checker is None or not may_end:
+            self.text += text
+            return False
+        emitted = self._checker.add(text)
         self.text += emitted.text
         return emitted.stopped
 
@@ -60,7 +63,8 @@ class Text:
 
     def end(self, event: Ended) -> None:
         """No more tokens: what was held back comes out, unless a stop string was found."""
-        self.text += self._checker.add(self._detokenizer.finish()).text + self._checker.finish()
+        text = self._detokenizer.finish()
+        self.text += text if self._checker is None else self._checker.add(text).text + self._checker.finish()
         self.ended = event
 
 
