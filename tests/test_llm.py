@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from kvilt.errors import (
     InputError,
     ModelClosed,
     ModelNotFound,
+    NumericsError,
     ParamError,
+    PoolExhausted,
     TemplateError,
 )
 
@@ -568,3 +571,108 @@ def test_a_stream_that_failed_has_no_completion_and_says_so(llm: LLM, monkeypatc
         list(stream)
     with pytest.raises(InputError, match="no completion"):
         _ = stream.completion
+
+
+# What the engine adds.
+
+LONG = "Once upon a time there was a king who had three daughters, and each of them wanted something else. " * 4
+
+
+def test_what_an_earlier_prompt_began_with_is_not_computed_again(llm: LLM) -> None:
+    first = llm.generate(LONG + "The first", max_tokens=6)
+    again = llm.generate(LONG + "The second", max_tokens=6)
+    size = llm.executor.layout.page_tokens
+    common = len(llm.tokenizer.encode(LONG + "The"))
+    assert again.usage.cached_tokens == common // size * size > 0
+    llm.executor.prefixes.clear()
+    alone = llm.generate(LONG + "The second", max_tokens=6)
+    assert (alone.usage.cached_tokens, alone.token_ids) == (0, again.token_ids)
+    assert first.usage.prompt_tokens > common
+
+
+def test_who_brings_a_cache_gets_what_it_holds_and_no_more(llm: LLM) -> None:
+    llm.generate(LONG, max_tokens=1)
+    with llm.executor.create_kv_cache() as empty:
+        done = llm.generate(LONG, kv=empty, max_tokens=1)
+        assert done.usage.cached_tokens == 0
+
+
+def test_several_threads_share_steps_and_get_what_they_get_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "The capital of France is", "Count: 1, 2, 3,", "2 + 2 ="]
+    expected = [llm.generate(prompt, max_tokens=24, ignore_eos=True).token_ids for prompt in prompts]
+    counted = Counted(llm, monkeypatch)
+    found: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        if index % 2:
+            found[index] = llm.generate(prompts[index], max_tokens=24, ignore_eos=True).token_ids
+        else:
+            found[index] = llm.stream(prompts[index], max_tokens=24, ignore_eos=True).completion.token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[index] for index in range(len(prompts))] == expected
+    assert max(rows for rows, _ in counted.steps) > 1
+
+
+def test_a_stream_runs_only_while_it_is_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=8)
+    pieces = iter(stream := llm.stream("Once upon a time", max_tokens=8))
+    next(pieces)
+    counted = Counted(llm, monkeypatch)
+    llm.generate("The capital of France is", max_tokens=8)
+    assert {rows for rows, _ in counted.steps} == {1}
+    assert stream.completion.token_ids == whole.token_ids
+
+
+def test_more_prompts_than_the_pool_holds_wait_and_come_back(smollm2_path: Path) -> None:
+    prompts = [f"Once upon a time there were {n} kings, and" for n in range(12)]
+    with kvilt.load(str(smollm2_path), kv_memory="6M", kv_dtype="float32", max_context=128) as small:
+        assert small.executor.pool.pages == 4
+        together = small.generate(prompts, max_tokens=40, ignore_eos=True)
+        for prompt, done in zip(prompts[:3], together, strict=False):
+            assert done.token_ids == small.generate(prompt, max_tokens=40, ignore_eos=True).token_ids
+        assert small.executor.pool.usage().used == 0
+
+
+def test_pages_that_somebody_else_holds_are_missed_by_name(smollm2_path: Path) -> None:
+    with kvilt.load(str(smollm2_path), kv_memory="6M", kv_dtype="float32", max_context=128) as small:
+        with small.prefill([28] * 90), pytest.raises(PoolExhausted, match="close caches you no longer need"):
+            small.generate([29] * 60, max_tokens=4)
+        assert small.generate([29] * 60, max_tokens=4).finish_reason == "length"
+        assert small.executor.pool.usage().used == 0
+
+
+@pytest.mark.parametrize("which", ["run", "sample"])
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    expected = llm.generate("Once upon a time", max_tokens=4).token_ids
+    honest, calls = getattr(llm.executor, which), iter(range(100))
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor, which, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["Once upon a time", "2 + 2 ="], max_tokens=9, keep_kv=True)
+    assert llm.executor.pool.usage().used == 0
+    assert llm.generate("Once upon a time", max_tokens=4).token_ids == expected
+
+
+def test_an_answer_that_fails_leaves_nothing_of_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = llm.executor.run
+
+    def no_numbers(batch: Batch) -> Logits:
+        logits = honest(batch)
+        logits.of_row(0).fill_(float("nan"))
+        return logits
+
+    monkeypatch.setattr(llm.executor, "run", no_numbers)
+    with pytest.raises(NumericsError):
+        llm.generate(["Once upon a time", "2 + 2 ="], max_tokens=3, keep_kv=True)
+    assert llm.executor.pool.usage().used == 0
