@@ -240,9 +240,9 @@ def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:
 
 def _unpacked(bits: npt.NDArray[np.int32], known: int, vocab_size: int) -> Tensor:
     """Bits [rows, words] as booleans [rows, vocab_size]; ids past the vocabulary are padding and never allowed."""
-    allowed = np.zeros((len(bits), vocab_size), np.bool_)
-    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=known, bitorder="little")
-    allowed[:, :known] = unpacked
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=known, bitorder="little").view(np.bool_)
+    if known < vocab_size:
+        allowed = np.pad(allowed, ((0, 0), (0, vocab_size - known)))
     return torch.from_numpy(allowed)
 
 

@@ -218,10 +218,12 @@ def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> 
         return scores
     banned = [states[i].banned() for i in at]
     ids = np.concatenate(banned)
-    owners = np.repeat(np.array(at, np.int64), [len(one) for one in banned])
-    index = torch.from_numpy(np.stack([owners, ids])[:, ids < scores.shape[-1]]).to(scores.device)
-    scores = _confine(ban(scores, index[0], index[1]), rows, states)
-    left = (scores[at].amax(-1) > float("-inf")).tolist()
+    if len(ids):
+        owners = np.repeat(np.array(at, np.int64), [len(one) for one in banned])
+        index = torch.from_numpy(np.stack([owners, ids])[:, ids < scores.shape[-1]]).to(scores.device)
+        scores = ban(scores, index[0], index[1])
+    scores = _confine(scores, rows, states)
+    left = (take_rows(scores, at).amax(-1) > float("-inf")).tolist()
     if not all(left):
         raise NoTokenLeft([rows[i] for i, some in zip(at, left, strict=True) if not some])
     return scores

@@ -89,7 +89,7 @@ def ban(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
 
 def confine(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
     """Logits [rows, vocab] where the given rows, in ascending order, keep only their allowed tokens [given, vocab]."""
-    kept = take_rows(logits, rows).masked_fill(~allowed, _NEVER)
+    kept = torch.where(allowed, take_rows(logits, rows), _NEVER)
     if len(rows) == len(logits):
         return kept
     return logits.index_copy(0, torch.tensor(rows, device=logits.device), kept)

@@ -248,11 +248,11 @@ def test_the_default_model_follows_a_schema(llm: LLM) -> None:
         "required": ["name", "born"],
         "additionalProperties": False,
     }
-    done = llm.generate("A person as JSON:", json_schema=schema, max_tokens=80, n=3, temperature=0.7, seed=4)
+    done = llm.generate("A person as JSON:", json_schema=schema, max_tokens=300, n=3, temperature=0.7, seed=4)
     for sample_ in (done, *done.alternatives):
         assert sample_.finish_reason == "stop"
         Draft202012Validator(schema).validate(json.loads(sample_.text))
-    stream = llm.stream("A person as JSON:", json_schema=schema, max_tokens=80, temperature=0.7, seed=4)
+    stream = llm.stream("A person as JSON:", json_schema=schema, max_tokens=300, temperature=0.7, seed=4)
     assert "".join(stream) == done.text
 
 
@@ -260,7 +260,9 @@ def test_the_default_model_chooses_and_matches(llm: LLM) -> None:
     question = [{"role": "user", "content": "Is Paris in France? Answer yes or no."}]
     assert llm.chat(question, choice=["yes", "no"]).text in ("yes", "no")
     assert llm.generate("The year is", regex=r" (19|20)\d\d\.").text[:3] in (" 19", " 20")
-    assert json.loads(llm.generate('{"a": 1}\n', json_object=True, max_tokens=100, seed=1).text) is not None
+    done = llm.generate("An object:", json_object=True, max_tokens=60)
+    assert done.text.startswith("{")
+    assert done.finish_reason == "length" or isinstance(json.loads(done.text), dict)
 
 
 def test_a_grammar_that_cannot_be_is_refused_before_any_work(llm: LLM) -> None:
