@@ -84,7 +84,7 @@ def day(llm: LLM, asks: Sequence[Ask], seed: int) -> Counter[str]:
     )
     order, ears = dice.sample(range(len(asks)), len(asks)), {}
     doomed = sorted(dice.sample(order, len(asks) * 3 // 10))
-    spare = dice.choice([0, executor.pool.pages - 40, executor.pool.pages - 24])
+    spare = dice.choice([0, executor.pool.pages - 20, executor.pool.pages - 14])
     taken = executor.pool.take([spare] * len(executor.layout.groups))
     try:
         while order or engine.ready:
@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first day's seed")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
@@ -124,7 +125,7 @@ def main() -> None:
     with kvilt.load(arguments.model, threads=arguments.threads, kv_memory="512M", max_context=512) as llm:
         asks = [ask for heat in (0.0, 0.8) for ask in crowd(llm, arguments.requests, heat)]
         started_s = time.perf_counter()
-        for seed in range(arguments.runs):
+        for seed in range(arguments.first, arguments.first + arguments.runs):
             total += day(llm, asks, seed)
         seconds = time.perf_counter() - started_s
         backend = llm.executor.pool.ops.numerics

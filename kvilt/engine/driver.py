@@ -72,18 +72,19 @@ class Driver:
         self._engine.add(job)
         self._wake.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, which: Job | str) -> None:
         """End a request within one step."""
-        self._engine.abort(request_id)
+        self._engine.abort(which)
         self._wake.set()
 
-    def hold(self, request_id: str) -> None:
+    def hold(self, which: Job | str) -> None:
         """Nobody reads what this request draws: no rows until it is resumed."""
-        self._engine.hold(request_id)
+        self._engine.hold(which)
+        self._wake.set()
 
-    def resume(self, request_id: str) -> None:
+    def resume(self, which: Job | str) -> None:
         """Somebody reads again."""
-        self._engine.resume(request_id)
+        self._engine.resume(which)
         self._wake.set()
 
     def drain(self, timeout_s: float | None = None) -> bool:

@@ -47,6 +47,7 @@ class Engine:
         self._tracks: dict[Sample, Track] = {}
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
+        self._arriving: dict[Job, None] = {}  # jobs in there
         limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
         self._books = Books(executor, self._tracks, _no_relief)
         self._scheduler = Scheduler(limits, self._books)
@@ -95,23 +96,20 @@ class Engine:
         """Let a request in at the next step; if `held`, it waits until somebody resumes it."""
         job.first.sample.held = held
         job.arrived_s = self._clock()
+        self._arriving[job] = None
         self._inbox.append(partial(self._enter, job))
 
-    def abort(self, request_id: str) -> None:
-        """End a request before the next step, unless it has ended already."""
-        self._inbox.append(partial(self._abort, request_id))
+    def abort(self, which: Job | str) -> None:
+        """End a request before the next step, unless it has ended already; a job also if it was never added."""
+        self._inbox.append(partial(self._abort, which))
 
-    def withdraw(self, job: Job) -> None:
-        """Have nothing more to do with a job, whether it was added, has ended, or neither."""
-        self._inbox.append(partial(self._withdraw, job))
-
-    def hold(self, request_id: str) -> None:
+    def hold(self, which: Job | str) -> None:
         """Give a request no row until it is resumed: nobody reads what it draws."""
-        self._inbox.append(partial(self._hold, request_id, True))
+        self._inbox.append(partial(self._hold, which, True))
 
-    def resume(self, request_id: str) -> None:
+    def resume(self, which: Job | str) -> None:
         """Give a request rows again."""
-        self._inbox.append(partial(self._hold, request_id, False))
+        self._inbox.append(partial(self._hold, which, False))
 
     def relieve_by(self, relief: Relief) -> None:
         """Who is asked for pages before a request has to give way or fails."""
@@ -120,12 +118,12 @@ class Engine:
     @property
     def requests(self) -> int:
         """Requests in progress, those not yet let in included."""
-        return len(self._jobs) + len(self._inbox)
+        return len(self._jobs) + len(self._arriving)
 
     @property
     def waiting(self) -> int:
         """Samples that wait for their first row, or for the next one after a preemption."""
-        return self._scheduler.waiting
+        return self._scheduler.waiting + len(self._arriving)
 
     # Between two steps.
 
@@ -154,6 +152,7 @@ class Engine:
     # Coming.
 
     def _enter(self, job: Job) -> None:
+        self._arriving.pop(job, None)
         if job.request.id in self._jobs:
             error = InputError(f"a request {job.request.id!r} is in progress; give each its own id")
             job.live.append(job.first)
@@ -164,10 +163,10 @@ class Engine:
         job.live.append(job.first)
         self._scheduler.add(job.first.sample)
 
-    def _hold(self, request_id: str, held: bool) -> None:
-        if (job := self._jobs.get(request_id)) is not None:
-            for track in job.live:
-                track.sample.held = held
+    def _hold(self, which: Job | str, held: bool) -> None:
+        job = self._jobs.get(which) if isinstance(which, str) else which
+        for track in job.live if job is not None else ():
+            track.sample.held = held
 
     # Planning.
 
@@ -180,7 +179,7 @@ class Engine:
                 self._arrange(plan)
                 if plan.work or (not plan.preempted and plan.starved is None):
                     return plan
-        except Exception as error:  # ours: nobody's state can be trusted
+        except BaseException as error:  # our mistake, or an interrupt: nobody's state can be trusted
             self.fail_all(error)
             raise
 
@@ -318,15 +317,11 @@ class Engine:
 
     # Going.
 
-    def _abort(self, request_id: str) -> None:
-        if (job := self._jobs.get(request_id)) is not None:
-            for track in list(job.live):
-                self._end(track, "cancelled")
-
-    def _withdraw(self, job: Job) -> None:
-        for track in list(job.live):
+    def _abort(self, which: Job | str) -> None:
+        job = self._jobs.get(which) if isinstance(which, str) else which
+        for track in list(job.live) if job is not None else ():
             self._end(track, "cancelled")
-        if job.base is not None:
+        if job is not None and job.base is not None:
             job.base.close()
 
     def _break_off(self, plan: StepPlan, error: BaseException) -> None:

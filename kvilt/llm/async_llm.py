@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from ..config import EngineConfig
 from ..engine.driver import Driver
@@ -21,7 +23,6 @@ from ..engine.engine import Engine
 from ..engine.handles import Handles
 from ..engine.job import Lent
 from ..engine.request import Request, new_id
-from ..engine.track import Job
 from ..errors import HandleMismatch, InputError, StepHung, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -32,7 +33,7 @@ from .answer import Answer, Asked
 from .async_kv import AsyncKV
 from .completion import Completion
 from .model import Message, Model, Prompt, behind, is_one, shared
-from .outlet import Delta, Outlet, Post, Reins
+from .outlet import Delta, Outlet, Post
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,8 @@ class AsyncLLM(Model):
         self._handles = Handles(executor, self.config, self.engine.metrics)
         self.engine.relieve_by(self._handles.relieve)
         self._post = Post()
-        self._outlets: dict[Outlet, None] = {}
+        self._lock = threading.Lock()
+        self._outlets: weakref.WeakSet[Outlet] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
         self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute)
 
@@ -135,9 +137,17 @@ class AsyncLLM(Model):
 
     # Asking.
 
+    @overload
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Completion: ...
+
+    @overload
+    async def generate(
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
+    ) -> list[Completion]: ...
+
     async def generate(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
-    ) -> Any:
+    ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them at once: a Completion, or a list of them."""
         terms, chosen = _terms(params, fields)
         one = is_one(prompt)
@@ -246,7 +256,7 @@ class AsyncLLM(Model):
         terms: Terms,
         loop: asyncio.AbstractEventLoop,
         unread: int | None,
-    ) -> tuple[Job, Outlet]:
+    ) -> Outlet:
         ready = source(terms)
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
         try:
@@ -255,13 +265,19 @@ class AsyncLLM(Model):
             if ready.lent is not None:
                 ready.lent.kv.close()
             raise
-        outlet = self._outlet(Answer(asked), request, loop, unread)
-        return self.engine.prepare(request, outlet, ready.lent), outlet
+        return self._outlet(Answer(asked), request, ready.lent, loop, unread)
 
-    def _outlet(self, answer: Answer, request: Request, loop: asyncio.AbstractEventLoop, unread: int | None) -> Outlet:
-        driver = self._driver
-        reins = Reins(*(partial(verb, request.id) for verb in (driver.abort, driver.hold, driver.resume)))
-        return Outlet(answer, loop, reins, self._post, unread)
+    def _outlet(
+        self,
+        answer: Answer,
+        request: Request,
+        lent: Lent | None,
+        loop: asyncio.AbstractEventLoop,
+        unread: int | None = None,
+    ) -> Outlet:
+        outlet = Outlet(answer, loop, self._driver, self._post, unread)
+        outlet.job = self.engine.prepare(request, outlet, lent)
+        return outlet
 
     # From a job to its end; these run in the event loop.
 
@@ -269,18 +285,18 @@ class AsyncLLM(Model):
         loop = asyncio.get_running_loop()
         making = asyncio.ensure_future(asyncio.to_thread(self._prepare, source, params, terms, loop, unread))
         try:
-            job, outlet = await asyncio.shield(making)
+            outlet = await asyncio.shield(making)
         except asyncio.CancelledError:
-            making.add_done_callback(self._discard)
+            making.add_done_callback(_discard)
             raise
-        self._outlets[outlet] = None
-        self._driver.submit(job)
+        self._admit(outlet)
         return outlet
 
-    def _discard(self, making: asyncio.Future[tuple[Job, Outlet]]) -> None:
-        """Nobody waits for this job any more."""
-        if not making.cancelled() and making.exception() is None:
-            self.engine.withdraw(making.result()[0])
+    def _admit(self, outlet: Outlet) -> None:
+        assert outlet.job is not None
+        with self._lock:
+            self._outlets.add(outlet)
+        self._driver.submit(outlet.job)
 
     async def _whole(self, source: Source, params: SamplingParams, terms: Terms) -> Completion:
         outlet = await self._submit(source, params, terms, unread=None)
@@ -293,8 +309,6 @@ class AsyncLLM(Model):
         except BaseException:
             outlet.leave()
             raise
-        finally:
-            self._outlets.pop(outlet, None)
 
     async def _open(self, source: Source, params: SamplingParams, terms: Terms) -> AsyncStream:
         outlet = await self._submit(source, params, terms, self.config.unread_tokens)
@@ -304,10 +318,8 @@ class AsyncLLM(Model):
         """The KV of a prompt."""
         request = Request(ids, tenant=tenant, keep_kv=True)
         answer = Answer(Asked(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
-        outlet = self._outlet(answer, request, asyncio.get_running_loop(), None)
-        job = self.engine.prepare(request, outlet)
-        self._outlets[outlet] = None
-        self._driver.submit(job)
+        outlet = self._outlet(answer, request, None, asyncio.get_running_loop())
+        self._admit(outlet)
         await self._finished(outlet)
         kv = answer.completion().kv
         assert kv is not None
@@ -315,8 +327,17 @@ class AsyncLLM(Model):
 
     def _hung(self, error: StepHung) -> None:
         """In the watchdog's thread."""
-        for outlet in list(self._outlets):
-            outlet.loop.call_soon_threadsafe(outlet.fail, error)
+        with self._lock:
+            outlets = list(self._outlets)
+        for outlet in outlets:
+            with suppress(RuntimeError):  # its loop is closed
+                outlet.loop.call_soon_threadsafe(outlet.fail, error)
+
+
+def _discard(making: asyncio.Future[Outlet]) -> None:
+    """Nobody waits for this any more."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().leave()
 
 
 def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[Terms, SamplingParams]:

@@ -34,10 +34,6 @@ class Question:
     job: Job
     answer: Answer
 
-    @property
-    def id(self) -> str:
-        return self.job.request.id
-
 
 class LLM(Model):
     """A model with its tokenizer and chat template. Close it, or use it as a context manager.
@@ -221,16 +217,16 @@ class LLM(Model):
         In between the request is held: it runs only while somebody waits for it.
         """
         answer = question.answer
-        self.engine.resume(question.id)
+        self.engine.resume(question.job)
         try:
             self._drive([question], lambda: answer.samples[0].fresh or answer.over or answer.stopped)
         except Cancelled:
             if not answer.stopped:  # nobody stopped this stream: the caller must hear of it
                 raise
         if answer.stopped and not answer.over:
-            self.engine.abort(question.id)
+            self.engine.abort(question.job)
             self._wheel.attend(lambda: answer.over)
-        self.engine.hold(question.id)
+        self.engine.hold(question.job)
         return answer.samples[0].take()
 
     def _drive(self, questions: Sequence[Question], done: Callable[[], bool]) -> None:
@@ -256,6 +252,6 @@ class LLM(Model):
         except BaseException:
             for question in questions:
                 question.answer.abandon()
-                self.engine.withdraw(question.job)
+                self.engine.abort(question.job)
             self._wheel.settle()
             raise

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..engine.driver import Driver
 from ..engine.event import Event, Token
+from ..engine.track import Job
 from ..sampling.sampler import TokenLogprobs
 from .answer import Answer
 from .completion import FinishReason
@@ -25,15 +27,6 @@ class Delta:
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reins:
-    """What a reader may do to its own request."""
-
-    abort: Callable[[], None]
-    hold: Callable[[], None]
-    resume: Callable[[], None]
 
 
 class Post:
@@ -62,12 +55,13 @@ class Outlet:
     """Listens for one reader. `hear` is called where steps run, everything else in the reader's event loop."""
 
     def __init__(
-        self, answer: Answer, loop: asyncio.AbstractEventLoop, reins: Reins, post: Post, unread: int | None
+        self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, post: Post, unread: int | None
     ) -> None:
         """`unread` is how many deltas may wait for the reader; None: there are none, only the end is waited for."""
         self.answer = answer
         self.loop = loop
-        self._reins = reins
+        self.job: Job | None = None  # what it listens to, once that is made
+        self._driver = driver
         self._post = post
         self._unread = unread
         self._queue: deque[Delta] = deque()
@@ -82,19 +76,19 @@ class Outlet:
             self._queue.append(self._delta(event))
             if len(self._queue) >= self._unread and not self._held:
                 self._held = True
-                self._reins.hold()
+                self._driver.hold(self._own())
         if self._unread is not None or self.answer.over:
             self._post.note(self)
         return enough
 
     def stop(self) -> None:
         """Draw no more; what there is can still be read."""
-        self._reins.abort()
+        self._driver.abort(self._own())
 
     def leave(self) -> None:
         """Nobody reads any more: the request ends within one step, and what it would keep goes back."""
         self.answer.abandon()
-        self._reins.abort()
+        self._driver.abort(self._own())
 
     def wake(self) -> None:
         """There is news."""
@@ -109,7 +103,10 @@ class Outlet:
         """The next delta; None after the last."""
         while True:
             if self._queue:
-                return self._take()
+                delta = self._queue.popleft()
+                self._relax()
+                return delta
+            self._relax()  # it may have been held just after the last delta was taken
             self._check()
             if self.answer.over:
                 return None
@@ -123,12 +120,15 @@ class Outlet:
                 return
             await self._wait()
 
-    def _take(self) -> Delta:
-        delta = self._queue.popleft()
+    def _relax(self) -> None:
+        """Let a request go on whose reader has caught up."""
         if self._held and len(self._queue) <= (self._unread or 0) // 2:
             self._held = False
-            self._reins.resume()
-        return delta
+            self._driver.resume(self._own())
+
+    def _own(self) -> Job:
+        assert self.job is not None
+        return self.job
 
     def _check(self) -> None:
         error = self._failure or self.answer.error

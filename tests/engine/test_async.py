@@ -266,6 +266,18 @@ def test_a_task_cancelled_while_its_prompt_is_made_ready_leaves_nothing(
     play(scene)
 
 
+def test_an_id_in_use_is_refused_and_its_first_owner_goes_on(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        first = asyncio.ensure_future(model.generate("Once upon a time", max_tokens=60, ignore_eos=True, id="a"))
+        while not model.engine.requests:
+            await asyncio.sleep(0.001)
+        with pytest.raises(InputError, match="give each its own id"):
+            await model.generate("Hello", SHORT, id="a")
+        assert len((await first).token_ids) == 60
+
+    play(scene)
+
+
 def test_a_reader_who_does_not_read_holds_up_only_itself(executor: Executor, play: Callable[..., None]) -> None:
     async def scene(model: AsyncLLM) -> None:
         slow = await model.stream("Once upon a time", max_tokens=200, ignore_eos=True)
