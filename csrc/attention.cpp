@@ -1,98 +1,154 @@
-// Rotary embedding, page writes and attention: checks, scratch memory and threads.
-#include <algorithm>
-#include <cstring>
-#include <stdexcept>
+#include "attention.h"
 
-#include "engine.h"
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
 
 namespace kvilt {
 namespace {
 
-uint16_t to_half(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
-  if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);  // too large: infinity
-  if (magnitude < 0x38800000u) {                                  // subnormal: round at 2^-24
-    float absolute;
-    std::memcpy(&absolute, &magnitude, 4);
-    absolute += 0.5f;  // the unit in the last place of 0.5 is 2^-24
-    uint32_t rounded;
-    std::memcpy(&rounded, &absolute, 4);
-    return uint16_t(sign | (rounded - 0x3f000000u));
-  }
-  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
-  return uint16_t(sign | ((rounded - 0x38000000u) >> 13));
+constexpr int64_t kBlockRows = 192;     // queries times heads that share what is loaded of a tile
+constexpr int64_t kItemsPerThread = 4;  // so that threads end together
+constexpr int64_t kTokensAtOnce = 32;   // tokens of a piece of elementwise work: a page, mostly
+
+const PagedKernels* find_kernels(const std::string& isa) {
+#if defined(KVILT_X86)
+  if (isa == "avx512") return avx512_paged();
+  if (isa == "avx2") return avx2_paged();
+#endif
+  return generic_paged();
 }
 
-uint16_t to_bfloat(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+template <typename T>
+void grow(std::vector<T>& room, int64_t size) {
+  if (int64_t(room.size()) < size) room.resize(size_t(size));
 }
 
-void put(const Pages& pages, const void* base, int64_t at, float value) {
-  switch (pages.dtype) {
-    case 0: static_cast<float*>(const_cast<void*>(base))[at] = value; return;
-    case 1: static_cast<uint16_t*>(const_cast<void*>(base))[at] = to_half(value); return;
-    default: static_cast<uint16_t*>(const_cast<void*>(base))[at] = to_bfloat(value); return;
-  }
-}
+int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 }  // namespace
 
-void Engine::rotate(const float* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t dim,
-                    int64_t pairs, bool interleaved, float* out) {
-  for (int64_t t = 0; t < tokens; ++t) {
-    const float *c = cos + t * pairs, *s = sin + t * pairs;
-    for (int64_t h = 0; h < heads; ++h) {
-      const float* from = x + (t * heads + h) * dim;
-      float* to = out + (t * heads + h) * dim;
-      for (int64_t p = 0; p < pairs; ++p) {
-        const int64_t i = interleaved ? 2 * p : p, j = interleaved ? 2 * p + 1 : p + pairs;
-        const float a = from[i], b = from[j];
-        to[i] = a * c[p] - b * s[p];
-        to[j] = b * c[p] + a * s[p];
-      }
-      for (int64_t d = 2 * pairs; d < dim; ++d) to[d] = from[d];
-    }
-  }
-}
+Attention::Attention(Workers& workers, const std::string& isa)
+    : workers_(workers), kernels_(find_kernels(isa)), scratch_(size_t(workers.threads())) {}
 
-void Engine::write(const Pages& pages, const int64_t* slots, int64_t tokens, const float* keys, const float* values) {
-  for (int64_t t = 0; t < tokens; ++t) {
-    const int64_t page = slots[t] / pages.page_tokens, at = slots[t] % pages.page_tokens;
-    for (int64_t h = 0; h < pages.kv_heads; ++h) {
-      const int64_t base = page * pages.kv_heads + h, from = t * pages.kv_heads + h;
-      for (int64_t d = 0; d < pages.dim; ++d)
-        put(pages, pages.keys, (base * pages.dim + d) * pages.lanes + at, keys[from * pages.dim + d]);
-      for (int64_t d = 0; d < pages.value_dim; ++d)
-        put(pages, pages.values, (base * pages.page_tokens + at) * pages.value_dim + d, values[from * pages.value_dim + d]);
-    }
-  }
-}
-
-void Engine::attend(const float* query, int64_t heads, const Pages& pages, const int64_t* tables, int64_t width,
-                    const int64_t* starts, int64_t rows, const int64_t* positions, const Mask& mask, float* out) {
-  std::lock_guard<std::mutex> guard(lock_);
-  const int64_t group = heads / pages.kv_heads, tokens = starts[rows];
-  std::vector<int64_t> row_of(tokens);
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t t = starts[row]; t < starts[row + 1]; ++t) {
-      if (positions[t] < 0 || positions[t] / pages.page_tokens >= width)
-        throw std::out_of_range("a position is outside its page table");
-      row_of[t] = row;
-    }
-  for (auto& scratch : scratch_) scratch.resize(4 * pages.lanes);
-  workers_.run(tokens * pages.kv_heads, [&](int64_t item, int worker) {
-    // Long prompts: the last tokens cost most, so they go first.
-    const int64_t t = tokens - 1 - item / pages.kv_heads, head = item % pages.kv_heads;
-    kernels_->attend(query + (t * heads + head * group) * pages.dim, group, pages, head, tables + row_of[t] * width,
-                     positions[t], mask, scratch_[worker].data(), out + (t * heads + head * group) * pages.value_dim);
+void Attention::rotate(const RotateArgs& a) {
+  const int64_t size = a.heads * a.dim;
+  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int) {
+    for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t)
+      kernels_->rotate(a.x + t * size, a.turn, t, a.heads, a.dim, a.out + t * size);
   });
+}
+
+void Attention::write(const WriteArgs& a) {
+  check_slots(a.pages, a.slots, a.tokens);
+  const int64_t keys = a.pages.kv_heads * a.pages.dim, values = a.pages.kv_heads * a.pages.value_dim;
+  for (auto& scratch : scratch_) grow(scratch, keys + a.pages.dim);
+  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
+    for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t)
+      kernels_->write(a.pages, a.slots[t], a.keys + t * keys, a.values + t * values, a.turn.cos ? &a.turn : nullptr, t,
+                      scratch_[size_t(worker)].data());
+  });
+}
+
+// ---- attention ----
+
+void Attention::check(const AttendArgs& a) const {
+  const int64_t size = a.pages.page_tokens;
+  for (int64_t row = 0; row < a.rows(); ++row) {
+    int64_t checked = -1;  // pages up to this one are there; a window starts anew, it may not see them
+    for (int64_t t = a.starts[row]; t < a.starts[row + 1]; ++t) {
+      const int64_t position = a.positions[t];
+      if (position < 0 || position / size >= a.width) throw std::out_of_range("a position is outside its page table");
+      const int64_t low = a.mask.window ? a.mask.first_seen(position) / size : checked + 1;
+      for (int64_t page = low; page <= position / size; ++page)
+        if (const int64_t id = a.tables[row * a.width + page]; id < 0 || id >= a.pages.pages)
+          throw std::out_of_range("a query sees a page that its row does not hold");
+      checked = std::max(checked, position / size);
+    }
+  }
+}
+
+// Blocks of queries as large as pays, but not so large that threads would have nothing to do.
+void Attention::plan(const AttendArgs& a) {
+  const int64_t group = a.group(), tokens = a.starts.back(), tile = tile_tokens(a.pages);
+  const int64_t fair = pieces(tokens * a.pages.kv_heads, workers_.threads() * kItemsPerThread);
+  const int64_t block = std::max<int64_t>(1, std::min(kBlockRows / group, fair));
+  units_.clear();
+  int64_t cost = 0;
+  for (int64_t row = 0; row < a.rows(); ++row)
+    for (int64_t first = a.starts[row]; first < a.starts[row + 1]; first += block) {
+      const int64_t count = std::min(block, a.starts[row + 1] - first);
+      const auto [low, high] = std::minmax_element(a.positions + first, a.positions + first + count);
+      const int64_t begin = a.mask.first_seen(*low) / tile, end = *high / tile + 1;
+      for (int64_t head = 0; head < a.pages.kv_heads; ++head)
+        units_.push_back({row, first, count, head, begin, end - begin, 0, 1, 1});
+      cost += a.pages.kv_heads * count * (end - begin);
+    }
+  cut(a, std::max<int64_t>(1, cost / (workers_.threads() * kItemsPerThread)));
+}
+
+// Units that cost much more than a fair piece are cut into several items; the dearest items go first.
+void Attention::cut(const AttendArgs& a, int64_t piece) {
+  const int64_t group = a.group();
+  items_.clear();
+  int64_t records = 0;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    Unit& unit = units_[i];
+    const int64_t cost = unit.tokens * unit.tiles;
+    if (workers_.threads() > 1 && cost > piece) unit.items = std::min(unit.tiles, pieces(cost, piece));
+    const int64_t tiles = pieces(unit.tiles, unit.items);
+    unit.items = unit.left = pieces(unit.tiles, tiles);
+    for (int64_t tile = 0; tile < unit.tiles; tile += tiles)
+      items_.push_back({int64_t(i), unit.tile + tile, std::min(tiles, unit.tiles - tile)});
+    unit.records = records;
+    if (unit.items > 1) records += unit.tiles * gathered_floats(unit.tokens * group, a.pages);
+  }
+  grow(records_, records);
+  std::sort(items_.begin(), items_.end(), [&](const Item& x, const Item& y) {
+    const int64_t here = x.tiles * units_[size_t(x.unit)].tokens, there = y.tiles * units_[size_t(y.unit)].tokens;
+    return here != there ? here > there : x.unit != y.unit ? x.unit < y.unit : x.tile < y.tile;
+  });
+  deal();
+}
+
+// Each thread begins with a share of neighbouring items: give all of them dear and cheap ones.
+void Attention::deal() {
+  const size_t threads = size_t(workers_.threads());
+  dealt_.clear();
+  for (size_t thread = 0; thread < threads; ++thread)
+    for (size_t i = thread; i < items_.size(); i += threads) dealt_.push_back(items_[i]);
+  items_.swap(dealt_);
+}
+
+void Attention::attend_item(const AttendArgs& a, const Item& item, int worker) {
+  Unit& unit = units_[size_t(item.unit)];
+  const int64_t group = a.group(), head = unit.head * group;
+  const Queries queries{a.query + (unit.first * a.heads + head) * a.pages.dim, a.heads * a.pages.dim, unit.tokens, group,
+                        a.positions + unit.first, a.tables + unit.row * a.width, unit.head};
+  const int64_t record = gathered_floats(queries.rows(), a.pages);
+  const bool apart = unit.items > 1;
+  float* scratch = scratch_[size_t(worker)].data();
+  float* records = apart ? records_.data() + unit.records + (item.tile - unit.tile) * record : scratch;
+  kernels_->attend(a.pages, queries, a.mask, item.tile, item.tile + item.tiles, apart, records, scratch + record);
+  if (apart) {
+    // Whoever comes last merges the tiles, from the first to the last.
+    if (std::atomic_ref<int64_t>(unit.left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    records = records_.data() + unit.records;
+    for (int64_t tile = 1; tile < unit.tiles; ++tile)
+      kernels_->merge(a.pages, queries.rows(), records + tile * record, records);
+  }
+  kernels_->finish(a.pages, queries, records, a.out + (unit.first * a.heads + head) * a.pages.value_dim,
+                   a.heads * a.pages.value_dim);
+}
+
+void Attention::attend(const AttendArgs& a) {
+  check(a);
+  plan(a);
+  int64_t rows = 0;
+  for (const Unit& unit : units_) rows = std::max(rows, unit.tokens * a.group());
+  for (auto& scratch : scratch_)
+    grow(scratch, gathered_floats(rows, a.pages) + kernels_->scratch_floats(a.pages, rows));
+  workers_.run(int64_t(items_.size()), [&](int64_t item, int worker) { attend_item(a, items_[size_t(item)], worker); });
 }
 
 }  // namespace kvilt

@@ -42,7 +42,7 @@ std::vector<std::string> available_isas() {
 }
 
 Engine::Engine(int threads, const std::string& isa)
-    : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), scratch_(std::max(1, threads)) {}
+    : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(workers_, kernels_->name) {}
 
 Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
@@ -169,6 +169,31 @@ void Engine::pack(const Packing& packing, const uint8_t* source, int64_t row_byt
   workers_.run((outputs + kTile - 1) / kTile, [&](int64_t tile, int) {
     packing.tile(source, row_bytes, outputs, inputs, tile, out + tile * bytes);
   });
+}
+
+void Engine::rotate(const RotateArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.rotate(args);
+}
+
+void Engine::write(const WriteArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.write(args);
+}
+
+void Engine::attend(const AttendArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.attend(args);
+}
+
+void Engine::read_slots(const std::vector<SlotsArgs>& layers) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.read_slots(layers);
+}
+
+void Engine::write_slots(const std::vector<SlotsArgs>& layers) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.write_slots(layers);
 }
 
 }  // namespace kvilt

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "attention.h"
 #include "kernels.h"
 #include "pack.h"
 #include "program.h"
@@ -48,12 +49,13 @@ class Engine {
   // Cosines and sines of angles position * radians, times `growth`.
   void rotation(const int64_t* positions, int64_t tokens, const float* radians, int64_t pairs, float growth, float* cos,
                 float* sin);
-  void rotate(const float* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t dim,
-              int64_t pairs, bool interleaved, float* out);
-  void write(const Pages& pages, const int64_t* slots, int64_t tokens, const float* keys, const float* values);
-  // starts has rows + 1 entries; tables is [rows][width].
-  void attend(const float* query, int64_t heads, const Pages& pages, const int64_t* tables, int64_t width,
-              const int64_t* starts, int64_t rows, const int64_t* positions, const Mask& mask, float* out);
+
+  // Rotation, pages and attention (attention.h).
+  void rotate(const RotateArgs& args);
+  void write(const WriteArgs& args);
+  void attend(const AttendArgs& args);
+  void read_slots(const std::vector<SlotsArgs>& layers);
+  void write_slots(const std::vector<SlotsArgs>& layers);
 
   // Each row one token further, into the page its table names.
   void advance(const Cursor& cursor);
@@ -75,6 +77,7 @@ class Engine {
  private:
   Workers workers_;
   const Kernels* kernels_;
+  Attention attention_;
   Rows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
@@ -84,7 +87,6 @@ class Engine {
   std::mutex lock_;
   std::vector<int8_t> values_;
   std::vector<float> floats_;
-  std::vector<std::vector<float>> scratch_;  // one per thread
 };
 
 // The instruction sets this machine can run, best first.

@@ -45,24 +45,6 @@ struct Target {
   float* out;         // [rows][outputs]
 };
 
-// One layer of one layer group of pages.
-struct Pages {
-  int dtype;              // 0 float32, 1 float16, 2 bfloat16
-  int64_t page_tokens;
-  int64_t lanes;          // page_tokens rounded up to sixteen
-  int64_t kv_heads;
-  int64_t dim;
-  int64_t value_dim;
-  const void* keys;       // [page][kv_head][dim][lanes]
-  const void* values;     // [page][kv_head][page_tokens][value_dim]
-};
-
-struct Mask {
-  float scale;
-  int64_t window;  // 0: all
-  float soft_cap;  // 0: none
-};
-
 struct Kernels {
   const char* name;
   void (*quantize)(const Rows& x, int64_t row);
@@ -75,9 +57,6 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   void (*add)(const float* a, const float* b, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
-  // One token: all query heads of one KV head. `scratch` has room for four pages of scores.
-  void (*attend)(const float* query, int64_t group, const Pages& pages, int64_t kv_head, const int64_t* table,
-                 int64_t position, const Mask& mask, float* scratch, float* out);
 };
 
 const Kernels* generic_kernels();

@@ -4,7 +4,6 @@
 // with intrinsics. Law: the value of an output depends on its own row alone, whatever else is computed beside it, so
 // every loop that a row goes through has the same order for one row and for many, and fused products are spelled out.
 #pragma once
-#include "attention_impl.h"
 #include "elementwise_impl.h"
 #include "linear_impl.h"
 
@@ -12,7 +11,7 @@ namespace kvilt::KVILT_ISA {
 
 inline const Kernels* kernels(const char* name) {
   static Kernels table;
-  table = {name, quantize, linear, gated, embed, rms_norm, add, argmax, attend};
+  table = {name, quantize, linear, gated, embed, rms_norm, add, argmax};
   return &table;
 }
 

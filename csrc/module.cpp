@@ -6,21 +6,13 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include "engine.h"
 #include "limits.h"
+#include "module.h"
 #include "packed.h"
 
-namespace nb = nanobind;
 using namespace kvilt;
 
 namespace {
-
-using Address = uintptr_t;
-
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 struct Weight {
   int kind;
@@ -33,16 +25,6 @@ struct Weight {
     if (kind < 0 || kind >= kKinds || outputs <= 0 || inputs <= 0 || bytes != w.tiles() * tile_bytes(w.kind, inputs))
       throw std::invalid_argument("these are not the bytes of a packed weight");
     return w;
-  }
-};
-
-struct PageLayer {
-  int dtype;
-  int64_t page_tokens, lanes, kv_heads, dim, value_dim;
-  Address keys, values;
-
-  Pages pages() const {
-    return {dtype, page_tokens, lanes, kv_heads, dim, value_dim, at<const void>(keys), at<const void>(values)};
   }
 };
 
@@ -72,10 +54,9 @@ NB_MODULE(_kvilt_native, m) {
         return p.loop(steps, at<const int64_t>(ids), rows, ends, at<int64_t>(out));
       }, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Weight>(m, "Weight").def(nb::init<int, int64_t, int64_t, Address, int64_t>());
-  nb::class_<PageLayer>(m, "PageLayer").def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, Address, Address>());
   using Release = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Engine>(m, "Engine")
-      .def(nb::init<int, const std::string&>())
+  nb::class_<Engine> engine(m, "Engine");
+  engine.def(nb::init<int, const std::string&>())
       .def_prop_ro("isa", [](const Engine& e) { return std::string(e.isa()); })
       .def_prop_ro("threads", &Engine::threads)
       .def("record", &Engine::record)
@@ -139,28 +120,6 @@ NB_MODULE(_kvilt_native, m) {
           cursor.tables.push_back(at<const int64_t>(tables[i]));
         }
         e.perform([=, &e] { e.advance(cursor); });
-      }, Release())
-      .def("rotate", [](Engine& e, Address x, Address cos, Address sin, int64_t tokens, int64_t heads, int64_t dim,
-                        int64_t pairs, bool interleaved, Address out) {
-        e.perform([=, &e] {
-          e.rotate(at<const float>(x), at<const float>(cos), at<const float>(sin), tokens, heads, dim, pairs,
-                   interleaved, at<float>(out));
-        });
-      }, Release())
-      .def("write", [](Engine& e, const PageLayer& p, Address slots, int64_t tokens, Address keys, Address values) {
-        const Pages pages = p.pages();
-        e.perform([=, &e] {
-          e.write(pages, at<const int64_t>(slots), tokens, at<const float>(keys), at<const float>(values));
-        });
-      }, Release())
-      .def("attend", [](Engine& e, Address query, int64_t heads, const PageLayer& p, Address tables, int64_t width,
-                        const std::vector<int64_t>& starts, Address positions, float scale, int64_t window,
-                        float soft_cap, Address out) {
-        const Pages pages = p.pages();
-        const Mask mask{scale, window, soft_cap};
-        e.perform([=, &e] {
-          e.attend(at<const float>(query), heads, pages, at<const int64_t>(tables), width, starts.data(),
-                   int64_t(starts.size()) - 1, at<const int64_t>(positions), mask, at<float>(out));
-        });
       }, Release());
+  bind_pages(m, engine);
 }

@@ -64,8 +64,9 @@ inline F16x fma(F16x a, F16x b, F16x c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)
 inline F16x larger(F16x a, F16x b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16x smaller(F16x a, F16x b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16x absolute(F16x a) { return {_mm512_abs_ps(a.v)}; }
-inline F16x zero_where_equal(F16x a, F16x b, F16x value) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ), value.v)};
+// The value where a is at least b, nothing elsewhere.
+inline F16x zero_below(F16x a, F16x b, F16x value) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), value.v)};
 }
 inline F16x to_float(I16x a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // 2^n of a number whose low bits hold n, as exp16 makes it; the rest is shifted out.
@@ -121,9 +122,9 @@ inline F16x absolute(F16x x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
-inline F16x zero_where_equal(F16x x, F16x y, F16x value) {
-  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NEQ_UQ), value.a),
-          _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NEQ_UQ), value.b)};
+inline F16x zero_below(F16x x, F16x y, F16x value) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), value.a),
+          _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), value.b)};
 }
 inline F16x to_float(I16x x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline F16x power(F16x rounded) {
@@ -186,8 +187,8 @@ inline F16x fma(F16x a, F16x b, F16x c) { return a * b + c; }
 inline F16x larger(F16x a, F16x b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F16x smaller(F16x a, F16x b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F16x absolute(F16x a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
-inline F16x zero_where_equal(F16x a, F16x b, F16x value) {
-  return each([&](int i) { return a.v[i] == b.v[i] ? 0.0f : value.v[i]; });
+inline F16x zero_below(F16x a, F16x b, F16x value) {
+  return each([&](int i) { return a.v[i] >= b.v[i] ? value.v[i] : 0.0f; });
 }
 inline F16x to_float(I16x a) { return each([&](int i) { return float(a.v[i]); }); }
 inline F16x power(F16x rounded) {
@@ -219,13 +220,32 @@ inline F16x operator*(F16x a, float b) { return a * splat(b); }
 inline F16x fma(F16x a, float b, F16x c) { return fma(a, splat(b), c); }
 
 // Sixteen lanes to one, by halves: always the same tree.
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+inline __m256 low_half(F16x x) { return __builtin_shufflevector(x.v, x.v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline __m256 high_half(F16x x) { return __builtin_shufflevector(x.v, x.v, 8, 9, 10, 11, 12, 13, 14, 15); }
+#else
+inline __m256 low_half(F16x x) { return x.a; }
+inline __m256 high_half(F16x x) { return x.b; }
+#endif
+inline float total(F16x v) {
+  const __m256 eight = _mm256_add_ps(low_half(v), high_half(v));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float largest(F16x v) {
+  const __m256 eight = _mm256_max_ps(low_half(v), high_half(v));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 template <typename Op>
 inline float fold(F16x v, Op op) {
-  float a[16];
-  store(a, v);
   for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; ++i) a[i] = op(a[i], a[i + step]);
-  return a[0];
+    for (int i = 0; i < step; ++i) v.v[i] = op(v.v[i], v.v[i + step]);
+  return v.v[0];
 }
 inline float total(F16x v) {
   return fold(v, [](float a, float b) { return a + b; });
@@ -233,11 +253,7 @@ inline float total(F16x v) {
 inline float largest(F16x v) {
   return fold(v, [](float a, float b) { return a < b ? b : a; });
 }
-inline float first(F16x v) {
-  float a[16];
-  store(a, v);
-  return a[0];
-}
+#endif
 
 // e^x for x in [-87, 88], a few units in the last place; smaller x give a value that is as good as zero.
 inline F16x exp16(F16x x) {

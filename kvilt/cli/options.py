@@ -91,7 +91,7 @@ RUNTIME = Group(
             "threads": Option(int | None, None, "CPU threads; default all."),
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default a quarter of what is free."),
             "max_context": Option(int | None, None, "Longest sequence in tokens."),
-            "kv_dtype": Option(str, "auto", "float32, float16 or bfloat16; auto: what the backend prefers."),
+            "kv_dtype": Option(str, "auto", "float32, float16, bfloat16 or int8; auto: what the backend prefers."),
             "backend": Option(str, "auto", "auto or reference."),
         }
     ),

@@ -3,7 +3,8 @@
     magic 8 | version u32 | header length u64 | header (JSON) | payload | sha256 of all before
 
 Payload, row by row: token ids (int64), hashes of embedding rows (32 bytes each), then per layer group the keys and the
-values as [layer, token, head, dim] in the layout's dtype, all little endian. Refuses to know pages and pools.
+values as [layer, token, head, dim] in the layout's dtype and, where that is int8, the scales of both as float32
+[layer, token, head], all little endian. Refuses to know pages and pools.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _PREFIX = struct.Struct("<8sIQ")
 _MAX_HEADER_BYTES = 1 << 26
 _MAX_TOKENS = 1 << 40
 _MAX_EXTENT = 1 << 20
-_DTYPES = MappingProxyType({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
+_DTYPES = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+)
 _IDENTITY_FIELDS = ("model", "adapter", "origin", "salt")
 
 
@@ -75,7 +78,7 @@ def pack(images: Sequence[RowImage], layout: KVLayout, identity: Identity) -> by
         parts.append(image.ids.tobytes())
         parts += [image.embeds[position] for position in sorted(image.embeds)]
         for kv in image.groups:
-            parts += [_to_bytes(kv.keys), _to_bytes(kv.values)]
+            parts += map(_to_bytes, (kv.keys, kv.values, kv.key_scales, kv.value_scales))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -256,12 +259,9 @@ def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview) -> RowIma
         raise BlobError("payload.tokens", "a token id is negative")
     groups = []
     for group, first in zip(layout.groups, row.firsts, strict=True):
-        sizes = _part_bytes(group.shape, row.length - first)
-        keys = _from_bytes(payload[at : at + sizes[0]], group.shape, group.shape.key_dim)
-        at += sizes[0]
-        values = _from_bytes(payload[at : at + sizes[1]], group.shape, group.shape.value_dim)
-        at += sizes[1]
-        groups.append(KeysValues(keys, values))
+        size = sum(_part_bytes(group.shape, row.length - first))
+        groups.append(_keys_values(payload[at : at + size], group.shape, row.length - first))
+        at += size
     return RowImage(ids, embeds, tuple(row.firsts), tuple(groups))
 
 
@@ -271,19 +271,32 @@ def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:
     return 8 * row.length + HASH_BYTES * len(row.embeds) + kv_bytes
 
 
-def _part_bytes(shape: PageShape, tokens: int) -> tuple[int, int]:
-    unit = shape.layers * tokens * shape.kv_heads * shape.dtype.itemsize
-    return unit * shape.key_dim, unit * shape.value_dim
+def _part_bytes(shape: PageShape, tokens: int) -> tuple[int, int, int, int]:
+    """Of keys, values, scales of keys, scales of values."""
+    heads = shape.layers * tokens * shape.kv_heads
+    numbers, scales = heads * shape.dtype.itemsize, heads * shape.scales * torch.float32.itemsize
+    return numbers * shape.key_dim, numbers * shape.value_dim, scales, scales
+
+
+def _keys_values(data: memoryview, shape: PageShape, tokens: int) -> KeysValues:
+    heads, at, parts = (shape.layers, tokens, shape.kv_heads), 0, []
+    extents: list[tuple[int, ...]] = [(*heads, shape.key_dim), (*heads, shape.value_dim)]
+    extents += [heads if shape.scales else (0,)] * 2
+    dtypes = (shape.dtype, shape.dtype, torch.float32, torch.float32)
+    for size, dtype, extent in zip(_part_bytes(shape, tokens), dtypes, extents, strict=True):
+        parts.append(_from_bytes(data[at : at + size], dtype, extent))
+        at += size
+    return KeysValues(*parts)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def _from_bytes(data: memoryview, shape: PageShape, dim: int) -> Tensor:
-    if not len(data):
-        return torch.empty((shape.layers, 0, shape.kv_heads, dim), dtype=shape.dtype)
-    return torch.frombuffer(bytearray(data), dtype=shape.dtype).view(shape.layers, -1, shape.kv_heads, dim)
+def _from_bytes(data: memoryview, dtype: torch.dtype, extent: tuple[int, ...]) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(extent) if len(data) else torch.empty(extent, dtype=dtype)
+    )
 
 
 def _count(value: Any, limit: int) -> TypeGuard[int]:

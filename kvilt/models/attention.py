@@ -37,10 +37,10 @@ class Attention:
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
-        if isinstance(spec.rope, RopeSpec):
-            rotation = context.rotations[spec.rope]
-            q, k = ops.rotate(q, rotation), ops.rotate(k, rotation)
-        ops.write(store, self.place.layer, paging.slots, k, v)
+        rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
+        if rotation is not None:
+            q = ops.rotate(q, rotation)
+        ops.write(store, self.place.layer, paging.slots, k, v, rotation)
         mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
         return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops, onto)
 

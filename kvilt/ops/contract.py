@@ -33,6 +33,8 @@ class PackedWeight:
         return self.data.numel()
 
 
+_NO_SCALES = torch.empty(0)  # floats need none
+
 # What a backend multiplies with, and a map: a weight [out, in] and perhaps a bias [out].
 Prepared: TypeAlias = Weight | PackedWeight
 LinearMap: TypeAlias = tuple[Prepared, Tensor | None]
@@ -47,12 +49,18 @@ class PageShape:
     kv_heads: int
     key_dim: int
     value_dim: int  # 0 where values are part of the keys (latent attention)
-    dtype: torch.dtype
+    dtype: torch.dtype  # a float, or int8 with a float32 scale per token and head
+
+    @property
+    def scales(self) -> int:
+        """Scales that a token has in each head, for its keys and again for its values: one if they are bytes."""
+        return int(self.dtype == torch.int8)
 
     @property
     def token_bytes(self) -> int:
         """Bytes one token takes in all layers of the group."""
-        return self.layers * self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        numbers = (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return self.layers * self.kv_heads * (numbers + 2 * self.scales * torch.float32.itemsize)
 
     @property
     def page_bytes(self) -> int:
@@ -100,6 +108,8 @@ class KeysValues:
 
     keys: Tensor  # [layers, tokens, kv_heads, key_dim]
     values: Tensor  # [layers, tokens, kv_heads, value_dim]
+    key_scales: Tensor = _NO_SCALES  # float32 [layers, tokens, kv_heads], where keys are bytes
+    value_scales: Tensor = _NO_SCALES
 
 
 class Recorded(Protocol):
@@ -210,8 +220,20 @@ class Ops(Protocol):
         """Room for `pages` pages; their content is noise until written."""
         ...
 
-    def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
+    def write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`, in the store's dtype.
+
+        With a rotation the keys come unrotated and are turned on their way, to the same bits as by `rotate`: this is
+        how a stored chunk is placed at any position.
+        """
         ...
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:

@@ -48,6 +48,8 @@ class ReferencePages:
     shape: PageShape
     keys: Tensor  # [layers, pages * page_tokens, kv_heads, key_dim]
     values: Tensor  # [layers, pages * page_tokens, kv_heads, value_dim]
+    key_scales: Tensor  # [layers, pages * page_tokens, kv_heads, scales]
+    value_scales: Tensor
 
 
 class ReferenceOps:
@@ -131,28 +133,47 @@ class ReferenceOps:
             shape,
             torch.empty((*slots, shape.key_dim), dtype=shape.dtype, device=device),
             torch.empty((*slots, shape.value_dim), dtype=shape.dtype, device=device),
+            torch.empty((*slots, shape.scales), device=device),
+            torch.empty((*slots, shape.scales), device=device),
         )
 
-    def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None = None,
+    ) -> None:
         pages = _own(store)
-        pages.keys[layer].index_copy_(0, slots, keys.to(pages.keys.dtype))
-        pages.values[layer].index_copy_(0, slots, values.to(pages.values.dtype))
+        keys = keys if rotation is None else self.rotate(keys.float(), rotation)
+        _put(pages.keys[layer], pages.key_scales[layer], slots, keys)
+        _put(pages.values[layer], pages.value_scales[layer], slots, values)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         here, there = _own(source), _own(target)
         size = here.shape.page_tokens
         for a, b in zip(sources, targets, strict=True):
-            there.keys[:, b * size : (b + 1) * size] = here.keys[:, a * size : (a + 1) * size]
-            there.values[:, b * size : (b + 1) * size] = here.values[:, a * size : (a + 1) * size]
+            for read, written in zip(_tensors(here), _tensors(there), strict=True):
+                written[:, b * size : (b + 1) * size] = read[:, a * size : (a + 1) * size]
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
         pages = _own(store)
-        return KeysValues(pages.keys[:, slots].cpu(), pages.values[:, slots].cpu())
+        keys, values = pages.keys[:, slots].cpu(), pages.values[:, slots].cpu()
+        if not pages.shape.scales:
+            return KeysValues(keys, values)
+        return KeysValues(
+            keys, values, pages.key_scales[:, slots, :, 0].cpu(), pages.value_scales[:, slots, :, 0].cpu()
+        )
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
         pages = _own(store)
         pages.keys[:, slots] = kv.keys.to(pages.keys.device)
         pages.values[:, slots] = kv.values.to(pages.values.device)
+        if pages.shape.scales:
+            pages.key_scales[:, slots, :, 0] = kv.key_scales.to(pages.keys.device)
+            pages.value_scales[:, slots, :, 0] = kv.value_scales.to(pages.keys.device)
 
 
 def _attend_block(
@@ -165,6 +186,8 @@ def _attend_block(
     size = pages.shape.page_tokens
     slots = table[at // size] * size + at % size
     keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots].float()
+    if pages.shape.scales:
+        keys, values = keys * pages.key_scales[layer, slots], values * pages.value_scales[layer, slots]
 
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -185,6 +208,29 @@ def _attend_block(
 def _plain(weight: Prepared) -> Tensor:
     assert not isinstance(weight, PackedWeight), "a weight packed by another backend"
     return dequantize(weight) if isinstance(weight, QuantTensor) else weight
+
+
+def _put(numbers: Tensor, scales: Tensor, slots: Tensor, x: Tensor) -> None:
+    """`x` [tokens, heads, dim] into `slots` of one layer, as the numbers that are kept there."""
+    if scales.shape[-1]:
+        x, scale = _to_bytes(x.float())
+        scales.index_copy_(0, slots, scale)
+    numbers.index_copy_(0, slots, x.to(numbers.dtype))
+
+
+def _to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 numbers and the scale [..., 1] that makes the largest of each token and head 127."""
+    if not x.shape[-1]:
+        return x, torch.zeros((*x.shape[:-1], 1), device=x.device)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 0.0)  # one over it would be no number
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    scaled = x * inverse
+    return torch.where(scaled > -127, scaled, -127.0).clamp(max=127).round(), scale
+
+
+def _tensors(pages: ReferencePages) -> tuple[Tensor, ...]:
+    return pages.keys, pages.values, pages.key_scales, pages.value_scales
 
 
 def _own(store: PageStore) -> ReferencePages:

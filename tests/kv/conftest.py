@@ -51,8 +51,9 @@ class Scribe:
         """A pool full of NaN: whoever reads what nobody wrote is found out."""
         pool = PagePool(layout or self.full(), pages, ReferenceOps(), lambda: identity)
         for store in pool.stores:
-            store.keys.fill_(float("nan"))
-            store.values.fill_(float("nan"))
+            scaled = (store.key_scales, store.value_scales)
+            for part in scaled if store.shape.scales else (store.keys, store.values):
+                part.fill_(float("nan"))
         return pool
 
     def cells(self, tokens: Sequence[Token], before: Sequence[Cell] = (), salt: bytes = b"") -> list[Cell]:

@@ -311,7 +311,7 @@ def test_kv_of_another_layout_is_refused(scribe: Any, name: str) -> None:
         assert refused(cache, other.serialize()) == "layout"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("layout", ["full", "windowed"])
 def test_a_round_trip_keeps_every_bit_also_of_nan_and_infinity(scribe: Any, layout: str, dtype: torch.dtype) -> None:
     pool = scribe.pool(scribe.layout(layout, dtype))
@@ -325,6 +325,25 @@ def test_a_round_trip_keeps_every_bit_also_of_nan_and_infinity(scribe: Any, layo
         blob = cache.serialize()
         other.load(blob)
         assert other.serialize() == blob
+
+
+def test_bytes_travel_with_their_scales(scribe: Any) -> None:
+    layout = scribe.windowed(torch.int8)
+    pool, abroad = scribe.pool(layout), scribe.pool(scribe.windowed(torch.int8, page_tokens=3))
+    with KVCache(pool) as cache, KVCache(abroad) as other, KVCache(scribe.pool(scribe.windowed())) as floats:
+        scribe.extend(cache, [scribe.cells(range(5))])
+        blob = cache.serialize()
+        other.load(blob)
+        for g, store in enumerate(pool.stores):
+            kv = pool.ops.read_slots(store, cache.row(0).slots(g, 0, 5))
+            there = abroad.ops.read_slots(abroad.stores[g], other.row(0).slots(g, 0, 5))
+            assert torch.isfinite(kv.key_scales).all()
+            for name in ("keys", "values", "key_scales", "value_scales"):
+                assert torch.equal(getattr(kv, name), getattr(there, name))
+        assert refused(floats, blob) == "layout"
+        short = Blob(blob)
+        short.payload = short.payload[:-8]  # as long as if there were no scales of the last token's values
+        assert refused(cache, short.sealed()) == "payload"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

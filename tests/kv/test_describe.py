@@ -53,7 +53,7 @@ def test_a_blob_says_its_rows_layout_and_identity(cache: KVCache, scribe: Any) -
     assert describe(memoryview(blob), first_tokens=5) == said
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
 def test_the_dtype_is_the_layouts(scribe: Any, dtype: torch.dtype) -> None:
     cache, _ = scribe.grown(scribe.pool(scribe.full(dtype)), [5, 6])
     with cache:

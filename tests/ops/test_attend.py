@@ -64,6 +64,16 @@ CASES = {
     ),
     "float16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.float16)),
     "bfloat16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.bfloat16)),
+    "int8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.int8)),
+    "int8 pages and sparse windows": Case(
+        [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, torch.int8)
+    ),
+    "pages that fill no vector": Case(
+        [RowCase([5, 0, 3], range(50), range(50))], shape=PageShape(2, 19, 2, 24, 40, torch.float16)
+    ),
+    "pages of more than one vector": Case(
+        [RowCase([2, 0, 3, 1], range(150), range(150))], shape=PageShape(2, 48, 2, 16, 16, torch.float32)
+    ),
     "pages of one token": Case(
         [RowCase([5, 0, 3, 2], range(4), range(4))], shape=PageShape(2, 1, 2, 8, 8, torch.float32)
     ),
@@ -99,10 +109,17 @@ class Scene:
         keys = random_of(len(slots), shape.kv_heads, shape.key_dim)
         values = random_of(len(slots), shape.kv_heads, shape.value_dim, seed=1)
         ops.write(self.store, case.layer, at, keys, values)
-        self.keys = dict(zip(slots, keys.to(shape.dtype).double(), strict=True))
-        self.values = dict(zip(slots, values.to(shape.dtype).double(), strict=True))
+        self.keys, self.values = self._stored(ops, case.layer, list(slots))
         self.paging = paging_of(size, *((row.table, list(row.asking)) for row in case.rows))
         self.query = random_of(self.paging.starts[-1], case.heads, shape.key_dim, seed=2)
+
+    def _stored(self, ops: Ops, layer: int, slots: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """What the store says it holds, token by token; tests of pages say what it must be."""
+        kv = ops.read_slots(self.store, torch.tensor(slots))
+        keys, values = kv.keys[layer].double(), kv.values[layer].double()
+        if kv.key_scales.numel():
+            keys, values = keys * kv.key_scales[layer].unsqueeze(-1), values * kv.value_scales[layer].unsqueeze(-1)
+        return dict(zip(slots, keys, strict=True)), dict(zip(slots, values, strict=True))
 
     def truth(self) -> Tensor:
         """[tokens, heads, value_dim], one query and one head at a time."""

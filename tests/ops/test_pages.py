@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvilt.ops.contract import KeysValues, Ops, PageShape
+from kvilt.ops.contract import KeysValues, Ops, PageShape, Rotation
+from kvilt.ops.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EVERY = [*DTYPES, torch.int8]
 
 
 def shape_of(dtype: torch.dtype, value_dim: int = 6) -> PageShape:
@@ -22,10 +24,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def random_kv(random_of: Any, shape: PageShape, tokens: int, seed: int = 0) -> KeysValues:
-    return KeysValues(
-        random_of(shape.layers, tokens, shape.kv_heads, shape.key_dim, seed=seed).to(shape.dtype),
-        random_of(shape.layers, tokens, shape.kv_heads, shape.value_dim, seed=seed + 1).to(shape.dtype),
-    )
+    heads = (shape.layers, tokens, shape.kv_heads)
+    numbers = (20 * random_of(*heads, dim, seed=seed + i) for i, dim in enumerate((shape.key_dim, shape.value_dim)))
+    scales = (random_of(*heads, seed=seed + i).abs() for i in range(2)) if shape.scales else ()
+    return KeysValues(*(part.to(shape.dtype) for part in numbers), *scales)
+
+
+def same_kv(a: KeysValues, b: KeysValues) -> bool:
+    scales = same_bits(a.key_scales, b.key_scales) and same_bits(a.value_scales, b.value_scales)
+    return scales and same_bits(a.keys, b.keys) and same_bits(a.values, b.values)
+
+
+def is_noise(kv: KeysValues) -> bool:
+    """Whether all of it is NaN: the numbers, or the scales of bytes."""
+    parts = (kv.key_scales, kv.value_scales) if kv.key_scales.numel() else (kv.keys, kv.values)
+    return all(bool(torch.isnan(part).all()) for part in parts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,19 +56,15 @@ def test_what_layers_write_is_read_in_canonical_order(
         assert same_bits(found.values, values[:, order].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 def test_write_slots_is_the_inverse_of_read_slots(
     ops: Ops, noisy_pages: Any, random_of: Any, dtype: torch.dtype
 ) -> None:
     shape = shape_of(dtype)
     store, kv, slots = noisy_pages(shape, 5), random_kv(random_of, shape, 4), torch.tensor([19, 0, 7, 4])
     ops.write_slots(store, slots, kv)
-    found = ops.read_slots(store, slots)
-    assert same_bits(found.keys, kv.keys)
-    assert same_bits(found.values, kv.values)
-    others = ops.read_slots(store, torch.tensor([s for s in range(20) if s not in slots.tolist()]))
-    assert torch.isnan(others.keys).all()
-    assert torch.isnan(others.values).all()
+    assert same_kv(ops.read_slots(store, slots), kv)
+    assert is_noise(ops.read_slots(store, torch.tensor([s for s in range(20) if s not in slots.tolist()])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +95,7 @@ def test_reading_no_slot_gives_empty_tensors_of_the_right_shape(ops: Ops, noisy_
     assert found.keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("abroad", [True, False], ids=["to another store", "within a store"])
 def test_pages_are_copied_whole_and_alone(
     ops: Ops, noisy_pages: Any, random_of: Any, dtype: torch.dtype, abroad: bool
@@ -98,12 +107,9 @@ def test_pages_are_copied_whole_and_alone(
     ops.write_slots(source, torch.arange(4, 12), kv)  # pages 1 and 2
     ops.copy_pages(source, [2, 1], target, [3, 5])
     copied = ops.read_slots(target, torch.cat((torch.arange(20, 24), torch.arange(12, 16))))
-    assert same_bits(copied.keys, kv.keys)
-    assert same_bits(copied.values, kv.values)
-    untouched = ops.read_slots(target, torch.tensor([0, 1, 2, 3, 16, 17, 18, 19]))
-    assert torch.isnan(untouched.keys).all()
-    kept = ops.read_slots(source, torch.arange(4, 12))
-    assert same_bits(kept.keys, kv.keys)
+    assert same_kv(copied, kv)
+    assert is_noise(ops.read_slots(target, torch.tensor([0, 1, 2, 3, 16, 17, 18, 19])))
+    assert same_kv(ops.read_slots(source, torch.arange(4, 12)), kv)
 
 
 def test_a_copied_page_is_no_longer_tied_to_its_source(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
@@ -133,3 +139,103 @@ def test_a_store_knows_its_shape_and_values_may_have_no_width(ops: Ops, noisy_pa
     found = ops.read_slots(store, torch.tensor([1, 6]))
     assert same_bits(found.keys, kv.keys)
     assert found.values.shape == (3, 2, 2, 0)
+
+
+# Bytes: a scale per token and head.
+
+
+def test_bytes_are_the_nearest_to_what_was_written(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
+    shape = shape_of(torch.int8)
+    store, slots = noisy_pages(shape, 5), torch.tensor([17, 2, 3, 8])
+    keys, values = 5 * random_of(4, 2, 8), random_of(4, 2, 6)
+    ops.write(store, 1, slots, keys, values)
+    found = ops.read_slots(store, slots)
+    for x, numbers, scales in ((keys, found.keys, found.key_scales), (values, found.values, found.value_scales)):
+        assert torch.equal(scales[1], x.abs().amax(-1) / 127)  # of its own token and head, and of nothing else
+        back = numbers[1].double() * scales[1].double().unsqueeze(-1)
+        assert ((back - x).abs() <= 0.5001 * scales[1].unsqueeze(-1)).all()
+        assert (numbers[1].abs().amax(-1) == 127).all()
+
+
+AWKWARD = {
+    "zeros": [0.0, -0.0, 0.0, 0.0],
+    "too small for a scale": [1e-37, -1e-40, 0.0, 1e-38],
+    "small": [1e-35, -1e-36, 0.0, 3e-36],
+    "large": [3e38, -3e38, 1.0, 0.0],
+    "ties": [127.0, 0.5, 1.5, -2.5],
+    "one far from the others": [1e6, 1.0, -1.0, 4e3],
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: str) -> None:
+    shape = PageShape(1, 4, 1, 4, 4, torch.int8)
+    x, slots = torch.tensor(AWKWARD[name]).view(1, 1, 4), torch.tensor([5])
+    reference, store = ReferenceOps(), noisy_pages(shape, 2)
+    truth = reference.new_pages(shape, 2, torch.device("cpu"))
+    ops.write(store, 0, slots, x, -x)
+    reference.write(truth, 0, slots, x, -x)
+    assert same_kv(ops.read_slots(store, slots), reference.read_slots(truth, slots))
+
+
+def test_many_tokens_become_the_same_bytes_on_every_backend(ops: Ops, random_of: Any) -> None:
+    shape = PageShape(1, 32, 3, 64, 40, torch.int8)
+    slots = torch.randperm(128, generator=torch.Generator().manual_seed(1))[:100]
+    keys, values = random_of(100, 3, 64) * 4, random_of(100, 3, 40)
+    found = []
+    for backend in (ops, ReferenceOps()):
+        store = backend.new_pages(shape, 4, torch.device("cpu"))
+        backend.write(store, 0, slots, keys, values)
+        found.append(backend.read_slots(store, slots))
+    assert same_kv(*found)
+
+
+def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noisy_pages: Any) -> None:
+    shape = PageShape(1, 4, 2, 4, 4, torch.int8)
+    store, slots, x = noisy_pages(shape, 2), torch.tensor([5]), torch.ones(1, 2, 4)
+    x[0, 1, 2] = float("nan")
+    ops.write(store, 0, slots, x, x)
+    found = ops.read_slots(store, slots)
+    assert torch.isnan(found.key_scales[0, 0]).tolist() == [False, True]
+    assert torch.equal(found.keys[0, 0, 0], torch.full((4,), 127, dtype=torch.int8))
+
+
+def test_bytes_count_their_scales() -> None:
+    floats, whole = shape_of(torch.float16), shape_of(torch.int8)
+    assert floats.token_bytes == 3 * 2 * (8 + 6) * 2
+    assert whole.token_bytes == 3 * 2 * ((8 + 6) + 2 * 4)
+
+
+# Placing: keys are turned on their way into the pages.
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("pairs", [32, 20, 3])
+@pytest.mark.parametrize("dtype", EVERY)
+def test_keys_turned_on_their_way_are_those_turned_before(
+    ops: Ops, random_of: Any, dtype: torch.dtype, pairs: int, pairing: Any
+) -> None:
+    shape = PageShape(1, 32, 2, 64, 16, dtype)
+    keys, values, angles = random_of(40, 2, 64), random_of(40, 2, 16), 3 * random_of(40, pairs)
+    rotation = Rotation(angles.cos(), angles.sin(), pairing)
+    slots, found = torch.arange(7, 47), []
+    for turned in (False, True):
+        store = ops.new_pages(shape, 2, torch.device("cpu"))
+        if turned:
+            ops.write(store, 0, slots, ops.rotate(keys, rotation), values)
+        else:
+            ops.write(store, 0, slots, keys, values, rotation)
+        found.append(ops.read_slots(store, slots))
+    assert same_kv(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_a_stored_chunk_may_come_in_its_own_dtype(ops: Ops, random_of: Any, dtype: torch.dtype) -> None:
+    shape = PageShape(1, 4, 2, 8, 6, torch.float32)
+    keys, values, angles = random_of(3, 2, 8).to(dtype), random_of(3, 2, 6).to(dtype), random_of(3, 4)
+    rotation = Rotation(angles.cos(), angles.sin(), "half")
+    store, slots = ops.new_pages(shape, 2, torch.device("cpu")), torch.tensor([6, 1, 4])
+    ops.write(store, 0, slots, keys, values, rotation)
+    found = ops.read_slots(store, slots)
+    assert same_bits(found.keys[0], ops.rotate(keys.float(), rotation))
+    assert same_bits(found.values[0], values.float())

@@ -153,17 +153,25 @@ class NativeOps:
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
         return paged.new_pages(self._module, shape, pages, device)
 
-    def write(self, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        paged.write(self._engine, store, layer, slots, keys, values)
+    def write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None = None,
+    ) -> None:
+        paged.write(self._engine, store, layer, slots, keys, values, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         paged.copy_pages(source, sources, target, targets)
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
-        return paged.read_slots(store, slots)
+        return paged.read_slots(self._engine, store, slots)
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
-        paged.write_slots(store, slots, kv)
+        paged.write_slots(self._engine, store, slots, kv)
 
     def _packed(self, weight: Prepared) -> PackedWeight:
         return weight if isinstance(weight, PackedWeight) else self.prepare(weight)

@@ -13,34 +13,36 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..contract import AttentionMask, KeysValues, PageShape, PageStore, Paging
+from ..contract import AttentionMask, KeysValues, PageShape, PageStore, Paging, Rotation
 from .memory import Buffers
 
-_DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
+_DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3})
+_MOST_TOKENS = 128  # of a page: a tile of the kernels is made of whole pages
 
 
 @dataclass(frozen=True, slots=True)
 class NativePages:
-    """Keys with tokens as lanes, values with dims as lanes, so that both products run along memory."""
+    """Pages one after the other, each with all layers; the order inside is the kernels' own."""
 
     shape: PageShape
-    keys: Tensor  # [layers, pages, kv_heads, key_dim, lanes]
-    values: Tensor  # [layers, pages, kv_heads, page_tokens, value_dim]
+    data: Tensor  # uint8 [pages, bytes]
     layers: tuple[Any, ...]  # handles for the kernels, one per layer
 
 
 def new_pages(module: Any, shape: PageShape, pages: int, device: torch.device) -> NativePages:
     """Room for `pages` pages; `module` is the compiled one."""
     if device.type != "cpu" or shape.dtype not in _DTYPES:
-        raise Unsupported(f"the native backend keeps pages of floats on the CPU, not {shape.dtype} on {device}")
-    lanes = -(-shape.page_tokens // 16) * 16
-    keys = torch.empty((shape.layers, pages, shape.kv_heads, shape.key_dim, lanes), dtype=shape.dtype)
-    values = torch.empty((shape.layers, pages, shape.kv_heads, shape.page_tokens, shape.value_dim), dtype=shape.dtype)
-    sizes = (_DTYPES[shape.dtype], shape.page_tokens, lanes, shape.kv_heads, shape.key_dim, shape.value_dim)
-    layers = tuple(
-        module.PageLayer(*sizes, keys[layer].data_ptr(), values[layer].data_ptr()) for layer in range(shape.layers)
-    )
-    return NativePages(shape, keys, values, layers)
+        raise Unsupported(f"the native backend keeps pages of floats or int8 on the CPU, not {shape.dtype} on {device}")
+    if shape.page_tokens > _MOST_TOKENS:
+        raise Unsupported(f"a page of the native backend holds at most {_MOST_TOKENS} tokens, not {shape.page_tokens}")
+    dtype = _DTYPES[shape.dtype]
+    head_bytes = module.head_bytes(dtype, shape.page_tokens, shape.key_dim, shape.value_dim)
+    # Not zeroed: the system hands memory out when a page is first written, so unused room costs nothing.
+    data = torch.empty((pages, shape.layers * shape.kv_heads * head_bytes), dtype=torch.uint8)
+    module.advise(data.data_ptr(), data.numel())
+    sizes = (dtype, pages, shape.page_tokens, shape.kv_heads, shape.key_dim, shape.value_dim, data.data_ptr())
+    layers = tuple(module.PageLayer(*sizes, shape.layers, layer) for layer in range(shape.layers))
+    return NativePages(shape, data, layers)
 
 
 def attend(
@@ -56,35 +58,53 @@ def attend(
     return out
 
 
-def write(engine: Any, store: PageStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def write(
+    engine: Any,
+    store: PageStore,
+    layer: int,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rotation: Rotation | None = None,
+) -> None:
     """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
-    pages, slots, keys, values = own(store), slots.contiguous(), keys.contiguous(), values.contiguous()
-    engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr())
+    pages, slots, keys, values = own(store), slots.contiguous(), keys.float().contiguous(), values.float().contiguous()
+    turn = (0, 0, 0, False)
+    if rotation is not None:
+        cos, sin = rotation.cos, rotation.sin
+        turn = (cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotation.pairing == "interleaved")
+    engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr(), *turn)
 
 
 def copy_pages(source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
     """Copy whole pages, all layers."""
-    here, there = own(source), own(target)
-    there.keys[:, targets] = here.keys[:, sources]
-    there.values[:, targets] = here.values[:, sources]
+    here, there = own(source).data, own(target).data
+    for a, b in zip(sources, targets, strict=True):
+        there[b].copy_(here[a])
 
 
-def read_slots(store: PageStore, slots: Tensor) -> KeysValues:
+def read_slots(engine: Any, store: PageStore, slots: Tensor) -> KeysValues:
     """The KV in `slots`, all layers, in canonical order."""
-    pages = own(store)
-    page, at = slots // pages.shape.page_tokens, slots % pages.shape.page_tokens
-    # Indices around a slice put the tokens first: [tokens, layers, heads, dim].
-    keys = pages.keys[:, page, :, :, at].transpose(0, 1)
-    values = pages.values[:, page, :, at].transpose(0, 1)
-    return KeysValues(keys.contiguous(), values.contiguous())
+    pages, slots = own(store), slots.contiguous()
+    shape = pages.shape
+    each = (shape.layers, len(slots), shape.kv_heads)
+    keys, values = (torch.empty((*each, dim), dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim))
+    kv = KeysValues(keys, values)
+    if shape.scales:
+        kv = KeysValues(keys, values, torch.empty(each), torch.empty(each))
+    engine.read_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
+    return kv
 
 
-def write_slots(store: PageStore, slots: Tensor, kv: KeysValues) -> None:
+def write_slots(engine: Any, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
     """The inverse of `read_slots`."""
-    pages = own(store)
-    page, at = slots // pages.shape.page_tokens, slots % pages.shape.page_tokens
-    pages.keys[:, page, :, :, at] = kv.keys.transpose(0, 1)
-    pages.values[:, page, :, at] = kv.values.transpose(0, 1)
+    pages, slots = own(store), slots.contiguous()
+    kv = KeysValues(*(part.contiguous() for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales)))
+    engine.write_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
+
+
+def _addresses(kv: KeysValues) -> tuple[int, int, int, int]:
+    return kv.keys.data_ptr(), kv.values.data_ptr(), kv.key_scales.data_ptr(), kv.value_scales.data_ptr()
 
 
 def own(store: PageStore) -> NativePages:

@@ -1,0 +1,105 @@
+// Pages of keys and values, and what the kernels of an instruction set do with them. No Python and no torch here.
+#pragma once
+#include <cstdint>
+
+namespace kvilt {
+
+// How keys and values are stored. The numbers are shared with kvilt/ops/native/pages.py.
+enum class Stored : int { kFloat = 0, kHalf = 1, kBfloat = 2, kByte = 3 };
+
+inline int64_t number_bytes(Stored dtype) { return dtype == Stored::kFloat ? 4 : dtype == Stored::kByte ? 1 : 2; }
+inline int64_t in_lanes(int64_t count) { return (count + 15) / 16 * 16; }
+
+// One layer of one layer group of pages. A page holds all layers of the group one after the other, a layer its KV heads,
+// and a head its keys [dim][lanes], its values [page_tokens][value_lanes] and, for bytes, a scale per token of each
+// ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece.
+struct Pages {
+  Stored dtype;
+  int64_t pages;
+  int64_t page_tokens;
+  int64_t kv_heads;
+  int64_t dim;
+  int64_t value_dim;
+  char* data;          // this layer in the first page
+  int64_t page_bytes;  // from a page to the next
+  int64_t lanes;       // page_tokens rounded up to sixteen
+  int64_t value_lanes; // value_dim rounded up to sixteen
+  int64_t key_bytes, value_bytes, head_bytes;
+
+  Pages(Stored dtype, int64_t pages, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim, char* data,
+        int64_t page_bytes)
+      : dtype(dtype), pages(pages), page_tokens(page_tokens), kv_heads(kv_heads), dim(dim), value_dim(value_dim),
+        data(data), page_bytes(page_bytes), lanes(in_lanes(page_tokens)), value_lanes(in_lanes(value_dim)),
+        key_bytes(dim * lanes * number_bytes(dtype)), value_bytes(page_tokens * value_lanes * number_bytes(dtype)) {
+    const int64_t scales = dtype == Stored::kByte ? 2 * lanes * 4 : 0;
+    head_bytes = (key_bytes + value_bytes + scales + 63) / 64 * 64;
+  }
+
+  char* keys(int64_t page, int64_t head) const { return data + page * page_bytes + head * head_bytes; }
+  char* values(int64_t page, int64_t head) const { return keys(page, head) + key_bytes; }
+  float* key_scales(int64_t page, int64_t head) const {
+    return reinterpret_cast<float*>(keys(page, head) + key_bytes + value_bytes);
+  }
+  float* value_scales(int64_t page, int64_t head) const { return key_scales(page, head) + lanes; }
+};
+
+// Keys that are weighed together. Tiles begin at position 0 and have a fixed number of pages; each is softmaxed by
+// itself and then merged into what came before, in ascending order, so that it does not matter who computes it.
+constexpr int64_t kTileLanes = 128;
+inline int64_t tile_pages(const Pages& pages) { return kTileLanes / pages.lanes; }
+inline int64_t tile_tokens(const Pages& pages) { return tile_pages(pages) * pages.page_tokens; }
+
+struct Mask {
+  float scale;
+  int64_t window;  // 0: all
+  float soft_cap;  // 0: none
+
+  int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+};
+
+// Queries of one row and one KV head.
+struct Queries {
+  const float* query;        // of the first token's first head
+  int64_t stride;            // floats from a token to the next
+  int64_t tokens;
+  int64_t group;             // query heads
+  const int64_t* positions;  // [tokens]
+  const int64_t* table;
+  int64_t kv_head;
+
+  int64_t rows() const { return tokens * group; }
+};
+
+// What rows of queries gathered from some tiles: sums of values [rows][value_lanes], then the largest score [rows], then
+// the sum of the weights [rows], both relative to that score. A row that saw nothing has a largest score of -inf.
+inline int64_t gathered_floats(int64_t rows, const Pages& pages) { return rows * (pages.value_lanes + 2); }
+
+// Cosines and sines of tokens, [tokens][pairs].
+struct Turn {
+  const float* cos;
+  const float* sin;
+  int64_t pairs;
+  bool interleaved;
+};
+
+struct PagedKernels {
+  // One token's heads; dims past the pairs are copied.
+  void (*rotate)(const float* x, const Turn& turn, int64_t token, int64_t heads, int64_t dim, float* out);
+  // One token's keys and values into a slot. `turn` rotates the keys on their way, unless it is null.
+  void (*write)(const Pages& pages, int64_t slot, const float* keys, const float* values, const Turn* turn,
+                int64_t token, float* scratch);
+  // Tiles [first, last) for a block of queries: merged into one record, or each into a record of its own.
+  void (*attend)(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last, bool apart,
+                 float* records, float* scratch);
+  int64_t (*scratch_floats)(const Pages& pages, int64_t rows);
+  // Adds a record of later tiles to one of earlier tiles.
+  void (*merge)(const Pages& pages, int64_t rows, const float* later, float* record);
+  // The weighted means, to out [token][stride] with the heads of the group side by side.
+  void (*finish)(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride);
+};
+
+const PagedKernels* generic_paged();
+const PagedKernels* avx2_paged();
+const PagedKernels* avx512_paged();
+
+}  // namespace kvilt

@@ -1,0 +1,145 @@
+// Rotary embedding, and one token's keys and values on their way into a page.
+#pragma once
+#include <cfloat>
+
+#include "paged.h"
+#include "vectors.h"
+
+namespace kvilt::KVILT_ISA {
+
+inline void rotate(const float* x, const Turn& turn, int64_t token, int64_t heads, int64_t dim, float* out) {
+  const int64_t pairs = turn.pairs;
+  const float *c = turn.cos + token * pairs, *s = turn.sin + token * pairs;
+  for (int64_t h = 0; h < heads; ++h, x += dim, out += dim) {
+    if (turn.interleaved)
+      for (int64_t p = 0; p < pairs; ++p) {
+        const float a = x[2 * p], b = x[2 * p + 1];
+        out[2 * p] = a * c[p] - b * s[p];
+        out[2 * p + 1] = b * c[p] + a * s[p];
+      }
+    else {
+      int64_t p = 0;
+      for (; p + 16 <= pairs; p += 16) {
+        const F16x a = load(x + p), b = load(x + pairs + p), cos = load(c + p), sin = load(s + p);
+        store(out + p, a * cos - b * sin);
+        store(out + pairs + p, b * cos + a * sin);
+      }
+      for (; p < pairs; ++p) {
+        const float a = x[p], b = x[pairs + p];
+        out[p] = a * c[p] - b * s[p];
+        out[pairs + p] = b * c[p] + a * s[p];
+      }
+    }
+    for (int64_t d = 2 * pairs; d < dim; ++d) out[d] = x[d];
+  }
+}
+
+inline uint16_t to_half(float value) {
+#if defined(__F16C__)
+  return uint16_t(_cvtss_sh(value, 0));
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);  // too large: infinity
+  if (magnitude < 0x38800000u) {                                  // subnormal: round at 2^-24
+    float absolute;
+    std::memcpy(&absolute, &magnitude, 4);
+    absolute += 0.5f;  // the unit in the last place of 0.5 is 2^-24
+    uint32_t rounded;
+    std::memcpy(&rounded, &absolute, 4);
+    return uint16_t(sign | (rounded - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return uint16_t(sign | ((rounded - 0x38000000u) >> 13));
+#endif
+}
+
+inline void to_halves(const float* x, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+#endif
+  for (; i < count; ++i) to[i] = to_half(x[i]);
+}
+
+inline uint16_t to_bfloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+// Bytes that stand for x / scale, with scale = max |x| / 127; a NaN among x makes the scale one.
+inline float to_bytes(const float* x, int64_t count, int8_t* to) {
+  uint32_t largest_bits = 0;
+  for (int64_t i = 0; i < count; ++i) {  // as integers, so that a NaN counts as the largest
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffffu;
+    largest_bits = bits > largest_bits ? bits : largest_bits;
+  }
+  float peak;
+  std::memcpy(&peak, &largest_bits, 4);
+  const float scale = peak / 127.0f;
+  if (scale < FLT_MIN) {  // so small that one over it is no number
+    std::memset(to, 0, size_t(count));
+    return 0;
+  }
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < count; ++i) {
+    const float y = x[i] * inverse, low = y > -127.0f ? y : -127.0f, kept = low < 127.0f ? low : 127.0f;
+    to[i] = int8_t(int32_t((kept + 12582912.0f) - 12582912.0f));  // to the nearest integer, ties to even
+  }
+  return scale;
+}
+
+// One head of one token in the pages' own numbers; returns the scale of bytes.
+inline float encode(Stored dtype, const float* x, int64_t count, void* to) {
+  switch (dtype) {
+    case Stored::kFloat: std::memcpy(to, x, size_t(count) * 4); return 0;
+    case Stored::kHalf: to_halves(x, count, static_cast<uint16_t*>(to)); return 0;
+    case Stored::kBfloat: {
+      auto* bfloats = static_cast<uint16_t*>(to);
+      for (int64_t i = 0; i < count; ++i) bfloats[i] = to_bfloat(x[i]);
+      return 0;
+    }
+    default: return to_bytes(x, count, static_cast<int8_t*>(to));
+  }
+}
+
+template <typename Number>
+inline void scatter(const void* from, int64_t count, int64_t stride, void* to) {
+  const auto* numbers = static_cast<const Number*>(from);
+  auto* lane = static_cast<Number*>(to);
+  for (int64_t i = 0; i < count; ++i) lane[i * stride] = numbers[i];
+}
+
+inline void write(const Pages& pages, int64_t slot, const float* keys, const float* values, const Turn* turn,
+                  int64_t token, float* scratch) {
+  const int64_t page = slot / pages.page_tokens, at = slot % pages.page_tokens;
+  float* encoded = scratch + pages.kv_heads * pages.dim;
+  if (turn) {
+    rotate(keys, *turn, token, pages.kv_heads, pages.dim, scratch);
+    keys = scratch;
+  }
+  for (int64_t h = 0; h < pages.kv_heads; ++h) {
+    const float scale = encode(pages.dtype, keys + h * pages.dim, pages.dim, encoded);
+    char* lane = pages.keys(page, h) + at * number_bytes(pages.dtype);
+    switch (pages.dtype) {
+      case Stored::kFloat: scatter<float>(encoded, pages.dim, pages.lanes, lane); break;
+      case Stored::kByte: scatter<int8_t>(encoded, pages.dim, pages.lanes, lane); break;
+      default: scatter<uint16_t>(encoded, pages.dim, pages.lanes, lane);
+    }
+    char* row = pages.values(page, h) + at * pages.value_lanes * number_bytes(pages.dtype);
+    const float value_scale = encode(pages.dtype, values + h * pages.value_dim, pages.value_dim, row);
+    if (pages.dtype != Stored::kByte) continue;
+    pages.key_scales(page, h)[at] = scale;
+    pages.value_scales(page, h)[at] = value_scale;
+  }
+}
+
+}  // namespace kvilt::KVILT_ISA

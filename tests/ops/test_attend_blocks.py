@@ -1,0 +1,155 @@
+"""Law 5 in attention, to the bit: a query gathers the same whatever block, row, batch or thread it is computed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import _kvilt_native
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging
+from kvilt.ops.native.backend import NativeOps
+from kvilt.ops.reference import ReferenceOps
+
+ISAS = _kvilt_native.available_isas()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Some rows over one store: for each its page table and the positions that ask."""
+
+    shape: PageShape
+    group: int
+    mask: AttentionMask
+    rows: list[tuple[list[int], list[int]]]
+    seed: int
+
+    def paging(self, rows: list[tuple[list[int], list[int]]]) -> Paging:
+        width = max(len(table) for table, _ in rows)
+        tables = torch.tensor([table + [-1] * (width - len(table)) for table, _ in rows])
+        starts = [0]
+        for _, positions in rows:
+            starts.append(starts[-1] + len(positions))
+        at = torch.tensor([p for _, positions in rows for p in positions])
+        return Paging(tables, torch.empty(0, dtype=torch.int64), tuple(starts), at)
+
+    def seen(self) -> list[int]:
+        """The slots that some query sees."""
+        size, window = self.shape.page_tokens, self.mask.window
+        slots: dict[int, None] = {}
+        for table, positions in self.rows:
+            for p in positions:
+                for q in range(max(0, p - window + 1) if window else 0, p + 1):
+                    slots[table[q // size] * size + q % size] = None
+        return list(slots)
+
+    def fill(self, ops: Any, noise: float = float("nan")) -> PageStore:
+        """Pages with numbers where some query looks and noise everywhere else."""
+        pages = 1 + max(page for table, _ in self.rows for page in table)
+        store = ops.new_pages(self.shape, pages, torch.device("cpu"))
+        every, seen = torch.arange(pages * self.shape.page_tokens), torch.tensor(self.seen())
+        random = torch.Generator().manual_seed(self.seed)
+        for slots, numbers in ((every, None), (seen, random)):
+            kv = [
+                torch.full((len(slots), self.shape.kv_heads, dim), noise)
+                if numbers is None
+                else torch.randn((len(slots), self.shape.kv_heads, dim), generator=numbers)
+                for dim in (self.shape.key_dim, self.shape.value_dim)
+            ]
+            ops.write(store, 0, slots, *kv)
+        return store
+
+    def queries(self) -> Tensor:
+        tokens, heads = sum(len(positions) for _, positions in self.rows), self.group * self.shape.kv_heads
+        random = torch.Generator().manual_seed(self.seed + 1)
+        return 3 * torch.randn((tokens, heads, self.shape.key_dim), generator=random)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Drawn:
+    size = draw(st.sampled_from([1, 4, 16, 19, 32]))
+    dims = st.sampled_from([1, 8, 16, 24, 64, 80])
+    shape = PageShape(1, size, draw(st.integers(1, 3)), draw(dims), draw(dims), draw(st.sampled_from(DTYPES)))
+    window = draw(st.sampled_from([0, 0, 1, 5, 40]))
+    mask = AttentionMask(0.3, window, draw(st.sampled_from([0.0, 0.0, 2.0])))
+    rows, pages = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        length = draw(st.integers(1, 6 * size if size < 32 else 300))
+        used = range(pages, pages + -(-length // size))
+        pages = used.stop
+        sparse = draw(st.booleans())
+        first = draw(st.integers(0, length - 1))
+        asking = sorted(draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=9))) if sparse else []
+        rows.append((draw(st.permutations(used)), asking or list(range(first, length))))
+    return Drawn(shape, draw(st.integers(1, 7)), mask, rows, draw(st.integers(0, 1 << 20)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=drawn(), threads=st.sampled_from([1, 2, 3, 8]))
+def test_a_query_gathers_the_same_in_any_block(isa: str, case: Drawn, threads: int) -> None:
+    ops, alone = NativeOps(threads, isa), NativeOps(1, isa)
+    store, query = case.fill(ops), case.queries()
+    together = ops.attend(query, store, 0, case.paging(case.rows), case.mask).clone()
+    reference = ReferenceOps()
+    truth = reference.attend(query, case.fill(reference), 0, case.paging(case.rows), case.mask)
+    torch.testing.assert_close(together, truth, rtol=3e-5, atol=3e-5)
+    at = 0
+    for table, positions in case.rows:
+        for position in positions:
+            one = alone.attend(query[at : at + 1], store, 0, case.paging([(table, [position])]), case.mask)
+            assert torch.equal(one[0].view(torch.int32), together[at].view(torch.int32))  # also the sign of a zero
+            at += 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: torch.dtype) -> None:
+    """The same queries with other noise behind them, beside them and between their windows."""
+    shape = PageShape(1, 32, 2, 64, 64, dtype)
+    rows = [(list(range(9, -1, -1)), list(range(100, 290))), (list(range(10, 20)), [0, 31, 33, 250])]
+    found = []
+    for noise in (float("nan"), float("inf"), -1e30, 0.0):
+        case = Drawn(shape, 3, AttentionMask(0.3, 50), rows, 1)
+        ops = NativeOps(2, isa)
+        found.append(ops.attend(case.queries(), case.fill(ops, noise), 0, case.paging(rows), case.mask).clone())
+    assert torch.isfinite(found[0]).all()
+    assert all(torch.equal(found[0].view(torch.int32), other.view(torch.int32)) for other in found)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
+    shape = PageShape(1, 32, 1, 64, 64, torch.float16)
+    rows = [(list(range(40)), [1234]), (list(range(40, 42)), [40, 41]), (list(range(42, 75)), [1000])]
+    case = Drawn(shape, 4, AttentionMask(0.3), rows, 3)
+    found = []
+    for threads in (1, 2, 5, 16):
+        ops = NativeOps(threads, isa)
+        found.append(ops.attend(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone())
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_pages_that_are_not_there_are_refused() -> None:
+    ops, shape = NativeOps(1), PageShape(1, 4, 1, 8, 8, torch.float32)
+    store = ops.new_pages(shape, 3, torch.device("cpu"))
+    query, mask = torch.zeros(1, 1, 8), AttentionMask(1.0)
+
+    def ask(table: list[int], position: int) -> Tensor:
+        paging = Paging(torch.tensor([table]), torch.empty(0, dtype=torch.int64), (0, 1), torch.tensor([position]))
+        return ops.attend(query, store, 0, paging, mask)
+
+    for table, position in (([0, 1], 8), ([0, 1], -1), ([0, 3], 5), ([0, -1], 5), ([-1, 1], 5)):
+        with pytest.raises(IndexError):
+            ask(table, position)
+    for slot in (-1, 12, 1 << 40):
+        at = torch.tensor([slot])
+        with pytest.raises(IndexError):
+            ops.write(store, 0, at, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+        with pytest.raises(IndexError):
+            ops.read_slots(store, at)
