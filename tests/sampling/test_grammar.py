@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,12 @@ def test_all_end_tokens_are_allowed_at_the_end_and_tokens_without_text_never() -
     assert allowed(one, 262) == [97, END, 258, 261]
     one.accept(261)
     assert allowed(one, 262) == [END, 261]
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'kvilt\[grammar\]'"):
+        byte_compiler()
 
 
 def test_a_vocabulary_without_an_end_cannot_have_grammars() -> None:
