@@ -107,3 +107,18 @@ def test_a_damaged_config_is_refused_by_name(hf: Path, text: str) -> None:
     with pytest.raises(WeightError) as caught:
         open_checkpoint(hf)
     assert caught.value.field == "config.json"
+
+
+def test_a_tensor_that_was_forgotten_is_read_from_the_file_again(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    weight = torch.randn(300, 100)
+    save_file({"w": weight}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    with open_checkpoint(folder).tensors as tensors:
+        view, digest = tensors.tensor("w"), tensors.digest()
+        tensors.forget("w")
+        assert torch.equal(view, weight)
+        assert torch.equal(tensors.tensor("w"), weight)
+        assert tensors.digest() == digest
+    tensors.forget("w")  # of a closed file nothing is left to give back

@@ -1,0 +1,49 @@
+"""Memory of the native backend: nobody gets a buffer that somebody still looks at."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvilt.ops.native.memory import SLAB_BYTES, Buffers, Slabs
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=60))
+def test_tensors_that_live_never_share_a_buffer(steps: list[tuple[int, bool]]) -> None:
+    buffers, living = Buffers(spare_bytes=1 << 16), []
+    for mark, (size, let_go) in enumerate(steps):
+        if let_go and living:
+            living.pop(0)
+        tensor = buffers.empty(size, 1)
+        tensor.fill_(mark)
+        living.append((mark, tensor.view(-1)[: size // 2]))  # a view alone keeps its buffer
+        del tensor
+        for value, view in living:
+            assert bool((view == value).all())
+
+
+def test_a_buffer_nobody_looks_at_is_used_again() -> None:
+    buffers = Buffers()
+    first = buffers.empty(100, 7)
+    at = first.data_ptr()
+    assert buffers.empty(100, 7).data_ptr() != at
+    view = first[3:]
+    del first
+    assert buffers.empty(100, 7).data_ptr() != at
+    del view
+    assert buffers.empty(7, 100).data_ptr() == at
+    assert buffers.holds(buffers.empty(700)) and not buffers.holds(torch.empty(3))
+
+
+def test_slabs_hand_out_pieces_that_do_not_overlap() -> None:
+    slabs = Slabs()
+    pieces = [slabs.take(size) for size in (1, 63, 64, 65, SLAB_BYTES, 1000, SLAB_BYTES + 1, 5)]
+    assert [piece.numel() for piece in pieces] == [1, 63, 64, 65, SLAB_BYTES, 1000, SLAB_BYTES + 1, 5]
+    spans = sorted((piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in pieces)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert not bool(pieces[3].any())
