@@ -19,7 +19,6 @@ from typing import Any
 import kvilt
 from kvilt import AsyncLLM
 from kvilt.config import EngineConfig
-from kvilt.errors import HandleUnknown
 
 STEM = (
     "You are a helpful assistant who answers every question in one short sentence and never repeats the question. " * 3
@@ -61,12 +60,11 @@ async def ask(llm: AsyncLLM, dice: random.Random, kind: str, prompt: str, fields
         case "samples":
             await llm.generate(prompt, **fields, n=dice.randrange(2, 5))
         case "handle":
-            made = await llm.kv.create(prompt, ttl_s=5)
+            made = await llm.kv.create(prompt)
             try:
                 await llm.generate(" Answer:", **fields, kv=made.id)
             finally:
-                with suppress(HandleUnknown):
-                    await llm.kv.delete(made.id)
+                await llm.kv.delete(made.id)
         case "kept":
             done = await llm.generate(prompt, **fields, keep_kv=True)
             done.kv.close()
@@ -84,11 +82,9 @@ async def soak(model: str, threads: int | None, requests: int, clients: int) -> 
             await asyncio.gather(*(client(llm, random.Random(seed + n), share, seen) for n in range(clients)))
             while llm.engine.requests:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(5.1)  # handles that were left behind expire
-            await llm.kv.owned()
             gc.collect()
 
-        await run(requests // 10, 1)
+        await run(300, 1)  # by then every page was used once, and every size of step was recorded
         before = resident_bytes()
         started_s = time.perf_counter()
         await run(requests, 1000)

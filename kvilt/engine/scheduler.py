@@ -168,7 +168,9 @@ class Scheduler:
                 draft.short = sample
 
     def _fits(self, draft: _Draft, sample: Sample, count: int) -> bool:
-        if self._need(sample, count) > draft.pages and sample.shared_tail:
+        if self._need(sample, count) <= draft.pages:
+            return True
+        if sample.shared_tail:
             sample.shared_tail = self._pages.shares_tail(sample)
         self._find(draft, self._need(sample, count) - draft.pages)
         return self._need(sample, count) <= draft.pages
@@ -207,6 +209,8 @@ class Scheduler:
     # Those that wait.
 
     def _admit(self, draft: _Draft) -> None:
+        if not self._waiting:
+            return
         room = draft.pages - self._promised(draft)
         width = sum(sample.width for sample in self._running if not sample.held)
         for sample in list(self._waiting):

@@ -147,7 +147,7 @@ class LlmExecutor:
             "hits": self._table.hits,
             "misses": self._table.misses,
             "saved_tokens": self._table.saved_tokens,
-            "evictions": 0,  # a cache lives until its holder releases it
+            "evictions": self._executor.prefixes.evictions,  # of prefixes; a cache lives until its holder releases it
             "pages_used": usage.used,
             "pages_shared": usage.shared,
             "pages_free": usage.free,
