@@ -39,9 +39,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="9/3", help="query heads / KV heads (default SmolLM2's)")
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument(
-        "--layers", type=int, default=30, help="a decode step walks through all of them"
-    )
+    parser.add_argument("--layers", type=int, default=30, help="a decode step walks through all of them")
     parser.add_argument("--rows", type=int, default=1, help="rows of a decode step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", nargs="*", default=["float32", "float16", "bfloat16", "int8"])
