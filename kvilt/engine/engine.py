@@ -19,7 +19,7 @@ from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..metrics import Metrics
 from .counters import ENGINE_METRICS, Counters
-from .event import Ended, Listener, Reason, Token
+from .event import Ended, Event, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
 from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
@@ -261,7 +261,16 @@ class Engine:
                 if track.trail is not None and work.start // size < stop // size:
                     filled = partial(self._executor.prefixes.insert, trail=track.trail)
                 track.kv.commit([track.ids[work.start : stop]], filled=filled)
+                if work.start < work.sample.prompt:
+                    self._read(track, min(stop, work.sample.prompt))
                 return tokens
+
+    def _read(self, track: Track, tokens: int) -> None:
+        """So many tokens of a prompt are there; after a preemption this is no news until it goes beyond what was."""
+        if tokens > track.read:
+            track.read = tokens
+            if track.job.request.progress:
+                self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0))
 
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
@@ -343,9 +352,10 @@ class Engine:
             track.kv.close()
         track.kv = None
         unborn, job.unborn = (job.unborn, 0) if track.sample.index == 0 else (0, job.unborn)
-        self._hear(job, Ended(track.sample.index, reason, track.cached or 0, error, kv))
+        cached = track.cached or 0
+        self._hear(job, Ended(track.sample.index, reason, cached, max(0, track.read - cached), error, kv))
         for index in range(1, unborn + 1):
-            self._hear(job, Ended(index, reason, 0, error))
+            self._hear(job, Ended(index, reason, error=error))
         if not job.live:
             self._close(job, track, reason)
 
@@ -358,12 +368,13 @@ class Engine:
         kv.truncate(kv.num_entries)
         return kv
 
-    def _hear(self, job: Job, event: Ended) -> None:
+    def _hear(self, job: Job, event: Event) -> None:
+        """Tell a listener what it cannot answer."""
         try:
             job.listener.hear(event)
         except Exception:
-            _log.exception("the listener of request %r failed at its end", job.request.id)
-            if event.kv is not None:
+            _log.exception("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
+            if isinstance(event, Ended) and event.kv is not None:
                 event.kv.close()
 
     def _close(self, job: Job, last: Track, reason: Reason) -> None:

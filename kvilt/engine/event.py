@@ -1,4 +1,7 @@
-"""What whoever asked hears of a request: tokens, and the end of each sample. Never text: that is made above."""
+"""What whoever asked hears of a request: its prompt being read, tokens, and the end of each sample.
+
+Never text: that is made above.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,30 @@ class Ended:
     index: int
     reason: Reason
     cached: int = 0  # tokens of the prompt that it did not compute
+    computed: int = 0  # and those that it did
     error: BaseException | None = None
     kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
 
 
-Event = Token | Ended
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """More of a prompt is there, computed or found; only for requests that want to hear of it."""
+
+    index: int
+    tokens: int  # of the prompt, whose KV is there
+    cached: int  # of these, not computed
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of some tokens of a prompt, the first of which stands at `start`."""
+
+    index: int
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+Event = Token | Ended | Progress | Scored
 
 
 class Listener(Protocol):

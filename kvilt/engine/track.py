@@ -41,6 +41,7 @@ class Track:
     trail: Trail | None  # None where its KV is nobody else's business
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
+    read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
     job: Job = field(init=False)
 

@@ -17,3 +17,4 @@ from .facade import LLM as LLM
 from .model import Message as Message
 from .model import Prompt as Prompt
 from .outlet import Delta as Delta
+from .outlet import Reading as Reading

@@ -94,9 +94,15 @@ class Answer:
     def hear(self, event: Event) -> bool:
         """The engine's side."""
         sample = self.samples[event.index]
-        if isinstance(event, Token):
-            self._first_token_s = self._first_token_s or time.perf_counter() - self._started_s
-            return sample.add(event)
+        match event:
+            case Token():
+                self._first_token_s = self._first_token_s or time.perf_counter() - self._started_s
+                return sample.add(event)
+            case Ended():
+                self._end(sample, event)
+        return False
+
+    def _end(self, sample: Text, event: Ended) -> None:
         sample.end(event)
         self.error = self.error or event.error
         if self._left == 1:
@@ -104,7 +110,10 @@ class Answer:
         self._left -= 1  # last: whoever waits reads the rest when it is 0
         if self._abandoned:
             self.abandon()
-        return False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._asked.prompt_tokens
 
     @property
     def over(self) -> bool:
@@ -139,7 +148,9 @@ class Answer:
             text=sample.text,
             token_ids=sample.token_ids,
             finish_reason=reason,
-            usage=Usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended.cached),
+            usage=Usage(
+                self._asked.prompt_tokens, len(sample.token_ids), sample.ended.computed, prefix_hit=sample.ended.cached
+            ),
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=kv,

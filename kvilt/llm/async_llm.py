@@ -55,6 +55,14 @@ class Ready:
     lent: Lent | None
 
 
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """What a caller hears before the end."""
+
+    unread: int | None = None  # deltas that may wait for it; None: it wants none
+    progress: bool = False  # and how far its prompt is read
+
+
 # Makes a prompt ready; may take a while, so it runs in a thread of its own.
 Source = Callable[[Terms], Ready]
 
@@ -158,10 +166,15 @@ class AsyncLLM(Model):
         )
         return done[0] if one else done
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> AsyncStream:
-        """`generate` for one prompt, delta by delta, those of all samples. Refusals come before the stream."""
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False, **fields: Any
+    ) -> AsyncStream:
+        """`generate` for one prompt, delta by delta, those of all samples. Refusals come before the stream.
+
+        With `progress` deltas also say how far the prompt is read, while it is.
+        """
         terms, chosen = _terms(params, fields)
-        return await self._open(partial(self._prompt, prompt), chosen, terms)
+        return await self._open(partial(self._prompt, prompt), chosen, terms, progress)
 
     async def chat(
         self,
@@ -181,11 +194,12 @@ class AsyncLLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = False,
         **fields: Any,
     ) -> AsyncStream:
         """`chat`, delta by delta."""
         terms, chosen = _terms(params, fields)
-        return await self._open(partial(self._chat, messages, tools), chosen, terms)
+        return await self._open(partial(self._chat, messages, tools), chosen, terms, progress)
 
     def abort(self, request_id: str) -> None:
         """End a request by its id within one step."""
@@ -255,17 +269,19 @@ class AsyncLLM(Model):
         params: SamplingParams,
         terms: Terms,
         loop: asyncio.AbstractEventLoop,
-        unread: int | None,
+        hearing: Hearing,
     ) -> Outlet:
         ready = source(terms)
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
         try:
-            request, asked = self.request(ready.ids, params, reuse=not isinstance(terms.kv, KVCache), **own)
+            request, asked = self.request(
+                ready.ids, params, reuse=not isinstance(terms.kv, KVCache), progress=hearing.progress, **own
+            )
         except BaseException:
             if ready.lent is not None:
                 ready.lent.kv.close()
             raise
-        return self._outlet(Answer(asked), request, ready.lent, loop, unread)
+        return self._outlet(Answer(asked), request, ready.lent, loop, hearing.unread)
 
     def _outlet(
         self,
@@ -281,9 +297,9 @@ class AsyncLLM(Model):
 
     # From a job to its end; these run in the event loop.
 
-    async def _submit(self, source: Source, params: SamplingParams, terms: Terms, unread: int | None) -> Outlet:
+    async def _submit(self, source: Source, params: SamplingParams, terms: Terms, hearing: Hearing) -> Outlet:
         loop = asyncio.get_running_loop()
-        making = asyncio.ensure_future(asyncio.to_thread(self._prepare, source, params, terms, loop, unread))
+        making = asyncio.ensure_future(asyncio.to_thread(self._prepare, source, params, terms, loop, hearing))
         try:
             outlet = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -299,7 +315,7 @@ class AsyncLLM(Model):
         self._driver.submit(outlet.job)
 
     async def _whole(self, source: Source, params: SamplingParams, terms: Terms) -> Completion:
-        outlet = await self._submit(source, params, terms, unread=None)
+        outlet = await self._submit(source, params, terms, Hearing())
         await self._finished(outlet)
         return outlet.answer.completion()
 
@@ -310,8 +326,8 @@ class AsyncLLM(Model):
             outlet.leave()
             raise
 
-    async def _open(self, source: Source, params: SamplingParams, terms: Terms) -> AsyncStream:
-        outlet = await self._submit(source, params, terms, self.config.unread_tokens)
+    async def _open(self, source: Source, params: SamplingParams, terms: Terms, progress: bool) -> AsyncStream:
+        outlet = await self._submit(source, params, terms, Hearing(self.config.unread_tokens, progress))
         return AsyncStream(outlet, terms.id)
 
     async def _compute(self, ids: Sequence[int], tenant: str) -> KVCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..kv.cache import KVCache
@@ -14,11 +14,21 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens a completion took."""
+    """Tokens a completion took, those of the prompt by where their KV came from.
+
+    For samples after the first all of the prompt was there.
+    """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, not computed again; for samples after the first all of it
+    computed: int
+    prefix_hit: int = 0  # found in the prefix index, or in the cache or handle that the prompt continues
+    blended_reused: int = 0
+    blended_recomputed: int = 0
+    cached_tokens: int = field(init=False)  # not computed again, wherever it was found
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cached_tokens", self.prefix_hit + self.blended_reused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..engine.driver import Driver
-from ..engine.event import Event, Token
+from ..engine.event import Ended, Event, Progress, Token
 from ..engine.track import Job
 from ..sampling.sampler import TokenLogprobs
 from .answer import Answer
@@ -19,14 +19,27 @@ from .completion import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How far a prompt is read."""
+
+    tokens: int  # whose KV is there, computed or found
+    cached: int  # of these, found
+    prompt_tokens: int  # all there are
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it."""
+    """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it.
+
+    Before the first token, if that was asked for, how far the prompt is read.
+    """
 
     index: int
     text: str
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+    reading: Reading | None = None
 
 
 class Post:
@@ -65,6 +78,7 @@ class Outlet:
         self._post = post
         self._unread = unread
         self._queue: deque[Delta] = deque()
+        self._reading: deque[Delta] = deque(maxlen=1)  # only the latest: who reads slowly is not told every step
         self._held = False
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
@@ -72,7 +86,10 @@ class Outlet:
     def hear(self, event: Event) -> bool:
         """The engine's side."""
         enough = self.answer.hear(event)
-        if self._unread is not None:
+        if isinstance(event, Progress):
+            reading = Reading(event.tokens, event.cached, self.answer.prompt_tokens)
+            self._reading.append(Delta(event.index, "", reading=reading))
+        elif self._unread is not None and isinstance(event, Token | Ended):
             self._queue.append(self._delta(event))
             if len(self._queue) >= self._unread and not self._held:
                 self._held = True
@@ -102,6 +119,8 @@ class Outlet:
     async def next(self) -> Delta | None:
         """The next delta; None after the last."""
         while True:
+            if self._reading:
+                return self._reading.popleft()
             if self._queue:
                 delta = self._queue.popleft()
                 self._relax()
@@ -137,10 +156,10 @@ class Outlet:
 
     async def _wait(self) -> None:
         self._news.clear()
-        if not self._queue and not self.answer.over and self._failure is None:
+        if not self._queue and not self._reading and not self.answer.over and self._failure is None:
             await self._news.wait()
 
-    def _delta(self, event: Event) -> Delta:
+    def _delta(self, event: Token | Ended) -> Delta:
         text = self.answer.samples[event.index].take()
         if isinstance(event, Token):
             return Delta(event.index, text, event.token, event.logprobs)

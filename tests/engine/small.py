@@ -11,7 +11,7 @@ from tiny import VOCAB, write_tiny
 
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.engine import Engine
-from kvilt.engine.event import Ended, Event, Token
+from kvilt.engine.event import Ended, Event, Progress, Scored, Token
 from kvilt.engine.job import Lent
 from kvilt.engine.request import Request
 from kvilt.executor.executor import Executor
@@ -36,6 +36,8 @@ class Ear:
     tokens: list[list[int]] = field(default_factory=list)
     ends: list[Ended | None] = field(default_factory=list)
     enough: int | None = None  # content after so many tokens
+    progress: list[Progress] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.samples)]
@@ -43,10 +45,16 @@ class Ear:
 
     def hear(self, event: Event) -> bool:
         assert self.ends[event.index] is None, "nothing is heard after the end"
-        if isinstance(event, Token):
-            self.tokens[event.index].append(event.token)
-            return len(self.tokens[event.index]) == self.enough
-        self.ends[event.index] = event
+        match event:
+            case Token(index, token):
+                self.tokens[index].append(token)
+                return len(self.tokens[index]) == self.enough
+            case Ended():
+                self.ends[event.index] = event
+            case Progress():
+                self.progress.append(event)
+            case Scored():
+                self.scored.append(event)
         return False
 
     @property

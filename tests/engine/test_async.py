@@ -148,6 +148,29 @@ def test_stop_strings_cut_without_a_token_too_many(llm: LLM, play: Callable[...,
 # Refusals.
 
 
+def test_a_stream_tells_how_far_its_prompt_is_read_to_whoever_asks(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        stream = await model.stream(LONG_TEXT, SHORT, progress=True)
+        deltas = [delta async for delta in stream]
+        told = [delta.reading for delta in deltas if delta.reading is not None]
+        usage = stream.completion.usage
+        assert told and told[-1].tokens == told[-1].prompt_tokens == usage.prompt_tokens
+        assert [one.tokens for one in told] == sorted({one.tokens for one in told})
+        assert all(delta.token is None and not delta.text for delta in deltas if delta.reading is not None)
+        assert [delta.reading is None for delta in deltas] == sorted(delta.reading is None for delta in deltas)
+        assert (usage.computed, usage.prefix_hit, usage.cached_tokens) == (usage.prompt_tokens, 0, 0)
+        again = await model.stream_chat(QUESTION, SHORT, progress=True)
+        assert any([delta.reading is not None async for delta in again])
+        silent = await model.stream(LONG_TEXT, SHORT)
+        assert all([delta.reading is None async for delta in silent])
+        usage = silent.completion.usage
+        assert usage.computed + usage.prefix_hit == usage.prompt_tokens and usage.prefix_hit == usage.cached_tokens > 0
+        with pytest.raises(ParamError, match="progress"):
+            await model.generate("Hello", SHORT, progress=True)
+
+    play(scene, step_tokens=32, max_rows=8)
+
+
 def test_what_is_wrong_is_said_before_a_stream_begins(play: Callable[..., None]) -> None:
     async def scene(model: AsyncLLM) -> None:
         for fields, error in (

@@ -366,6 +366,51 @@ def test_hits_evicted_between_plan_and_step_are_computed(
     assert ear.ends[0].cached == 0
 
 
+# A prompt being read.
+
+
+def test_progress_tells_what_is_there_after_each_step(executor: Executor, engine: Engine) -> None:
+    first = start(engine, LONG, progress=True)
+    finish(engine)
+    assert [(one.tokens, one.cached) for one in first.progress] == [(32, 0), (64, 0), (90, 0)]
+    again, silent = start(engine, LONG, progress=True), start(engine, LONG)
+    finish(engine)
+    found = again.ends[0].cached if again.ends[0] else 0
+    assert found >= 64
+    assert [(one.tokens, one.cached) for one in again.progress] == [(90, found)]
+    assert silent.progress == []
+
+
+def test_progress_never_goes_back_also_where_a_prompt_is_computed_again(executor: Executor) -> None:
+    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8))
+    taken = executor.pool.take([PAGES - 7] * len(executor.layout.groups))
+    many = [Ask(tuple((i * k + 3) % 61 for i in range(70)), SamplingParams(max_tokens=40)) for k in (5, 7)]
+    ears = [start(engine, ask, progress=True) for ask in many]
+    finish(engine)
+    for group, pages in enumerate(taken):
+        executor.pool.drop(group, pages)
+    assert value(engine, counters.PREEMPTIONS) > 0
+    for ear in ears:
+        told = [one.tokens for one in ear.progress]
+        assert told == sorted(set(told)) and told[-1] == 70
+
+
+def test_counts_of_a_prompt_are_what_was_done_of_it(executor: Executor, engine: Engine) -> None:
+    """Computed and found together are the prompt, unless it ended before all of it was read."""
+    whole, queued = start(engine, LONG), start(engine, LONG, id="queued")
+    engine.abort("queued")
+    finish(engine)
+    early = start(engine, Ask(LONG.prompt[::-1], LONG.params), id="early")
+    engine.step()
+    engine.abort("early")
+    finish(engine)
+    again = start(engine, Ask(LONG.prompt, SamplingParams(max_tokens=2, n=2)))
+    finish(engine)
+    counts = [[(end.computed, end.cached) for end in ear.ends if end] for ear in (whole, queued, early, again)]
+    found = counts[3][0][1]
+    assert counts == [[(90, 0)], [(0, 0)], [(32, 0)], [(90 - found, found), (0, 90)]]
+
+
 # Reuse.
 
 
