@@ -1,0 +1,122 @@
+"""A model's answer read as it streams: content, reasoning and calls of tools, in the format of its family.
+
+One pass, constant work a character, and no character lost: what turns out not to be a call is content. Refuses to know
+servers and models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ParamError
+from .parse_calls import CallReader
+from .parse_formats import NAMED, CallFormat, Thinking, calls_in, thinking_in
+from .parse_grammar import grammar_of
+from .parse_pieces import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning, merged
+from .parse_thinking import ThinkingReader
+from .parse_tools import argument_schemas, parameter_names
+
+__all__ = [
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
+    "Content",
+    "Parser",
+    "Piece",
+    "Reader",
+    "Reasoning",
+    "argument_schemas",
+    "merged",
+    "parser_for",
+    "parser_named",
+    "parser_names",
+]
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """How one model writes calls and reasoning, and why kvilt thinks so."""
+
+    name: str
+    reason: str
+    calls: CallFormat
+    thinking: Thinking | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must reach the reader even where they are special tokens."""
+        openings = [text for each in self.calls.openings if not each.bare for text in (each.text, each.close)]
+        inner = ["[ARGS]", "[CALL_ID]"] if "[TOOL_CALLS]" in openings else []
+        around = [self.thinking.open, self.thinking.close] if self.thinking else []
+        return tuple(text for text in (*openings, *inner, *around) if text)
+
+    def new(self, tools: Tools = (), prompt: str | None = None) -> Reader:
+        """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
+        which tells whether reasoning is open already."""
+        return Reader(self, parameter_names(tools), self.opens_thinking(prompt))
+
+    def opens_thinking(self, prompt: str | None) -> bool:
+        """Whether the answer to a prompt begins inside reasoning."""
+        if self.thinking is None or prompt is None:
+            return self.thinking is not None and self.thinking.opened
+        return prompt.rstrip().endswith(self.thinking.open)
+
+    def tool_grammar(
+        self, tools: Tools, names: Sequence[str] | None, parallel: bool, prompt: str | None = None
+    ) -> str | None:
+        """A Lark grammar of answers that call one of `names` (None: of all tools), and more than one if `parallel`.
+
+        None where no tool can be called. Schemas stand in it as they are: compiling it refuses bad ones.
+        """
+        return grammar_of(self.calls, self.thinking, self.opens_thinking(prompt), tools, names, parallel)
+
+
+class Reader:
+    """Reads one answer; belongs to one stream."""
+
+    def __init__(self, parser: Parser, tools: Mapping[str, tuple[str, ...]], thinks: bool) -> None:
+        self._thinking = ThinkingReader(parser.thinking, thinks)
+        self._calls = CallReader(parser.calls.openings if tools else (), tools)
+
+    @property
+    def work(self) -> int:
+        """Characters looked at so far, each time one was."""
+        return self._thinking.work + self._calls.work
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain after more text; an empty list while something waits to become clear."""
+        reasoning, answer = self._thinking.feed(text)
+        return merged([*_reasoning(reasoning), *self._calls.feed(answer)])
+
+    def finish(self) -> list[Piece]:
+        """What is left when the answer is over."""
+        reasoning, answer = self._thinking.finish()
+        return merged([*_reasoning(reasoning), *self._calls.feed(answer), *self._calls.finish()])
+
+
+def parser_for(template: str | None, family: str | None = None) -> Parser:
+    """The parser of a model with this chat template; `family` decides where the template shows no calls."""
+    calls, why_calls = calls_in(template, family)
+    thinking, why_thinking = thinking_in(template)
+    return Parser(calls.name, f"{why_calls}; {why_thinking}", calls, thinking)
+
+
+def parser_named(name: str) -> Parser:
+    """A parser by its name; ParamError lists the names there are."""
+    found = NAMED.get(name)
+    if found is None:
+        raise ParamError("parser", f"there is none called {name[:40]!r}; choose one of {', '.join(parser_names())}")
+    return Parser(name, f"{name} was asked for", *found)
+
+
+def parser_names() -> tuple[str, ...]:
+    """Every name that `parser_named` takes."""
+    return tuple(NAMED)
+
+
+def _reasoning(text: str) -> list[Piece]:
+    return [Reasoning(text)] if text else []

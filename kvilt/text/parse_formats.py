@@ -1,0 +1,165 @@
+"""The table of formats in which families write calls and reasoning, and how to tell them by a chat template.
+
+Adding a format is adding a row. Knows markers and texts; refuses to know streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Inside(Enum):
+    """What stands behind an opening marker."""
+
+    JSON = "an object with a name and arguments, or a list of them"
+    NAMED = "a name, [ARGS] and arguments; or JSON"
+    PYTHON = "calls in Python, one after the other"
+    PYTHON_LIST = "calls in Python, in brackets"
+    LIST = "a list of calls, in JSON or in Python"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A text that begins calls; a `bare` one is no marker but belongs to them, and counts where an answer begins."""
+
+    text: str
+    inside: Inside
+    close: str = ""
+    bare: bool = False
+
+    @property
+    def strict(self) -> bool:
+        """Whether other texts begin like this, too, so that only what is a call throughout is one."""
+        return self.bare or self.text == _FENCE
+
+
+_FENCE = "```json\n"
+OBJECT = Opening("{", Inside.JSON, bare=True)
+LIST = Opening("[", Inside.JSON, bare=True)
+PYTHON_LIST = Opening("[", Inside.PYTHON_LIST, bare=True)
+EITHER_LIST = Opening("[", Inside.LIST, bare=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How calls are written, how they are told in a template, and how one is written when it must be.
+
+    `forced` has the texts before, between and behind calls; markers that are special tokens are left out of it, since
+    a grammar describes text, and the reader takes calls without them where an answer begins.
+    """
+
+    name: str
+    openings: tuple[Opening, ...]
+    signs: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    forced: tuple[str, str, str] = ("[", ", ", "]")
+    arguments_key: str = "arguments"
+    lone: bool = False  # a single call is written without the texts around it
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The markers around reasoning, which stands before the answer; `opened` if prompts end with the first one."""
+
+    open: str
+    close: str
+    opened: bool = False
+
+
+THINK = Thinking("<think>", "</think>")
+BRACKETS = Thinking("[THINK]", "[/THINK]")
+THINKINGS = (BRACKETS, THINK)
+
+HERMES = CallFormat(
+    "hermes",
+    (Opening("<tool_call>", Inside.JSON, "</tool_call>"),),
+    signs=("<tool_call>",),
+    families=("qwen2", "qwen3", "hermes", "smollm3"),
+    forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+)
+MISTRAL = CallFormat(
+    "mistral",
+    (Opening("[TOOL_CALLS]", Inside.NAMED), LIST),
+    signs=("[TOOL_CALLS]",),
+    families=("mistral", "mixtral", "ministral"),
+)
+PHI4 = CallFormat(
+    "phi4",
+    (Opening("<|tool_call|>", Inside.JSON, "<|/tool_call|>"), Opening("functools", Inside.JSON), LIST),
+    signs=("<|tool_call|>", "<|/tool|>", "functools["),
+    families=("phi",),
+)
+LFM2 = CallFormat(
+    "lfm2",
+    (Opening("<|tool_call_start|>", Inside.LIST, "<|tool_call_end|>"), EITHER_LIST),
+    signs=("<|tool_call_start|>", "<|tool_list_start|>"),
+    families=("lfm2",),
+)
+PYTHONIC = CallFormat(
+    "pythonic",
+    (Opening("<|python_start|>", Inside.LIST, "<|python_end|>"), EITHER_LIST, OBJECT),
+    signs=("[func_name1(", "<|python_start|>"),
+    families=("llama4",),
+)
+LLAMA3 = CallFormat(
+    "llama3",
+    (Opening("<|python_tag|>", Inside.JSON), OBJECT, EITHER_LIST),
+    signs=("<|python_tag|>", "dictionary of argument name", "Environment: ipython"),
+    families=("llama",),
+    forced=("", "; ", ""),
+    arguments_key="parameters",
+)
+GEMMA = CallFormat(
+    "gemma",
+    (
+        Opening("```tool_code\n", Inside.PYTHON, "```"),
+        Opening("```tool_call\n", Inside.JSON, "```"),
+        Opening(_FENCE, Inside.JSON, "```"),
+        EITHER_LIST,
+        OBJECT,
+    ),
+    signs=("tool_code", "<start_of_turn>"),
+    families=("gemma",),
+    lone=True,
+)
+JSON = CallFormat("json", (OBJECT, LIST), lone=True)
+NONE = CallFormat("none", ())
+
+# In the order in which templates are searched: what only one format writes comes first.
+FORMATS: tuple[CallFormat, ...] = (MISTRAL, PHI4, LFM2, HERMES, PYTHONIC, LLAMA3, GEMMA, JSON, NONE)
+
+# What a server's option may name, beside the formats themselves: families whose parts are known.
+NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
+    **{each.name: (each, None) for each in FORMATS},
+    "qwen2": (HERMES, None),
+    "qwen3": (HERMES, THINK),
+    "smollm3": (HERMES, THINK),
+    "deepseek_r1": (JSON, Thinking("<think>", "</think>", opened=True)),
+    "magistral": (MISTRAL, BRACKETS),
+    "think": (NONE, THINK),
+}
+
+
+def calls_in(template: str | None, family: str | None) -> tuple[CallFormat, str]:
+    """The format of calls that a template or, where it shows none, a family uses; and how that was told."""
+    for each in FORMATS:
+        if template and (sign := next((sign for sign in each.signs if sign in template), None)) is not None:
+            return each, f"calls as {each.name}: the chat template has {sign!r}"
+    for each in FORMATS:
+        if family and any(family.lower().startswith(prefix) for prefix in each.families):
+            return each, f"calls as {each.name}: the family is {family}"
+    return JSON, "calls as json: neither chat template nor family shows another format"
+
+
+def thinking_in(template: str | None) -> tuple[Thinking | None, str]:
+    """The markers of reasoning that a template shows, and how that was told."""
+    for each in THINKINGS:
+        if template and (each.open in template or each.close in template):
+            _, _, behind = template.rpartition("add_generation_prompt")
+            opened = each.open in behind and each.close not in behind
+            found = each.open if each.open in template else each.close
+            how = "opens it in the prompt" if opened else f"has {found!r}"
+            return Thinking(each.open, each.close, opened), f"reasoning in {each.open}: the chat template {how}"
+    return None, "no reasoning: the chat template has no marker of it"

@@ -1,0 +1,117 @@
+"""What comes out of a model's answer once it is read: content, reasoning and calls of tools, piece by piece.
+
+Also what bodies of calls and their reader say to each other. Refuses to know formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call of a known tool begins; indices count the calls of an answer from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments: the fragments of an index join to the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call is over; not `whole` where its arguments broke off or went wrong after they had begun."""
+
+    index: int
+    whole: bool = True
+
+
+Piece = Content | Reasoning | CallStart | CallArguments | CallEnd
+
+
+class Step(Enum):
+    """What a body did with a character."""
+
+    MORE = "took it and wants more"
+    DONE = "took it and is complete"
+    BEFORE = "was complete before it and did not take it"
+    FAILED = "is no call, or no longer one, and did not take it"
+
+
+class Sink(Protocol):
+    """Where a body puts its calls; text it took since the last of these is given back if it fails."""
+
+    def parameters(self, name: str) -> tuple[str, ...] | None:
+        """The names of a tool's parameters in order; None if there is no such tool."""
+
+    def start(self, name: str) -> None: ...
+
+    def arguments(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+    def settle(self) -> None:
+        """What was taken since the last call was layout and is not worth giving back."""
+
+
+class Body(Protocol):
+    """Reads what stands inside a call's markers, one character at a time."""
+
+    def step(self, char: str) -> Step: ...
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces with neighbours of one kind (and one call) joined."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and _joins(runs[-1][-1], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [_joined(run) for run in runs]
+
+
+def _joins(left: Piece, right: Piece) -> bool:
+    match left, right:
+        case (Content(), Content()) | (Reasoning(), Reasoning()):
+            return True
+        case CallArguments(a, _), CallArguments(b, _):
+            return a == b
+        case _:
+            return False
+
+
+def _joined(run: list[Piece]) -> Piece:
+    text = "".join(piece.text for piece in run if isinstance(piece, Content | Reasoning | CallArguments))
+    match run[0]:
+        case Content():
+            return Content(text)
+        case Reasoning():
+            return Reasoning(text)
+        case CallArguments(index, _):
+            return CallArguments(index, text)
+        case other:
+            return other
