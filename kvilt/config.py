@@ -86,6 +86,11 @@ def env_threads() -> int | None:
     return int(text)
 
 
+def env_api_keys() -> list[str]:
+    """KVILT_API_KEY: a server's keys, separated by commas, for those who want them in no command line."""
+    return [key for each in os.environ.get("KVILT_API_KEY", "").split(",") if (key := each.strip())]
+
+
 def cache_home() -> Path:
     """The one folder for fetched models: KVILT_HOME, else the user's cache folder."""
     if home := os.environ.get("KVILT_HOME"):

@@ -40,9 +40,12 @@ CORE = frozenset({"torch", "numpy", "safetensors", "tokenizers", "jinja2"})
 # What a room (or one module of it) may import beyond the core.
 EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli": frozenset({"typer", "rich", "prompt_toolkit", "click"}),
-    "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "prometheus_client"}),
+    "kvilt.cli.serve": frozenset({"uvloop"}),
+    "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "orjson"}),
+    "kvilt.server.spans": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),
+    "kvilt.store.zstd": frozenset({"zstandard"}),
     "kvilt.sampling.grammar": frozenset({"llguidance", "xgrammar"}),
     "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
     "kvilt.ops.native": frozenset({"_kvilt_native"}),  # our own extension

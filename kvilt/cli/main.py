@@ -78,6 +78,22 @@ def chat(
 
 
 @app.command()
+@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, config=opt.RUNTIME)
+def serve(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    *,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP, for every client that speaks the OpenAI API."""
+    with reported():
+        from .serve import serve as listen
+
+        listen(model, options, engine, config)
+
+
+@app.command()
 def pull(
     name: Annotated[
         str, typer.Argument(help="A model's name, like smollm2, or hf:org/name[:file].")

@@ -98,6 +98,43 @@ RUNTIME = Group(
 )
 
 
+SERVER = Group(
+    "Server",
+    MappingProxyType(
+        {
+            "host": Option(str, "127.0.0.1", "Where to listen; 0.0.0.0 is everywhere."),
+            "port": Option(int, 8000, "0 takes any free one."),
+            "served_model_name": Option(list[str], (), "What the model is called in requests; may be repeated."),
+            "api_key": Option(list[str], (), "A key that clients must send; may be repeated. Also KVILT_API_KEY."),
+            "api_key_file": Option(str | None, None, "A file with keys, one on a line."),
+            "admin_key": Option(str | None, None, "The key of routes for the owner."),
+            "allowed_host": Option(list[str], (), "A host name of this server; may be repeated."),
+            "cors_origin": Option(list[str], (), "A page's origin that may ask; may be repeated."),
+            "kv_dir": Option(str | None, None, "The folder where KV handles are saved."),
+            "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server ends."),
+            "max_body_bytes": Option(int, 8 << 20, "The largest body of a request."),
+            "max_connections": Option(int, 2048, "Connections that may be open."),
+            "keep_alive_s": Option(float, 15.0, "Silence in a stream before a comment is sent."),
+            "log_level": Option(str, "info", "debug, info, warning or error."),
+        }
+    ),
+)
+
+ENGINE = Group(
+    "Engine",
+    MappingProxyType(
+        {
+            "step_tokens": Option(int | None, None, "Tokens of one step."),
+            "max_rows": Option(int | None, None, "Samples in one step."),
+            "max_waiting": Option(int | None, None, "Requests that may wait."),
+            "max_handles": Option(int | None, None, "KV handles of one key."),
+            "handle_ttl_s": Option(float | None, None, "Seconds that a KV handle lives."),
+            "step_timeout_s": Option(float | None, None, "Seconds after which a step counts as hung."),
+        }
+    ),
+)
+
+
 def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of these groups; it receives each group as a dict under the keyword's name."""
 

@@ -1,0 +1,88 @@
+"""`kvilt serve`: one model behind an OpenAI-compatible HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import EngineConfig, env_api_keys
+from ..errors import ParamError, Unsupported
+from ..llm import load_async
+from .progress import bars
+
+if TYPE_CHECKING:
+    from ..server.listen import Listener
+
+
+def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: dict[str, Any]) -> None:
+    """Load a model and serve it until a signal ends the process."""
+    try:
+        from ..server.listen import serve as listen
+        from ..server.settings import ServeConfig
+    except ImportError as error:
+        raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
+    settings = ServeConfig(**_settings(model, options))
+    chosen = EngineConfig(**{name: value for name, value in engine.items() if value is not None})
+    _log_to_stderr(options["log_level"])
+    if not settings.is_local and not settings.api_keys:
+        print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
+    with bars() as shown:
+        llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(listen(llm, settings, _ready))
+
+
+def _ready(listener: Listener) -> None:
+    config = listener.service.config
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
+
+
+def _settings(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options as the server's settings, with keys from files and the environment."""
+    names = tuple(options["served_model_name"]) or (default_name(model),)
+    keys = (*options["api_key"], *_read_keys(options["api_key_file"]), *env_api_keys())
+    same = ("host", "port", "admin_key", "grace_s", "max_body_bytes", "max_connections", "keep_alive_s")
+    return {
+        "names": names,
+        "api_keys": tuple(dict.fromkeys(keys)),
+        "allowed_hosts": tuple(options["allowed_host"]),
+        "cors_origins": tuple(options["cors_origin"]),
+        "kv_dir": Path(options["kv_dir"]) if options["kv_dir"] else None,
+        **{name: options[name] for name in same},
+    }
+
+
+def default_name(model: str) -> str:
+    """What a model is called if nobody says otherwise: never a path."""
+    name = model.removeprefix("hf:")
+    return Path(name).stem if "/" in name and not model.startswith("hf:") else name
+
+
+def _read_keys(path: str | None) -> list[str]:
+    """Keys from a file, one on a line; # begins a comment."""
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ParamError("api_key_file", f"{path!r} cannot be read: {error}") from None
+    return [key for line in lines if (key := line.partition("#")[0].strip())]
+
+
+def _log_to_stderr(level: str) -> None:
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ParamError("log_level", f"must be debug, info, warning, error or critical, not {level!r}")
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _loop_factory() -> Any:
+    """uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,192 @@
+"""The outermost layer: ids, Host, Origin, keys, limits on bodies and on slow readers, the access log.
+
+Plain ASGI, so that nothing is parsed or allocated for a request before it may come in. Refuses to know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..metrics import Metrics
+from .body import Limited, too_large
+from .counters import HTTP_REQUESTS, HTTP_SECONDS
+from .gate import Keys, check_host, check_origin
+from .refusal import ClientGone, Refused, draining, internal
+from .service import Service
+
+_log = logging.getLogger(__name__)
+_access = logging.getLogger("kvilt.access")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# Answered without a key: what says that the process lives, and files that are the same for everybody.
+_OPEN = frozenset({"/health", "/ready"})
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_ALWAYS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", _CSP.encode()),
+]
+
+
+@dataclass(slots=True)
+class Visit:
+    """One request on its way through."""
+
+    scope: Scope
+    headers: Headers
+    id: str
+    began_s: float = field(default_factory=time.perf_counter)
+    origin: str | None = None
+    status: int = 0  # 0: nothing was answered
+
+
+class Edge:
+    """Wraps an ASGI application."""
+
+    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics, is_file: Callable[[str], bool]) -> None:
+        """`is_file` says which paths are static files, which need no key."""
+        self._app = app
+        self._service = service
+        self._config = service.config
+        self._keys = Keys(service.config)
+        self._metrics = metrics
+        self._is_file = is_file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)  # lifespan
+            return
+        headers = Headers(scope=scope)
+        visit = Visit(scope, headers, _request_id(headers))
+        outward = self._outward(visit, send)
+        try:
+            await self._serve(visit, receive, outward)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            _log.exception("request %s failed outside its route", visit.id)
+            if not visit.status:
+                await internal().response()(scope, receive, outward)
+        finally:
+            self._note(visit)
+
+    async def _serve(self, visit: Visit, receive: Receive, send: Send) -> None:
+        try:
+            refused = self._admit(visit)
+        except Refused as error:
+            refused = error.response()
+        if refused is not None:
+            await refused(visit.scope, receive, send)
+            return
+        limited = Limited(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+        with self._service.in_progress():
+            await self._app(visit.scope, limited, send)
+
+    def _admit(self, visit: Visit) -> Response | None:
+        """Let a request in by returning None; otherwise the answer, or a refusal."""
+        scope, headers = visit.scope, visit.headers
+        check_host(headers, self._config)
+        visit.origin = check_origin(headers, self._config)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            return Response(status_code=204, headers=_PREFLIGHT)
+        if scope["path"] in _OPEN or (scope["method"] in ("GET", "HEAD") and self._is_file(scope["path"])):
+            return None
+        scope["kvilt.caller"] = self._keys.caller(headers)
+        if scope["method"] not in ("GET", "HEAD"):
+            self._check_body(headers)
+            if self._service.draining:
+                raise draining()
+        return None
+
+    def _check_body(self, headers: Headers) -> None:
+        length = headers.get("content-length")
+        if length is not None and length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
+            raise too_large(self._config.max_body_bytes)
+        if length in (None, "0") and "transfer-encoding" not in headers:
+            return
+        # A page may send text/plain to any server without asking; JSON it may not.
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise Refused(415, "the body must be JSON, sent as application/json", code="unsupported_media_type")
+
+    def _outward(self, visit: Visit, send: Send) -> Send:
+        """`send` with our headers, for clients that read."""
+
+        async def outward(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *self._headers(visit)]
+            try:
+                async with asyncio.timeout(self._config.write_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                _log.warning("request %s was given up: its reader does not read", visit.id)
+                visit.scope.get("kvilt.abort", _nothing)()
+                raise ClientGone() from None
+
+        return outward
+
+    def _headers(self, visit: Visit) -> list[tuple[bytes, bytes]]:
+        more = [(b"x-request-id", visit.id.encode()), *_ALWAYS]
+        if visit.origin is not None:
+            more += [(b"access-control-allow-origin", visit.origin.encode()), (b"vary", b"Origin")]
+            more.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
+        if self._service.draining:
+            more.append((b"connection", b"close"))
+        return more
+
+    def _note(self, visit: Visit) -> None:
+        """One line of the log and two numbers for each request."""
+        took_s = time.perf_counter() - visit.began_s
+        route = getattr(visit.scope.get("route"), "path", "other")
+        method = visit.scope["method"] if visit.scope["method"] in _METHODS else "other"
+        self._metrics.add(HTTP_REQUESTS, route=route, method=method, status=str(visit.status or 499))
+        self._metrics.observe(HTTP_SECONDS, took_s, route=route)
+        # %r: what a client wrote must not begin a line of its own.
+        path = visit.scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
+        client = (visit.scope.get("client") or ("-",))[0]
+        _access.info(
+            "%s %s %r %d %.3f s, request %s",
+            client,
+            method,
+            path,
+            visit.status or 499,
+            took_s,
+            visit.id,
+            extra={"request_id": visit.id, "status": visit.status or 499},
+        )
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-headers": "authorization, content-type, x-request-id",
+    "access-control-max-age": "600",
+}
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id if it is harmless, else a fresh one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _nothing() -> None:
+    """For servers that cannot cut a connection off."""

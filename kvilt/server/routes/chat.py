@@ -1,0 +1,29 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..chat import ChatStream, ready, whole
+from ..respond import json_response
+from ..schema.answers import ChatCompletion
+from ..schema.chat import ChatRequest
+from ..sse import EventStream, unless_gone
+from .common import ASKING, Here, StrictRoute, Who
+
+router = APIRouter(route_class=StrictRoute, tags=["chat"])
+_OK: dict[int | str, dict[str, Any]] = {
+    200: {"model": ChatCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+@router.post("/v1/chat/completions", responses=_OK | ASKING, response_model=None)
+async def chat(asked: ChatRequest, request: Request, service: Here, caller: Who) -> Response:
+    """Answer a conversation."""
+    talk = await ready(service, asked, caller)
+    if not asked.stream:
+        return json_response(await unless_gone(request.receive, whole(service, talk)))
+    stream = await service.llm.stream_chat(talk.messages, talk.params, **talk.given())
+    return EventStream(ChatStream(service, talk, stream).events(), service.config.keep_alive_s)

@@ -1,0 +1,149 @@
+"""What the server answers, for the OpenAPI document and for tests; routes write these shapes by hand."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .fields import Shown
+
+
+class ErrorBody(Shown):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    index: int | None = None  # kv_mismatch: the first token that differs
+
+
+class Error(Shown):
+    """Every answer that is no success."""
+
+    error: ErrorBody
+
+
+class CachedTokens(Shown):
+    """How much of a prompt was not computed."""
+
+    cached_tokens: int
+
+
+class Usage(Shown):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    kvilt: dict[str, Any]
+
+
+class Kept(Shown):
+    """The handle that `kv_out` asked for."""
+
+    id: str
+    tokens: int
+    resident: bool
+    pinned: bool
+    expires_in_s: float
+    kv_bytes: int
+
+
+class CallFunction(Shown):
+    """A function and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Call(Shown):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
+class AnswerMessage(Shown):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class TopToken(Shown):
+    """A likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopToken):
+    """A drawn token, and likely ones in its place."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(Shown):
+    """Logprobs of an answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatChoice(Shown):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    kv: Kept | None = None
+
+
+class ChatCompletion(Shown):
+    """Answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(Shown):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Shown):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(Shown):
+    """How the server is."""
+
+    status: Literal["ok", "draining", "hung"]
+
+
+class Version(Shown):
+    """Which kvilt this is."""
+
+    version: str

@@ -1,0 +1,168 @@
+"""Fields that several requests have: how tokens are drawn, what the text must be, which KV it stands behind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
+from ...sampling.params import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_NGRAM,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+)
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+HandleId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="The id of a KV handle.")]
+SafeName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", description="A name of letters, digits, - and _.")
+]
+TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle is forgotten.")]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+
+
+class Strict(BaseModel):
+    """What a client sends: no field that is not named here, no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Shown(BaseModel):
+    """What a client gets."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class JsonSchemaSpec(Strict):
+    """A schema with a name."""
+
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = Field(None, description="Accepted without effect: a schema is always enforced.")
+
+
+class TextFormat(Strict):
+    """Anything."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaSpec
+
+
+class RegexFormat(Strict):
+    """Text that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    regex: Text
+
+
+class ChoiceFormat(Strict):
+    """One of some strings."""
+
+    type: Literal["choice"]
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class LarkFormat(Strict):
+    """Text that a Lark grammar derives."""
+
+    type: Literal["lark"]
+    lark: Text
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat,
+    Field(discriminator="type"),
+]
+
+
+class StructuredOutputs(Strict):
+    """The same as `response_format` under the names that vLLM's clients use; one of them."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Annotated[Text | None, Field(description="A Lark grammar.")] = None
+    json_object: bool | None = None
+
+
+class StreamOptions(Strict):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = Field(None, description="A last chunk with the counts of tokens.")
+    continuous_usage_stats: bool | None = Field(None, description="The counts so far in every chunk.")
+
+
+class Sampling(Strict):
+    """How tokens are drawn, and when to stop."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="1 by default.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = Field(None, description="0 and -1 are off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASED_TOKENS),
+        ]
+        | None
+    ) = Field(None, description="By token id.")
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
+        None, description="Answers; they share the prompt's KV."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        None, description="In a stream: chunks that say how much of the prompt is read."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="KV is reused only among requests with the same salt."
+    )
+    kv: HandleId | None = Field(None, description="The KV handle that the prompt stands behind.")
+    kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted without effect.")
+    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="Accepted without effect."
+    )
+    store: Literal[False] | None = Field(None, description="Accepted without effect: nothing is ever stored.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted without effect.")
+
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]

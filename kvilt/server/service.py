@@ -1,0 +1,105 @@
+"""What all routes share: the model, the settings, and the count of requests in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+
+from ..llm import AsyncLLM
+from ..text.parse import parser_for
+from .gate import Caller
+from .refusal import Refused
+from .settings import ServeConfig
+from .voice import marks_of
+
+
+class Service:
+    """One model behind HTTP."""
+
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.created_s = int(time.time())
+        self.parser = parser_for(llm.tokenizer.chat_template, llm.executor.spec.family)
+        self.parser_marks = marks_of(self.parser, llm.tokenizer.special)
+        self.draining = False
+        self._in_progress = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.config.names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the same seed may give other tokens."""
+        identity = self.llm.executor.pool.identity()
+        return "fp_" + hashlib.sha256(f"{identity.model} {identity.numerics}".encode()).hexdigest()[:12]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests for another model."""
+        if name is not None and name not in self.config.names:
+            raise Refused(
+                404,
+                f"this server has no model {name[:64]!r}; it has {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """While a request is served."""
+        self._in_progress += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_progress -= 1
+            if self._in_progress == 0:
+                self._idle.set()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no request is in progress; False if that took too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    service: Service = request.app.state.service
+    return service
+
+
+def caller_of(request: Request) -> Caller:
+    """Whoever asks; the edge found that out."""
+    caller: Caller = request.scope["kvilt.caller"]
+    return caller
+
+
+def new_name(kind: str) -> str:
+    """An id in the form clients know: a prefix and what nobody can guess."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def envelope(service: Service, kind: str, name: str) -> dict[str, Any]:
+    """How every answer of a kind begins."""
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.model,
+        "system_fingerprint": service.fingerprint,
+    }

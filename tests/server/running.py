@@ -1,0 +1,108 @@
+"""A real server on loopback, in a thread of its own, over a tiny model that others may share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+from kvilt import AsyncLLM
+from kvilt.config import EngineConfig
+from kvilt.executor.executor import Executor
+from kvilt.server.listen import Listener
+from kvilt.server.service import Service
+from kvilt.server.settings import ServeConfig
+from kvilt.text.tokenizer import Tokenizer
+
+KEY = "sk-test-0123456789"
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
+
+
+@dataclass
+class Running:
+    """A server, and the way in and under it."""
+
+    listener: Listener
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def service(self) -> Service:
+        return self.listener.service
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.service.llm
+
+    @property
+    def port(self) -> int:
+        return self.listener.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": KEY, "max_retries": 0, "timeout": 60, **options})
+
+    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+        given = {"api_key": KEY, "max_retries": 0, "timeout": 60, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
+
+    def end(self) -> None:
+        """What a signal would do."""
+        self.loop.call_soon_threadsafe(self.listener.end)
+
+
+@contextmanager
+def running(
+    executor: Executor, tokenizer: Tokenizer, engine: EngineConfig | None = None, **settings: Any
+) -> Iterator[Running]:
+    """A server for the length of a block; the executor outlives it."""
+    box: list[Running] = []
+    ready = threading.Event()
+    config = ServeConfig(**{"port": 0, "names": ("tiny",), "grace_s": 20.0, **settings})
+
+    async def life() -> None:
+        llm = AsyncLLM(executor, tokenizer, config=engine)
+        try:
+            listener = Listener(Service(llm, config))
+            box.append(Running(listener, asyncio.get_running_loop()))
+            serving = asyncio.ensure_future(listener.serve())
+            while not listener.started and not serving.done():
+                await asyncio.sleep(0.005)
+            ready.set()
+            await serving
+        finally:
+            llm._driver.close()
+            llm._handles.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(life()), name="server", daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    server = box[0]
+    try:
+        yield server
+    finally:
+        if thread.is_alive():
+            server.end()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], what: str = "it", most_s: float = 30.0) -> None:
+    """Wait for something that is about to happen."""
+    done = threading.Event()
+    for _ in range(int(most_s / 0.005)):
+        if condition():
+            return
+        done.wait(0.005)
+    raise AssertionError(f"{what} did not happen")
