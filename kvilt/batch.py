@@ -77,6 +77,7 @@ class Score:
 
     targets: Sequence[int]
     top: int = 0
+    ranks: bool = False  # also how many are likelier; takes a while longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ class Scores:
     logprobs: Tensor  # [targets] float32
     top_ids: Tensor  # [targets, top] int64
     top_logprobs: Tensor  # [targets, top] float32
+    ranks: Tensor  # [targets] int64, 1 for the likeliest, among equals the lower id first; [0] where not wanted
 
 
 @dataclass(frozen=True, slots=True)

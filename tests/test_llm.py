@@ -181,6 +181,49 @@ def test_logprobs_are_of_the_raw_logits(llm: LLM) -> None:
     assert done.logprobs[0].top_logprobs[0] == pytest.approx(greedy.logprobs[0].logprob, abs=1e-5)
 
 
+def test_a_text_can_be_scored_without_drawing_a_token(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The capital of France is Paris, and that of Germany is Berlin.")
+    done = llm.generate(ids, max_tokens=0, prompt_logprobs=2)
+    assert (done.text, done.token_ids, done.finish_reason) == ("", [], "length")
+    assert done.prompt_logprobs is not None
+    first, *rest = done.prompt_logprobs
+    assert first is None
+    wanted = llm.executor.score(ids, top=2)
+    assert [one.token for one in rest if one] == ids[1:]
+    assert [one.logprob for one in rest if one] == wanted.logprobs.tolist()
+    assert [list(one.top_ids) for one in rest if one] == wanted.top_ids.tolist()
+    assert all(one is not None and (one.rank == 1) == (one.top_ids[0] == one.token) for one in rest)
+    again = llm.generate([ids, ids[:4]], max_tokens=0, prompt_logprobs=2)
+    assert [one.prompt_logprobs for one in again] == [done.prompt_logprobs, done.prompt_logprobs[:4]]
+    assert [one.usage.cached_tokens for one in again] == [0, 0], "what is found has no logits"
+    assert llm.stream(ids, max_tokens=0, prompt_logprobs=2).completion.prompt_logprobs == done.prompt_logprobs
+
+
+def test_scores_of_a_prompt_are_those_of_drawing_it(llm: LLM) -> None:
+    drawn = llm.generate("Once upon a time", max_tokens=12, temperature=0.9, seed=3, logprobs=3, ignore_eos=True)
+    ids = llm.tokenizer.encode("Once upon a time")
+    done = llm.generate([*ids, *drawn.token_ids], max_tokens=4, prompt_logprobs=3, logprobs=0)
+    assert done.prompt_logprobs is not None and drawn.logprobs is not None
+    for one, other in zip(done.prompt_logprobs[len(ids) :], drawn.logprobs, strict=True):
+        assert one is not None
+        assert (one.token, one.rank, one.top_ids) == (other.token, other.rank, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert len(done.token_ids) == 4 and done.logprobs is not None
+    assert llm.generate([*ids, *drawn.token_ids], max_tokens=4).prompt_logprobs is None
+
+
+def test_behind_a_cache_a_continuation_is_scored_as_behind_its_text(llm: LLM) -> None:
+    context, more = llm.tokenizer.encode("The capital of France is"), llm.tokenizer.encode(" Paris, as we know.")
+    whole = llm.generate([*context, *more], max_tokens=0, prompt_logprobs=1).prompt_logprobs
+    assert whole is not None
+    with llm.prefill(context) as kv:
+        done = llm.generate(more, kv=kv, max_tokens=0, prompt_logprobs=1)
+        assert done.prompt_logprobs == [None] * len(context) + whole[len(context) :]
+        ids = llm.chat_ids(QUESTION)
+        chat = llm.chat(QUESTION, kv=kv, max_tokens=1, prompt_logprobs=0)
+        assert chat.prompt_logprobs is not None and [one.token for one in chat.prompt_logprobs[1:] if one] == ids[1:]
+
+
 def test_the_context_limit_is_a_clean_finish(llm: LLM) -> None:
     ids = llm.tokenizer.encode("word " * 600)[:500]
     done = llm.generate(ids, ignore_eos=True)

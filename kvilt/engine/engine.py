@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..batch import Ids, Last, Nothing, Row
+from ..batch import Ids, Last, Nothing, Row, Score, Scores, Want
 from ..config import EngineConfig
 from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
 from ..executor.executor import Executor
@@ -19,8 +19,8 @@ from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..metrics import Metrics
 from .counters import ENGINE_METRICS, Counters
-from .event import Ended, Event, Listener, Progress, Reason, Token
-from .forward import Done, Failed, Result, Task, forward
+from .event import Ended, Event, Listener, Progress, Reason, Scored, Token
+from .forward import Done, Failed, Result, Task, forward, token_scores
 from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
 from .request import Request
@@ -234,8 +234,7 @@ class Engine:
                 track.kv.reserve(work.count)
         except PoolExhausted:
             return None
-        want = Last() if work.draws else Nothing()
-        row = Row(Ids(track.ids[work.start : stop]), range(work.start, stop), track.kv, want=want)
+        row = Row(Ids(track.ids[work.start : stop]), range(work.start, stop), track.kv, want=_want(track, work))
         if track.state is None or not work.draws:
             return Task(row, (), stop)
         return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop)
@@ -255,7 +254,7 @@ class Engine:
             case Failed(error):
                 self._fail(track, error)
                 return None
-            case Done(tokens):
+            case Done(tokens, scores=scores):
                 assert track.kv is not None
                 stop, size, filled = work.start + work.count, self._executor.layout.page_tokens, None
                 if track.trail is not None and work.start // size < stop // size:
@@ -263,6 +262,8 @@ class Engine:
                 track.kv.commit([track.ids[work.start : stop]], filled=filled)
                 if work.start < work.sample.prompt:
                     self._read(track, min(stop, work.sample.prompt))
+                if scores is not None:
+                    self._score(track, work.start, scores)
                 return tokens
 
     def _read(self, track: Track, tokens: int) -> None:
@@ -271,6 +272,15 @@ class Engine:
             track.read = tokens
             if track.job.request.progress:
                 self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0))
+
+    def _score(self, track: Track, start: int, scores: Scores) -> None:
+        """Log-probabilities of what stands behind the positions from `start` on: those that are news are told."""
+        scoring = track.scoring
+        assert scoring is not None
+        first, scoring.at = scoring.at, min(start + len(scores.logprobs), scoring.stop)
+        ids = track.ids[first + 1 : scoring.at + 1]
+        told = token_scores(ids, scores, range(first - start, scoring.at - start))
+        self._hear(track.job, Scored(track.sample.index, first + 1, told))
 
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
@@ -305,7 +315,7 @@ class Engine:
             trail.extend(parent.ids[: sample.prompt], self._executor.layout.page_tokens)
             sample.keys = trail.keys
         ids = parent.ids[: sample.prompt]
-        track = Track(sample, ids, parent.state.fork(sample.index), trail, parent.kv.fork(), cached=sample.prompt)
+        track = Track(sample, ids, parent.state.fork(sample.index), trail, kv=parent.kv.fork(), cached=sample.prompt)
         track.job = job
         job.live.append(track)
         job.unborn -= 1
@@ -383,6 +393,17 @@ class Engine:
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
         self._counters.ended(job, last, reason)
+
+
+def _want(track: Track, work: Work) -> Want:
+    """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
+    if work.draws:
+        return Last()
+    stop = work.start + work.count
+    if track.scoring is None or not track.scoring.wants(work.start, stop):
+        return Nothing()
+    targets = track.ids[work.start + 1 : stop + 1]
+    return Score([*targets, 0][: work.count], track.scoring.top, ranks=True)  # nothing stands behind the last
 
 
 def _no_relief(_pinned: bool) -> bool:

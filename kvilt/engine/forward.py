@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..batch import Batch, Row
-from ..errors import Cancelled
+from ..batch import Batch, Row, Scores
+from ..errors import Cancelled, NumericsError
 from ..executor.executor import Executor
 from ..sampling.sampler import SampleState, TokenLogprobs
 
@@ -34,6 +34,7 @@ class Done:
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
+    scores: Scores | None = None  # if the row wanted some
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,23 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     drawn = dict(zip(drawing, _draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
-    return [drawn.get(i, Done()) for i in range(len(tasks))]
+    return [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
+
+
+def _scored(scores: Scores | None) -> Result:
+    if scores is not None and bool(scores.logprobs.isnan().any()):
+        return Failed(NumericsError([0]))
+    return Done(scores=scores)
+
+
+def token_scores(ids: Sequence[int], scores: Scores, at: range) -> tuple[TokenLogprobs, ...]:
+    """The scores of tokens by name: `ids` stand behind the rows of `scores` that `at` names."""
+    rows = slice(at.start, at.stop)
+    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    return tuple(
+        TokenLogprobs(token, logprob, rank, tuple(top), tuple(values))
+        for token, logprob, rank, top, values in zip(ids, *(column[rows].tolist() for column in columns), strict=True)
+    )
 
 
 def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import InputError
+from ..errors import InputError, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix import Scope, Trail
@@ -12,7 +13,7 @@ from ..sampling.sampler import SampleState
 from .event import Listener
 from .plan import Sample
 from .request import Request
-from .track import Job, Track
+from .track import Job, Scoring, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,12 @@ def make_job(executor: Executor, request: Request, listener: Listener, lent: Len
     """A checked job; closes what was lent only if it has no use for it."""
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
+    scoring = _scoring(request, lent)
     capacity, reused, history = _room(executor, request, lent)
     state = None
     if request.params is not None:
         request.params.validate_vocab(executor.spec.vocab_size)
+    if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
     trail = None
@@ -40,10 +43,24 @@ def make_job(executor: Executor, request: Request, listener: Listener, lent: Len
     if lent is not None and not reused:
         lent.kv.close()
     base = lent.kv if lent is not None and reused else None
-    first = Track(_sample(request, state, trail, capacity), list(request.prompt), state, trail)
+    first = Track(_sample(request, state, trail, capacity), list(request.prompt), state, trail, scoring)
     job = Job(request, listener, first, base, capacity, unborn=request.samples - 1)
     first.job = job
     return job
+
+
+def _scoring(request: Request, lent: Lent | None) -> Scoring | None:
+    """What is to be scored. The first of it needs the logits of the token before, so a lent cache gives that up."""
+    if request.params is None or request.params.prompt_logprobs is None:
+        return None
+    begins = max(0, request.behind - 1)
+    if lent is not None and lent.kv.batch_size == 1:
+        there = lent.kv.tokens()
+        if there and isinstance(there[-1], int):
+            with suppress(TruncateError):  # a window has only just what it needs: then the first has none
+                lent.kv.truncate(len(there) - 1)
+        begins = max(begins, lent.kv.num_entries)
+    return Scoring(request.params.prompt_logprobs, begins, len(request.prompt) - 1)
 
 
 def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int, int, list[int]]:
@@ -71,6 +88,7 @@ def _sample(request: Request, state: SampleState | None, trail: Trail | None, ca
     limit = prompt + 1 if state is None else capacity + 1
     if state is not None and state.params.max_tokens is not None:
         limit = min(limit, prompt + state.params.max_tokens)
+    wants_scores = request.params is not None and request.params.prompt_logprobs is not None
     return Sample(
         request=request.id,
         prompt=prompt,
@@ -80,4 +98,6 @@ def _sample(request: Request, state: SampleState | None, trail: Trail | None, ca
         keys=trail.keys if trail is not None else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
+        # The last token's logits are drawn from, so it has a row of its own.
+        scored=(prompt if state is None else prompt - 1) if wants_scores else 0,
     )

@@ -27,6 +27,7 @@ class Request:
     tenant: str = ""  # KV is found again only by the same tenant
     reuse: bool = True  # whether the prompt may begin with KV that others computed
     keep_kv: bool = False  # hand each sample's KV over when it ends
+    behind: int = 0  # tokens of the prompt whose log-probabilities nobody wants: it continues them
     progress: bool = False  # tell how much of the prompt is there, step by step
     grammar: Grammar | None = None  # that of the params, compiled
 

@@ -132,7 +132,7 @@ class Scheduler:
         sample = work.sample
         if not work.draws:
             over = not sample.draws and sample.left == 0
-            return [Advance(sample, None, "stop")] if over else []
+            return [Advance(sample, None, "length")] if over else []
         twins = self._fork(sample) if work.forks else []
         advances = []
         for one, token in zip((sample, *twins), tokens, strict=True):
@@ -161,7 +161,7 @@ class Scheduler:
         for sample in (*decodes, *(sample for sample in rows if sample.left > 1)):
             if not draft.rows or not draft.tokens:
                 break
-            count = min(sample.left, draft.tokens)
+            count = _share(sample, draft.tokens)
             if self._fits(draft, sample, count):
                 self._take(draft, sample, count)
             elif draft.short is None or sample.rank < draft.short.rank:
@@ -237,7 +237,7 @@ class Scheduler:
         for key in sample.keys[hit.tokens // self._limits.page_tokens :]:
             self._computing.setdefault(key, sample)
         draft.admitted.append(Admission(sample, hit))
-        self._take(draft, sample, min(sample.left, draft.tokens))
+        self._take(draft, sample, _share(sample, draft.tokens))
 
     def _hit(self, sample: Sample, room: int) -> Hit:
         """The longest hit, or where its last, begun page would be one too many, the longest of whole pages.
@@ -249,7 +249,11 @@ class Scheduler:
         if hit.tokens % size and self._whole_need(sample, hit) > room:
             hit = self._pages.hit(sample, most - most % size)
         behind = hit.tokens // size
-        if behind < len(sample.keys) and self._computing.get(sample.keys[behind]) not in (None, sample):
+        if (
+            not sample.scored
+            and behind < len(sample.keys)
+            and self._computing.get(sample.keys[behind]) not in (None, sample)
+        ):
             sample.awaits = sample.keys[behind]
         return hit
 
@@ -323,6 +327,12 @@ class Scheduler:
 
 def _rank(sample: Sample) -> tuple[int, int, int]:
     return sample.rank
+
+
+def _share(sample: Sample, tokens: int) -> int:
+    """How many of a step's tokens a sample can use."""
+    count = min(sample.left, tokens)
+    return min(count, sample.scored - sample.computed) if sample.computed < sample.scored else count
 
 
 def _twin(parent: Sample, index: int) -> Sample:

@@ -32,6 +32,19 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
+class Scoring:
+    """The log-probabilities of a prompt, as far as they are told."""
+
+    top: int  # likeliest tokens beside each
+    at: int  # the first position whose next token has none yet
+    stop: int  # the last of them
+
+    def wants(self, start: int, stop: int) -> bool:
+        """Whether positions [start, stop) bring news."""
+        return max(start, self.at) < min(stop, self.stop)
+
+
+@dataclass(slots=True, eq=False)
 class Track:
     """One sample: its tokens, its KV while it has any, its way through the prefix index, its sampling state."""
 
@@ -39,6 +52,7 @@ class Track:
     ids: list[int]  # prompt and drawn
     state: SampleState | None  # None where nothing is drawn
     trail: Trail | None  # None where its KV is nobody else's business
+    scoring: Scoring | None = None
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
     read: int = 0  # tokens of the prompt whose KV was there at some time
@@ -69,6 +83,9 @@ class Books:
             return Hit(track.job.base.num_entries)
         if track.trail is None:
             return Hit()
+        if (scoring := track.scoring) is not None and scoring.at < scoring.stop:
+            # What is found is not computed, and has no logits.
+            most = min(most, scoring.at - scoring.at % self.executor.layout.page_tokens)
         track.trail.extend(track.ids, self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(track.trail, most)
         return Hit(found.tokens, found.idle)

@@ -137,6 +137,7 @@ class Executor:
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.top_ids for part in parts]),
             torch.cat([part.top_logprobs for part in parts]),
+            torch.cat([part.ranks for part in parts]),
         )
 
     # Caches.
@@ -399,7 +400,7 @@ def _no_identity() -> Identity:
 
 def _refuse_text(params: SamplingParams) -> None:
     """An executor samples ids for the rows it is given; what needs text, or more rows, is refused by name."""
-    for field in ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "n", "logprobs"):
+    for field in ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "n", "logprobs", "prompt_logprobs"):
         if getattr(params, field) != getattr(_DEFAULTS, field):
             raise ParamError(field, "does not act in sample_tokens, which returns ids alone; use LLM.generate")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..engine.event import Ended, Event, Token
+from ..engine.event import Ended, Event, Scored, Token
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
@@ -89,6 +89,8 @@ class Answer:
         self._started_s = time.perf_counter()
         self._first_token_s = self._total_s = 0.0
         self._left = asked.params.n
+        wants = asked.params.prompt_logprobs is not None
+        self._scored: list[TokenLogprobs | None] = [None] * asked.prompt_tokens if wants else []
         self._abandoned = False
 
     def hear(self, event: Event) -> bool:
@@ -100,6 +102,8 @@ class Answer:
                 return sample.add(event)
             case Ended():
                 self._end(sample, event)
+            case Scored(start=start, logprobs=logprobs):
+                self._scored[start : start + len(logprobs)] = logprobs
         return False
 
     def _end(self, sample: Text, event: Ended) -> None:
@@ -114,6 +118,11 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         return self._asked.prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Those of the prompt, if they were asked for; all there are once a token was drawn."""
+        return self._scored or None
 
     @property
     def over(self) -> bool:
@@ -139,6 +148,7 @@ class Answer:
             first.timing,
             first.kv,
             tuple(others),
+            first.prompt_logprobs,
         )
 
     def _completion(self, sample: Text) -> Completion:
@@ -154,6 +164,7 @@ class Answer:
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=kv,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

@@ -28,6 +28,7 @@ from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
+from ..sampling.sampler import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .async_kv import AsyncKV
@@ -53,6 +54,7 @@ class Ready:
 
     ids: Sequence[int]
     lent: Lent | None
+    behind: int = 0  # tokens that the prompt continues, as far as they are not its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,11 @@ class AsyncStream:
         if not self._outlet.answer.over or self._outlet.answer.error is not None or self._left.alive:
             raise InputError("this stream was not read to its end, or failed, so it has no completion")
         return self._outlet.answer.completion()
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Those of the prompt, if they were asked for; all there are from the first delta with a token on."""
+        return self._outlet.answer.prompt_logprobs
 
     def stop(self) -> None:
         """Draw no more; what there is can still be read, and `completion` has it."""
@@ -232,10 +239,11 @@ class AsyncLLM(Model):
         ids = self.prompt_ids(prompt, begins=terms.kv is None)
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
-            return Ready([*loan.tokens, *ids], Lent(loan.kv, exact=True) if loan.kv is not None else None)
+            lent = Lent(loan.kv, exact=True) if loan.kv is not None else None
+            return Ready([*loan.tokens, *ids], lent, len(loan.tokens))
         if terms.kv is None:
             return Ready(ids, None)
-        return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()))
+        return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
         ids = self.chat_ids(messages, tools)
@@ -272,10 +280,18 @@ class AsyncLLM(Model):
         hearing: Hearing,
     ) -> Outlet:
         ready = source(terms)
+        if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
+            ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
+            ready = Ready(ready.ids, None)
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
         try:
             request, asked = self.request(
-                ready.ids, params, reuse=not isinstance(terms.kv, KVCache), progress=hearing.progress, **own
+                ready.ids,
+                params,
+                behind=ready.behind,
+                reuse=not isinstance(terms.kv, KVCache),
+                progress=hearing.progress,
+                **own,
             )
         except BaseException:
             if ready.lent is not None:

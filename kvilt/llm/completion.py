@@ -51,6 +51,8 @@ class Completion:
     timing: Timing
     kv: KVCache | None = None  # with keep_kv: prompt and all generated tokens but the last; yours to close
     alternatives: tuple[Completion, ...] = ()  # samples 1 to n - 1; this one is sample 0
+    # With prompt_logprobs: one for each token of the prompt; None for the first, and for what a cache or handle held.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Stream:

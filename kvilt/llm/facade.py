@@ -122,7 +122,7 @@ class LLM(Model):
         """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again."""
         chosen = SamplingParams.of(params, **fields)
         ids = self.chat_ids(messages, tools)
-        return self._complete([ids], chosen, kv, shared(ids, kv), keep_kv)[0]
+        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv)[0]
 
     def stream_chat(
         self,
@@ -137,7 +137,7 @@ class LLM(Model):
         """`chat`, piece by piece."""
         chosen = SamplingParams.of(params, **fields)
         ids = self.chat_ids(messages, tools)
-        return self._stream(ids, chosen, kv, shared(ids, kv), keep_kv)
+        return self._stream(ids, chosen, kv, _reused(ids, chosen, kv), keep_kv)
 
     def prefill(self, prompt: Prompt) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
@@ -170,7 +170,7 @@ class LLM(Model):
 
         Who brings a cache of their own gets what it holds, and nothing from the prefix index.
         """
-        request, asked = self.request(ids, params, keep_kv=keep_kv, reuse=kv is None)
+        request, asked = self.request(ids, params, keep_kv=keep_kv, reuse=kv is None, behind=reused)
         answer = Answer(asked)
         lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
@@ -255,3 +255,8 @@ class LLM(Model):
                 self.engine.abort(question.job)
             self._wheel.settle()
             raise
+
+
+def _reused(ids: list[int], params: SamplingParams, kv: KVCache | None) -> int:
+    """Tokens of a conversation that need not be computed; where all of it is to be scored, there are none."""
+    return shared(ids, kv) if params.prompt_logprobs is None else 0

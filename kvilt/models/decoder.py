@@ -5,7 +5,7 @@ Prefill, decode, verification and blending are batches with different rows; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,8 +122,8 @@ class Decoder:
                 case Last(k):
                     wanted.append(states[-k:])
                     kept = k
-                case Score(targets, top):
-                    scores[index] = self._score(states, targets, top)
+                case Score():
+                    scores[index] = self._score(states, row.want)
                 case HiddenOut():
                     hidden[index] = states
             starts.append(starts[-1] + kept)
@@ -136,19 +136,29 @@ class Decoder:
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 
-    def _score(self, states: Tensor, targets: Sequence[int], top: int) -> Scores:
+    def _score(self, states: Tensor, want: Score) -> Scores:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
-        wanted = torch.as_tensor(targets, dtype=torch.int64, device=states.device)
+        wanted, top = torch.as_tensor(want.targets, dtype=torch.int64, device=states.device), want.top
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
         # Results have their room before the first block: small leftovers between large blocks would keep the allocator
         # from using that memory again.
         logprobs = states.new_empty(len(wanted), dtype=torch.float32)
         top_ids = wanted.new_empty((len(wanted), top))
         top_logprobs = logprobs.new_empty((len(wanted), top))
+        ranks = wanted.new_empty(len(wanted) if want.ranks else 0)
         for start in range(0, len(wanted), block):
             part = slice(start, start + block)
             values = self.logits(states[part])
+            values -= values.amax(dim=-1, keepdim=True)  # first, or logits in the hundreds would round the sum away
             values -= values.logsumexp(dim=-1, keepdim=True)
             logprobs[part] = values.gather(1, wanted[part].unsqueeze(1)).squeeze(1)
             top_logprobs[part], top_ids[part] = values.topk(top, dim=-1)
-        return Scores(logprobs, top_ids, top_logprobs)
+            if want.ranks:
+                ranks[part] = _ranks(values, wanted[part])
+        return Scores(logprobs, top_ids, top_logprobs, ranks)
+
+
+def _ranks(values: Tensor, ids: Tensor) -> Tensor:
+    """The place of each row's id [rows] among all of its values [rows, vocab], from 1 on."""
+    own, lower = values.gather(1, ids[:, None]), torch.arange(values.shape[-1], device=ids.device) < ids[:, None]
+    return ((values > own) | ((values == own) & lower)).sum(-1) + 1

@@ -69,7 +69,7 @@ class TokenBias(Mapping[int, float]):
 class SamplingParams:
     """How tokens are chosen and when to stop; the defaults are greedy, and every invalid value is refused by name."""
 
-    max_tokens: int | None = None  # None: until a stop or the end of the context
+    max_tokens: int | None = None  # None: until a stop or the end of the context; 0: only beside prompt_logprobs
     min_tokens: int = 0  # nothing ends a sample before it has this many
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -84,6 +84,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()  # the same as text, for callers who have a tokenizer
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=lambda: TokenBias({}))
     logprobs: int | None = None  # None: off; 0: the chosen token's; n: and the n likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     seed: int | None = None  # None: drawn by with_seed()
     n: int = 1
     stop: Sequence[str] = ()
@@ -94,7 +95,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+            # None at all is a request too where the prompt is what is asked about.
+            _whole("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_TOKENS)
         _whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParamError("min_tokens", f"must not be above max_tokens, which is {self.max_tokens}")
@@ -108,6 +110,8 @@ class SamplingParams:
         self._set("logit_bias", _bias(self.logit_bias))
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, None, None)
         _whole("n", self.n, 1, MAX_SAMPLES)

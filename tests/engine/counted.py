@@ -134,9 +134,14 @@ class Kitchen:
         self.computed_tokens = self.preemptions = self.steps = 0
         self.most_running = 0
         self.kept: list[list[int]] = []  # pages that somebody only keeps for later
+        self.scores: dict[Sample, int] = {}  # of a scored sample, how many tokens were computed by itself
 
-    def add(self, name: str, text: Sequence[int], new: int, priority: int = 0, n: int = 1) -> Sample:
+    def add(
+        self, name: str, text: Sequence[int], new: int, priority: int = 0, n: int = 1, scored: bool = False
+    ) -> Sample:
         sample = Sample(name, len(text), len(text) + new, priority=priority, width=n, end_ids=frozenset({7}))
+        sample.scored = len(text) - 1 if scored else 0
+        self.scores[sample] = 0
         sample.keys = keys_of(text, self.limits.page_tokens) if self.index else ()
         self.texts[sample] = list(text)
         self.live.append(sample)
@@ -151,6 +156,8 @@ class Kitchen:
 
     def end(self, sample: Sample, reason: str) -> None:
         key = (sample.request, sample.index)
+        if reason != "cancelled":
+            assert self.scores.pop(sample, 0) >= sample.scored
         assert key not in self.ended, "a sample ends once"
         self.ended[key] = (reason, self.texts.pop(sample)[sample.prompt :])
         self.live.remove(sample)
@@ -205,6 +212,8 @@ class Kitchen:
         return True
 
     def hit(self, sample: Sample, most: int) -> Hit:
+        if (scored := self.scores.get(sample, 0)) < sample.scored:
+            most = min(most, scored - scored % self.limits.page_tokens)
         return self.pages.probe(self._keys(sample), most) if self.index else Hit()
 
     def shares_tail(self, sample: Sample) -> bool:
@@ -226,6 +235,10 @@ class Kitchen:
     def _work(self, work: Work) -> list[int]:
         sample, stop = work.sample, work.start + work.count
         assert work.start == sample.computed
+        assert not work.start < sample.scored < stop, "logits are for drawing or for scoring"
+        if work.start < sample.scored:
+            assert work.start <= self.scores[sample], "what is scored is not skipped"
+            self.scores[sample] = max(self.scores[sample], stop)
         self.pages.write(sample, work.start, stop)
         if self.index:
             self.pages.name(sample, self._keys(sample), work.start, stop)

@@ -171,6 +171,34 @@ def test_a_stream_tells_how_far_its_prompt_is_read_to_whoever_asks(play: Callabl
     play(scene, step_tokens=32, max_rows=8)
 
 
+def test_prompts_are_scored_whole_streamed_and_behind_handles(llm: LLM, play: Callable[..., None]) -> None:
+    ids = llm.tokenizer.encode(LONG_TEXT)
+    whole = llm.generate(ids, max_tokens=0, prompt_logprobs=2).prompt_logprobs
+    assert whole is not None and len(whole) == len(ids)
+
+    async def scene(model: AsyncLLM) -> None:
+        done = await model.generate(ids, max_tokens=0, prompt_logprobs=2)
+        assert (done.prompt_logprobs, done.token_ids, done.finish_reason) == (whole, [], "length")
+        stream = await model.stream(ids, SHORT, prompt_logprobs=2, n=2)
+        seen = [stream.prompt_logprobs async for delta in stream if delta.token is not None]
+        assert seen and all(one == whole for one in seen)
+        assert all(one.prompt_logprobs == whole for one in (stream.completion, *stream.completion.alternatives))
+        handle = await model.kv.create(ids[:50])
+        for resident in (True, False):
+            assert (await model.kv.info(handle.id)).resident == resident
+            behind = await model.generate(ids[50:], kv=handle.id, max_tokens=0, prompt_logprobs=2)
+            assert behind.prompt_logprobs == [None] * 50 + whole[50:]
+            model._handles.relieve(True)
+        await model.kv.delete(handle.id)
+        turn = await model.kv.create(messages=QUESTION)
+        chat = await model.chat(QUESTION, SHORT, kv=turn.id, prompt_logprobs=0)
+        assert chat.prompt_logprobs is not None and chat.prompt_logprobs.count(None) == 1
+        assert chat.usage.cached_tokens == 0
+        await model.kv.delete(turn.id)
+
+    play(scene, step_tokens=32, max_rows=8)
+
+
 def test_what_is_wrong_is_said_before_a_stream_begins(play: Callable[..., None]) -> None:
     async def scene(model: AsyncLLM) -> None:
         for fields, error in (

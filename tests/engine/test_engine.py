@@ -542,7 +542,7 @@ def test_kv_alone_is_computed_without_a_token(executor: Executor, engine: Engine
     finish(engine)
     assert ear.ends[0] is not None
     assert ear.ends[0].kv is not None
-    assert (ear.tokens[0], ear.reasons) == ([], ["stop"])
+    assert (ear.tokens[0], ear.reasons) == ([], ["length"])
     with ear.ends[0].kv as kv:
         assert kv.tokens() == list(LONG.prompt)
 

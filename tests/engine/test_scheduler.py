@@ -44,6 +44,7 @@ class Caller:
     n: int
     leaves: int | None  # steps after it came
     pause: tuple[int, int] | None  # not reading between these steps after it came
+    scored: bool  # it wants the log-probabilities of its prompt
 
 
 texts = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=30)
@@ -56,6 +57,7 @@ callers = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     leaves=st.one_of(st.none(), st.none(), st.integers(0, 20)),
     pause=st.one_of(st.none(), st.none(), st.tuples(st.integers(0, 10), st.integers(0, 15))),
+    scored=st.sampled_from([False, False, True]),
 )
 days = st.lists(callers, min_size=1, max_size=12)
 limits = st.builds(
@@ -72,7 +74,7 @@ def spend(day: list[Caller], pages: int, limit: Limits, index: bool) -> Kitchen:
     for now in range(10_000):
         for i, caller in enumerate(day):
             if caller.at == now:
-                samples[i] = kitchen.add(str(i), caller.text, caller.new, caller.priority, caller.n)
+                samples[i] = kitchen.add(str(i), caller.text, caller.new, caller.priority, caller.n, caller.scored)
             if caller.leaves is not None and caller.at + caller.leaves == now:
                 kitchen.abort(str(i))
             if caller.pause is not None:
@@ -340,7 +342,7 @@ def test_a_prompt_as_large_as_the_pool_runs_even_where_all_of_it_is_known() -> N
 def test_a_request_for_kv_alone_ends_without_a_token() -> None:
     here = Scheduler(Limits(4, 2, SIZE), Some())
     here.add(Sample("a", 6, 7, draws=False))
-    for expected in ([], ["stop"]):
+    for expected in ([], ["length"]):
         plan = here.plan()
         assert not plan.work[0].draws
         advances = here.commit(plan, [[]])

@@ -179,3 +179,12 @@ def test_ids_past_the_vocabulary_are_refused_once_its_size_is_known(field: str) 
     with pytest.raises(ParamError, match="token id 99 is past the vocabulary of 99 tokens") as caught:
         params.validate_vocab(99)
     assert caught.value.field == field
+
+
+def test_no_token_at_all_is_asked_for_only_beside_scores_of_the_prompt() -> None:
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(ParamError, match="max_tokens: must be at least 1, not 0"):
+        SamplingParams(max_tokens=0)
+    for wrong in (-1, 21, True, "5"):
+        with pytest.raises(ParamError, match="prompt_logprobs: must be"):
+            SamplingParams(prompt_logprobs=wrong)  # type: ignore[arg-type]
