@@ -112,6 +112,21 @@ class BlobError(KVError):
         self.field = field
 
 
+class StoreError(KVError):
+    """The KV store could not keep a record or give it; `reason` is one word, for tests and metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class StoreMiss(StoreError):
+    """A record is not there, not in time, or not to be trusted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, "the store cannot give this KV; compute it from its tokens")
+
+
 class Cancelled(KviltError):
     """The running call was cancelled; caches stand at their last committed length and stay usable."""
 

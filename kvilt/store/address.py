@@ -1,0 +1,203 @@
+"""Where a record lives: a key over everything that decides its content, and that content itself for comparison.
+
+An `Address` is a question with all its conditions: a record answers it only if it agrees with every one of them.
+Refuses to know tiers and bytes of KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+import torch
+
+from ..errors import InputError
+from ..kv.identity import Identity
+from ..kv.layout import KVLayout
+from ..kv.row import EMBEDDED, HASH_BYTES, Token
+
+FORMAT = 1  # of records; part of every key, so that a reader never finds records of another format
+KEY_BYTES = 32
+DTYPES = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+)
+
+
+class Kind(StrEnum):
+    """What a record is for; one kind is never served as another."""
+
+    CHUNK = "chunk"  # a text computed standalone, keys unrotated
+    HANDLE = "handle"  # a whole row of a cache, keys as they live in pages
+    PREFIX = "prefix"  # one page of a row behind all the tokens before it
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """The shape of one layer's KV, but for the number of tokens."""
+
+    heads: int
+    key_dim: int
+    value_dim: int  # 0 where values are part of the keys
+    dtype: str  # of keys and values; int8 comes with a float32 scale for each token and head
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype == "int8"
+
+
+Form = tuple[LayerForm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What is asked for. Only the factories below make one, because they make the key with it."""
+
+    kind: Kind
+    identity: Identity
+    content: bytes  # the exact tokens, see `token_bytes`
+    tokens: int
+    form: Form
+    firsts: tuple[int, ...]  # per layer, the oldest position that must be there; of a record, that is there
+    key: bytes
+
+    @property
+    def tenant(self) -> str:
+        return tenant_of(self.identity.salt)
+
+    def key_under(self, codec: bytes, secret: bytes) -> bytes:
+        """The key with a codec and a secret mixed in, where there are any; without them, the key."""
+        if not codec and not secret:
+            return self.key
+        parts = (self.key, len(codec).to_bytes(8, "little"), codec, _digest(b"salt", secret))
+        return _digest(b"more", b"".join(parts))
+
+    def needing(self, firsts: tuple[int, ...]) -> Address:
+        """The same question with other demands on what must be there."""
+        return replace(self, firsts=firsts)
+
+
+def tenant_of(salt: str) -> str:
+    """A name for a tenant that does not tell its salt."""
+    return _digest(b"tenant", salt.encode("utf-8", "surrogatepass")).hex()[:32]
+
+
+def form_of(layout: KVLayout, dtype: torch.dtype | None = None) -> Form:
+    """The form of a model's KV layer by layer, in the layout's own dtype or another."""
+    shapes = [layout.groups[place.group].shape for place in layout.places()]
+    name = None if dtype is None else dtype_name(dtype)
+    return tuple(LayerForm(s.kv_heads, s.key_dim, s.value_dim, name or dtype_name(s.dtype)) for s in shapes)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InputError(f"KV of dtype {name} cannot be stored; use one of {', '.join(DTYPES)}")
+    return name
+
+
+def chunk_address(identity: Identity, tokens: Sequence[Token], form: Form) -> Address:
+    """Where the chunk of exactly these tokens is; all of it must be there."""
+    return _address(Kind.CHUNK, identity, tokens, form, (0,) * len(form))
+
+
+def row_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout) -> Address:
+    """Where a whole row of a cache is; all that the next query sees must be there."""
+    needed = [group.first_needed(len(tokens)) for group in layout.groups]
+    firsts = tuple(needed[place.group] for place in layout.places())
+    return _address(Kind.HANDLE, identity, tokens, form_of(layout), firsts)
+
+
+def page_addresses(
+    identity: Identity, tokens: Sequence[Token], layout: KVLayout, page_tokens: int, start: int = 0
+) -> Iterator[Address]:
+    """Where each whole page of a prompt from position `start` on is, which begins a page.
+
+    A page that a window no longer sees behind all of `tokens` need not hold that window's KV. Each key costs one page
+    of hashing, however long the prompt is.
+    """
+    if page_tokens < 1 or start < 0 or start % page_tokens:
+        raise InputError(f"position {start} does not begin a page of {page_tokens} tokens")
+    form, stop = form_of(layout), len(tokens) // page_tokens * page_tokens
+    state = _beginning(Kind.PREFIX, identity, form)
+    content = b""
+    for end in range(page_tokens, stop + 1, page_tokens):
+        page = token_bytes(tokens[end - page_tokens : end])
+        state.update(page)
+        content += page
+        if end <= start:
+            continue
+        needed = [end if group.first_needed(stop) >= end else end - page_tokens for group in layout.groups]
+        firsts = tuple(needed[place.group] for place in layout.places())
+        yield Address(Kind.PREFIX, identity, content, end, form, firsts, state.copy().digest())
+
+
+def page_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout, start: int) -> Address:
+    """Where the page is that ends with these tokens and begins at `start`."""
+    form = form_of(layout)
+    return _address(Kind.PREFIX, identity, tokens, form, (start,) * len(form))
+
+
+def token_bytes(tokens: Sequence[Token]) -> bytes:
+    """Tokens as bytes: 8 for an id, little endian; for an embedding row -1 and its hash. Equal bytes, equal tokens."""
+    try:
+        ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
+    except (OverflowError, TypeError):
+        raise InputError("a token is an id below 2^63 or the hash of an embedding row") from None
+    if EMBEDDED not in ids:
+        if ids and min(ids) < 0:
+            raise InputError(f"{min(ids)} is no token id")
+        return ids.tobytes()
+    return b"".join(_one_token(token) for token in tokens)
+
+
+def _one_token(token: Token) -> bytes:
+    if isinstance(token, bytes):
+        if len(token) != HASH_BYTES:
+            raise InputError(f"the hash of an embedding row has {HASH_BYTES} bytes, not {len(token)}")
+        return EMBEDDED.to_bytes(8, "little", signed=True) + token
+    if token < 0:
+        raise InputError(f"{token} is no token id")
+    return int(token).to_bytes(8, "little")
+
+
+def tokens_of(content: bytes) -> list[Token]:
+    """The inverse of `token_bytes`."""
+    if len(content) % 8:
+        raise InputError("these bytes are not tokens")
+    tokens: list[Token] = []
+    at = 0
+    while at < len(content):
+        token = int.from_bytes(content[at : at + 8], "little", signed=True)
+        at += 8
+        if token == EMBEDDED:
+            tokens.append(content[at : at + HASH_BYTES])
+            at += HASH_BYTES
+        else:
+            tokens.append(token)
+    return tokens
+
+
+def _address(kind: Kind, identity: Identity, tokens: Sequence[Token], form: Form, firsts: tuple[int, ...]) -> Address:
+    if not form:
+        raise InputError("KV without layers has no address")
+    content, state = token_bytes(tokens), _beginning(kind, identity, form)
+    state.update(content)
+    return Address(kind, identity, content, len(tokens), form, firsts, state.digest())
+
+
+def _beginning(kind: Kind, identity: Identity, form: Form) -> hashlib.blake2b:
+    """The part of every key that stands before the tokens, each field with its length before it."""
+    shapes = ";".join(f"{one.heads},{one.key_dim},{one.value_dim},{one.dtype}" for one in form)
+    own = (identity.model, identity.numerics, identity.adapter, identity.origin, tenant_of(identity.salt))
+    fields = [text.encode("utf-8", "surrogatepass") for text in (str(FORMAT), kind.value, *own, shapes)]
+    state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvilt store key")
+    state.update(b"".join(len(one).to_bytes(8, "little") + one for one in fields))
+    return state
+
+
+def _digest(purpose: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvilt store " + purpose[:4]).digest()

@@ -1,0 +1,267 @@
+"""One tier's traffic: threads that read for whoever waits, one that writes behind, and breakers for both directions.
+
+Nobody who calls a lane waits for its tier. Reads go by layer, all records' first layers before anybody's second. Writes
+wait in a queue with bounds; what does not fit is dropped and counted. Refuses to know codecs and records.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import StoreError
+from ..metrics import Metrics
+from .breaker import Breaker
+from .counters import BYTES, DROPPED, EVICTED, RECORDS, UP, WRITTEN
+from .record import Facts
+from .tier import Tier
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+# What says that a tier is unwell, and not that a record is.
+UNWELL = frozenset({"io", "timeout", "down", "garbage", "disk_full", "read_only", "descriptors", "index"})
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A record to be written; it is encoded when its turn comes."""
+
+    key: bytes
+    nbytes: int  # what it holds in memory until then
+    facts: Facts
+    encode: Callable[[], list[bytes]]
+
+
+class Lane:
+    """The way to one tier."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        metrics: Metrics,
+        readers: int = 2,
+        queue_bytes: int = 256 << 20,
+        queue_records: int = 4096,
+        cooldown_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier = tier
+        self._metrics = metrics
+        self._readers = readers
+        self._queue_bytes = queue_bytes
+        self._queue_records = queue_records
+        self._breakers = {"read": Breaker(clock, cooldown_s=cooldown_s), "write": Breaker(clock, cooldown_s=cooldown_s)}
+        self._change = threading.Condition()
+        self._reads: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._writes: deque[Write | Callable[[], None]] = deque()
+        self._pending: dict[bytes, bool] = {}  # keys whose records wait to be written, and whether to retain them
+        self._pending_bytes = 0
+        self._writing = False
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        metrics.set(UP, 1, tier=tier.name)
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    # Reading.
+
+    def open_to(self, direction: str) -> bool:
+        """Whether the tier is asked at all now; if it is being left alone and its time has come, it is probed."""
+        breaker = self._breakers[direction]
+        if breaker.closed:
+            return True
+        if breaker.should_ask():
+            threading.Thread(target=self._probe, args=(direction,), name="kvilt-store-probe", daemon=True).start()
+        return False
+
+    def read(self, priority: int, work: Callable[[], None]) -> None:
+        """Let a reader thread do this, smaller priorities first."""
+        with self._change:
+            if not self._closed:
+                heapq.heappush(self._reads, (priority, next(self._order), work))
+                self._start()
+                self._change.notify_all()
+
+    def ask(self, question: Callable[[Tier], T]) -> Future[T]:
+        """The answer of the tier to a question, from a reader thread."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self.guarded("read", lambda: question(self.tier)))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self.read(-1, work)
+        return future
+
+    def guarded(self, direction: str, work: Callable[[], T]) -> T:
+        """What `work` returns; the breaker hears how it went."""
+        try:
+            result = work()
+        except StoreError as error:
+            if error.reason in UNWELL:
+                self._report(direction, False)
+            raise
+        self._report(direction, True)
+        return result
+
+    def failed(self) -> None:
+        """Somebody waited for the tier longer than anybody should."""
+        self._report("read", False)
+
+    # Writing behind.
+
+    def write(self, write: Write) -> bool:
+        """Queue a record; False, and counted, where it cannot be."""
+        with self._change:
+            if write.key in self._pending:
+                self._pending[write.key] |= write.facts.retain
+                return True
+            full = self._pending_bytes + write.nbytes > self._queue_bytes or len(self._writes) >= self._queue_records
+            reason = "closed" if self._closed else "queue_full" if full else ""
+            if not reason:
+                self._pending[write.key] = write.facts.retain
+                self._pending_bytes += write.nbytes
+                self._queue(write)
+        if reason:
+            self._metrics.add(DROPPED, tier=self.name, reason=reason)
+        return not reason
+
+    def later(self, work: Callable[[Tier], None]) -> None:
+        """Something small for the writing thread; dropped where the queue is full."""
+        with self._change:
+            if not self._closed and len(self._writes) < self._queue_records:
+                self._queue(lambda: work(self.tier))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything queued so far is written or dropped."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._writes and not self._writing, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is queued, as far as the time allows, and end the threads."""
+        self.flush(timeout_s)
+        with self._change:
+            self._closed = True
+            self._writes.clear()
+            self._change.notify_all()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self.tier.close()
+
+    def _queue(self, item: Write | Callable[[], None]) -> None:
+        self._writes.append(item)
+        self._start()
+        self._change.notify_all()
+
+    # The threads.
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        jobs = [("read", self._read_loop)] * self._readers + [("write", self._write_loop)]
+        for name, target in jobs:
+            thread = threading.Thread(target=target, name=f"kvilt-store-{self.name}-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._reads or self._closed)
+                if not self._reads:
+                    return
+                work = heapq.heappop(self._reads)[2]
+            self._safely(work)
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._writes or self._closed)
+                if not self._writes:
+                    return
+                item = self._writes.popleft()
+                self._writing = True
+            self._safely(lambda item=item: self._write(item) if isinstance(item, Write) else self._small(item))  # type: ignore[misc]
+            del item
+            with self._change:
+                self._writing = False
+                self._change.notify_all()
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # a thread that ends would turn every later lookup into a miss
+            _log.exception("the %s tier of the KV store failed in an unexpected way", self.name)
+
+    def _small(self, work: Callable[[], None]) -> None:
+        try:
+            if self.open_to("write"):
+                self.guarded("write", work)
+        except StoreError as error:
+            _log.info("the %s tier did not hear of a use: %s", self.name, error)
+
+    def _write(self, write: Write) -> None:
+        try:
+            if not self.open_to("write"):
+                raise StoreError("down", "the tier is left alone for a while")
+            evicted = self.guarded("write", lambda: self._put(write))
+            self._metrics.add(EVICTED, evicted, tier=self.name)
+        except StoreError as error:
+            _log.info("the %s tier did not take a record: %s", self.name, error)
+            self._metrics.add(DROPPED, tier=self.name, reason=error.reason)
+        except Exception:
+            self._metrics.add(DROPPED, tier=self.name, reason="error")
+            raise
+        finally:
+            with self._change:
+                self._pending.pop(write.key, None)
+                self._pending_bytes -= write.nbytes
+
+    def _put(self, write: Write) -> int:
+        if self.tier.has([write.key])[0]:
+            self.tier.touch([write.key])
+            return 0
+        with self._change:
+            retain = self._pending[write.key]
+        facts = Facts(write.facts.tenant, write.facts.kind, retain)
+        evicted = self.tier.put(write.key, write.encode(), facts)
+        self._metrics.add(WRITTEN, tier=self.name)
+        self._show()
+        return evicted
+
+    def _show(self) -> None:
+        usage = self.tier.usage()
+        self._metrics.set(BYTES, usage.nbytes, tier=self.name)
+        self._metrics.set(RECORDS, usage.records, tier=self.name)
+
+    def _probe(self, direction: str) -> None:
+        try:
+            self.tier.probe()
+        except Exception as error:
+            _log.info("the %s tier is still unwell: %s", self.name, error)
+            self._report(direction, False)
+        else:
+            self._report(direction, True)
+
+    def _report(self, direction: str, well: bool) -> None:
+        breaker = self._breakers[direction]
+        was = breaker.closed
+        breaker.worked() if well else breaker.failed()
+        if was != breaker.closed:
+            _log.warning("the %s tier is %s for %ss", self.name, "back" if breaker.closed else "left alone", direction)
+            self._metrics.set(UP, int(all(one.closed for one in self._breakers.values())), tier=self.name)

@@ -1,0 +1,78 @@
+"""One layer's KV as tensors, checked against its form. Refuses to know codecs and records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .address import DTYPES, Form, LayerForm, dtype_name
+
+_NO_SCALES: Final = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """Keys and values of one layer. Whoever gets one reads it and does not write: others may hold the same tensors."""
+
+    keys: Tensor  # [tokens, heads, key_dim]
+    values: Tensor  # [tokens, heads, value_dim]
+    key_scales: Tensor = _NO_SCALES  # float32 [tokens, heads], where keys are bytes
+    value_scales: Tensor = _NO_SCALES
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def form(self) -> LayerForm:
+        """Its form; InputError where it has none."""
+        if self.keys.dim() != 3 or self.values.dim() != 3:
+            raise InputError("keys and values of a layer are [tokens, heads, dim]")
+        tokens, heads, key_dim = self.keys.shape
+        if self.values.shape[:2] != (tokens, heads) or self.values.dtype != self.keys.dtype:
+            raise InputError("keys and values of a layer must have the same tokens, heads and dtype")
+        form = LayerForm(heads, key_dim, self.values.shape[2], dtype_name(self.keys.dtype))
+        scales = (tokens, heads) if form.scaled else (0,)
+        if any(tuple(one.shape) != scales or one.dtype != torch.float32 for one in self.parts[2:]):
+            raise InputError("int8 KV comes with float32 scales [tokens, heads], other KV without")
+        return form
+
+
+def part_bytes(form: LayerForm, tokens: int) -> tuple[int, int, int, int]:
+    """Bytes of keys, values and both scales."""
+    cells, width = tokens * form.heads, DTYPES[form.dtype].itemsize
+    scales = 4 * cells if form.scaled else 0
+    return cells * form.key_dim * width, cells * form.value_dim * width, scales, scales
+
+
+def layer_bytes(form: LayerForm, tokens: int) -> int:
+    return sum(part_bytes(form, tokens))
+
+
+def owned(layers: Sequence[LayerKV | tuple[Tensor, ...]]) -> tuple[LayerKV, ...]:
+    """The layers on the CPU, in order, and holding no more memory than they show."""
+    made = [one if isinstance(one, LayerKV) else LayerKV(*one) for one in layers]
+    made = [LayerKV(*(part.detach().cpu().contiguous() for part in one.parts)) for one in made]
+    shown = sum(one.nbytes for one in made)
+    kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for one in made for part in one.parts}
+    if sum(kept.values()) > shown + shown // 4:  # views into something larger would keep all of it
+        made = [LayerKV(*(part.clone() for part in one.parts)) for one in made]
+    return tuple(made)
+
+
+def check_layers(layers: Sequence[LayerKV], form: Form, held: Sequence[int]) -> None:
+    """Raise unless each layer has its form and holds so many tokens."""
+    if len(layers) != len(form):
+        raise InputError(f"{len(layers)} layers were given and {len(form)} are needed")
+    for index, (layer, wanted, tokens) in enumerate(zip(layers, form, held, strict=True)):
+        if layer.form != wanted or layer.keys.shape[0] != tokens:
+            raise InputError(f"layer {index} is {layer.form} of {layer.keys.shape[0]} tokens, not {wanted} of {tokens}")

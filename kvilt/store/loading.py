@@ -1,0 +1,286 @@
+"""A record on its way: layers arrive in order from the tiers, each verified before anybody sees it.
+
+A tier that has the record but not all of it, or not in time, is given up for the next one, from the layer that is
+missing on. When no tier is left, the rest of the record is a miss. Refuses to know what the tiers are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import BlobError, InputError, ParamError, StoreError, StoreMiss, Unsupported
+from ..kv.layout import KVLayout
+from ..kv.row import EMBEDDED, RowImage
+from ..metrics import Metrics
+from ..ops.contract import KeysValues
+from .address import Address, tokens_of
+from .codecs import Codec, codec_named
+from .counters import HITS, LOOKUP_S, MISSES, REFUSED
+from .lane import Lane
+from .layer import LayerKV
+from .memory import Entry
+from .record import Header, read_content, read_header, read_layer
+from .tier import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every lookup of one kind has in common."""
+
+    lanes: tuple[Lane, ...]
+    codec: Codec
+    metrics: Metrics
+    secret: bytes | None
+    lookup_s: float  # to a trusted header
+    layer_s: float  # for each layer from then on
+    found: Callable[[Entry, Lane], None]  # told once all of a record has come
+
+    def key(self, address: Address) -> bytes:
+        """Where a record of this store is: neither rounded KV nor that of holders of another secret is at its place."""
+        codec = self.codec.name.encode() if self.codec.lossy else b""
+        return address.key_under(codec, b"" if self.secret is None else self.secret)
+
+
+class Loading:
+    """One lookup. Methods may be called from any thread; layers may be asked for while later ones still load."""
+
+    def __init__(self, address: Address, terms: Terms, started: bool = True) -> None:
+        self.address = address
+        self._terms = terms
+        self._change = threading.Condition()
+        self._began_s = time.monotonic()
+        self._layers: list[LayerKV | bytes | None] = [None] * len(address.form)
+        self._firsts: tuple[int, ...] | None = None  # known with the first header that can be trusted
+        self._tier = ""
+        self._reason = ""
+        self._doubt = ""  # why a tier that had something was not used
+        self._next = 0
+        self._lane = -1
+        self._reader: Reader | None = None
+        self._header: Header | None = None
+        self._codec = terms.codec  # the record's own: exact ones may differ from the store's
+        if started:
+            self._next_lane()
+
+    @classmethod
+    def ready(cls, entry: Entry, terms: Terms, tier: str = "memory") -> Loading:
+        """A record that is here already."""
+        made = cls(entry.address, terms, started=False)
+        made._layers = list(entry.layers)
+        made._firsts, made._tier, made._next = entry.address.firsts, tier, len(entry.layers)
+        return made
+
+    # Asking.
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the layers are rounded; a record that is not is exact to the bit."""
+        return self._terms.codec.lossy
+
+    @property
+    def tier(self) -> str:
+        """Where it was found; empty as long as it was not."""
+        return self._tier
+
+    @property
+    def reason(self) -> str:
+        """Why it is a miss; empty as long as it is none."""
+        return self._reason
+
+    @property
+    def layers_ready(self) -> int:
+        """How many layers, from the first on, can be had without waiting."""
+        with self._change:
+            return next((i for i, one in enumerate(self._layers) if one is None), len(self._layers))
+
+    def hit(self) -> bool:
+        """Whether the record is there, as far as its header and tokens tell; waits for that, and not long."""
+        with self._change:
+            left_s = self._terms.lookup_s - (time.monotonic() - self._began_s)
+            known = self._change.wait_for(lambda: self._firsts is not None or self._reason, max(0.0, left_s))
+        if not known:
+            self._give_up()
+        return not self._reason
+
+    def layer(self, index: int) -> LayerKV:
+        """One layer, once it is there; StoreMiss where it will not be."""
+        if not 0 <= index < len(self._layers):
+            raise InputError(f"layer {index} does not exist; this record has layers 0 to {len(self._layers) - 1}")
+        if self._layers[index] is None and self.hit():
+            with self._change:
+                done = self._change.wait_for(
+                    lambda: self._layers[index] is not None or self._reason, self._terms.layer_s
+                )
+            if not done:
+                self._give_up()
+        found = self._layers[index]
+        if found is None:
+            raise StoreMiss(self._reason)
+        return found if isinstance(found, LayerKV) else self._decode(index, found)
+
+    def wait(self) -> bool:
+        """Whether all of it is here; waits until that is known."""
+        try:
+            for index in range(len(self._layers)):
+                if self._layers[index] is None:
+                    self.layer(index)
+        except StoreMiss:
+            return False
+        return self.hit()
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        """All layers, or StoreMiss."""
+        return tuple(self.layer(index) for index in range(len(self._layers)))
+
+    def image(self, layout: KVLayout) -> RowImage:
+        """The row of a cache that was stored, or StoreMiss."""
+        layers = self.layers()
+        assert self._firsts is not None
+        groups, firsts = [], []
+        for group in layout.groups:
+            own = [layers[index] for index in group.layers]
+            starts = {self._firsts[index] for index in group.layers}
+            if len(starts) != 1:
+                raise StoreMiss("firsts")
+            firsts.append(starts.pop())
+            groups.append(KeysValues(*map(torch.stack, zip(*(one.parts for one in own), strict=True))))
+        return _image(self.address, tuple(firsts), tuple(groups))
+
+    def cancel(self) -> None:
+        """Nobody needs the rest."""
+        self._fail("cancelled")
+
+    def _decode(self, index: int, data: bytes) -> LayerKV:
+        assert self._firsts is not None
+        tokens = self.address.tokens - self._firsts[index]
+        return self._terms.codec.decode(data, self.address.form[index], tokens)
+
+    # Moving on; the rest runs in a lane's threads.
+
+    def _next_lane(self) -> None:
+        self._close_reader()
+        while self._lane + 1 < len(self._terms.lanes):
+            self._lane += 1
+            lane = self._terms.lanes[self._lane]
+            if lane.open_to("read"):
+                lane.read(self._next, self._step)
+                return
+            self._doubt = self._doubt or "down"
+            self._terms.metrics.add(REFUSED, tier=lane.name, reason="down")
+        self._fail(self._doubt or "absent")
+
+    def _step(self) -> None:
+        """One unit of work: the header, or the next layer."""
+        lane = self._terms.lanes[self._lane]
+        if self._reason:
+            self._close_reader()
+            return
+        try:
+            more = lane.guarded("read", self._begin if self._header is None else self._load)
+        except (BlobError, StoreError) as error:
+            self._refused(lane, error)
+        except Exception:
+            self._refused(lane, StoreError("error", "the tier failed in an unexpected way"))
+            raise
+        else:
+            if not more:
+                self._next_lane()
+            elif self._next < len(self._layers):
+                lane.read(self._next, self._step)
+            else:
+                self._finish(lane)
+
+    def _begin(self) -> bool:
+        """Open the record and settle every doubt about its header; False where there is none."""
+        terms, lane = self._terms, self._terms.lanes[self._lane]
+        reader = lane.tier.open(terms.key(self.address))
+        self._reader = reader
+        if reader is None or reader.nbytes < 0:
+            return False
+        header = read_header(reader.read, reader.nbytes, terms.secret)
+        read_content(reader.read, header, self.address)
+        self._codec = _codec(header, terms.codec)
+        if self._firsts is not None and header.firsts != self._firsts:
+            raise BlobError("span", "two tiers hold different parts of this record")
+        with self._change:
+            self._header, self._firsts = header, header.firsts
+            if not self._tier:
+                terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier=lane.name)
+            self._tier = lane.name
+            self._change.notify_all()
+        return True
+
+    def _load(self) -> bool:
+        assert self._reader is not None
+        assert self._header is not None
+        data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
+        with self._change:
+            self._layers[self._next] = bytes(data) if self._terms.codec.lossy else layer
+            self._next += 1
+            self._change.notify_all()
+        return True
+
+    def _refused(self, lane: Lane, error: BlobError | StoreError) -> None:
+        reason = error.field if isinstance(error, BlobError) else error.reason
+        self._doubt = reason
+        self._terms.metrics.add(REFUSED, tier=lane.name, reason=reason)
+        if isinstance(error, BlobError):  # it would be refused every time; a good one may take its place
+            key = self._terms.key(self.address)
+            lane.later(lambda tier: tier.discard(key))
+        self._next_lane()
+
+    def _finish(self, lane: Lane) -> None:
+        self._close_reader()
+        self._terms.metrics.add(HITS, tier=lane.name, kind=self.address.kind.value)
+        assert self._firsts is not None
+        layers = tuple(one for one in self._layers if one is not None)
+        self._terms.found(Entry(replace(self.address, firsts=self._firsts), self._terms.codec, layers), lane)
+
+    def _give_up(self) -> None:
+        """Whoever waits has waited long enough."""
+        if self._fail("deadline"):
+            self._terms.lanes[self._lane].failed()
+            if (reader := self._reader) is not None:
+                reader.abort()
+
+    def _fail(self, reason: str) -> bool:
+        with self._change:
+            if self._reason or self._next == len(self._layers):
+                return False
+            self._reason = reason
+            self._change.notify_all()
+        if reason != "cancelled":
+            self._terms.metrics.add(MISSES, reason=reason)
+            self._terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier="none")
+        return True
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._header = None
+
+
+def _codec(header: Header, wanted: Codec) -> Codec:
+    """The codec of a record, if it is as exact as the one that is wanted."""
+    try:
+        own = codec_named(header.codec)
+    except ParamError:
+        raise BlobError("codec", "not one that is known here") from None
+    except Unsupported as error:  # others can read it
+        raise StoreError("codec", str(error)) from error
+    if own.lossy != wanted.lossy or (own.lossy and own.name != wanted.name):
+        raise BlobError("codec", "this record is not as exact as the one that was asked for")
+    return own
+
+
+def _image(address: Address, firsts: tuple[int, ...], groups: tuple[KeysValues, ...]) -> RowImage:
+    tokens = tokens_of(address.content)
+    ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
+    embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
+    return RowImage(ids, embeds, firsts, groups)

@@ -1,0 +1,99 @@
+"""The first tier: records as tensors, ready for use. What is here was verified when it came."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .address import Address
+from .codecs import Codec
+from .layer import LayerKV
+from .shelf import Shelf
+from .tier import Budget, Usage
+
+_TOUCH_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A whole record in memory. Layers of a lossy codec stay encoded: that is what it is for."""
+
+    address: Address
+    codec: Codec
+    layers: tuple[LayerKV | bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        held = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in self.layers)
+        return held + len(self.address.content)
+
+    def layer(self, index: int) -> LayerKV:
+        found = self.layers[index]
+        if isinstance(found, LayerKV):
+            return found
+        tokens = self.address.tokens - self.address.firsts[index]
+        return self.codec.decode(found, self.address.form[index], tokens)
+
+    def frame(self, index: int) -> bytes:
+        found = self.layers[index]
+        return found if isinstance(found, bytes) else self.codec.encode(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An entry, and whether tiers below should hear that it is in use."""
+
+    entry: Entry
+    tell: bool
+
+
+class Memory:
+    """Entries within a budget."""
+
+    name = "memory"
+
+    def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shelf = Shelf(budget)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        self._told_s: dict[bytes, float] = {}
+
+    def get(self, key: bytes) -> Found | None:
+        """The entry of that key; it counts as used now."""
+        with self._lock:
+            if (entry := self._entries.get(key)) is None:
+                return None
+            self._shelf.touch(key)
+            now_s = self._clock()
+            tell = now_s - self._told_s[key] >= _TOUCH_EVERY_S
+            if tell:
+                self._told_s[key] = now_s
+            return Found(entry, tell)
+
+    def put(self, key: bytes, entry: Entry, retain: bool) -> list[bytes] | None:
+        """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""
+        with self._lock:
+            gone = self._shelf.add(key, entry.address.tenant, entry.nbytes, retain)
+            if gone is None:
+                return None
+            for one in gone:
+                self._forget(one)
+            self._entries[key] = entry
+            self._told_s[key] = self._clock()
+            return gone
+
+    def discard(self, key: bytes) -> None:
+        with self._lock:
+            self._shelf.remove(key)
+            self._forget(key)
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self._shelf), self._shelf.nbytes)
+
+    def _forget(self, key: bytes) -> None:
+        self._entries.pop(key, None)
+        self._told_s.pop(key, None)

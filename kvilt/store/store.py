@@ -1,0 +1,310 @@
+"""The store's door: put KV away by what it is, and find it again, in memory or in the tiers below.
+
+Nothing here waits for a tier unless the caller asks for an answer, and then not long. What cannot be kept is dropped
+and counted; what cannot be trusted is a miss and counted. Refuses to know models, engines and requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ParamError, StoreError
+from ..kv.cache import KVCache
+from ..kv.identity import Identity
+from ..kv.layout import KVLayout
+from ..kv.prefix import Evicted
+from ..kv.row import RowImage, Token
+from ..metrics import Metrics
+from ..ops.contract import KeysValues
+from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address
+from .codecs import Codec, Raw, codec_named
+from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, new_metrics
+from .lane import Lane, Write
+from .layer import LayerKV, check_layers, owned
+from .loading import Loading, Terms
+from .memory import Entry, Memory
+from .record import Facts, pack
+from .tier import Budget, Tier, Usage
+
+_MIN_SECRET_BYTES = 16
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long anybody waits, and how much waits to be written."""
+
+    lookup_s: float = 0.5  # until it is known whether a record is there
+    layer_s: float = 2.0  # for each layer from then on
+    queue_bytes: int = 256 << 20  # of records that wait to be written to one tier
+    queue_records: int = 4096
+    readers: int = 2  # threads that read from one tier
+    cooldown_s: float = 1.0  # a failing tier is left alone for so long, then for twice as long, up to 30 s
+    close_s: float = 10.0  # for writing what is queued when the store is closed
+
+    def __post_init__(self) -> None:
+        for name in ("lookup_s", "layer_s", "queue_bytes", "queue_records", "readers", "cooldown_s", "close_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")
+
+
+class Store:
+    """KV by content. Close it, or use it as a context manager: closing writes what is queued."""
+
+    def __init__(
+        self,
+        memory: Budget | None = None,
+        tiers: Sequence[Tier] = (),
+        *,
+        codec: str = "raw",
+        chunk_codec: str | None = None,
+        secret: bytes | None = None,
+        metrics: Metrics | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """`codec` is for handles and prefixes and must be exact; chunks may have one that is not."""
+        if secret is not None and len(secret) < _MIN_SECRET_BYTES:
+            raise ParamError("secret", f"must have at least {_MIN_SECRET_BYTES} bytes")
+        exact, chunks = codec_named(codec), codec_named(chunk_codec or codec)
+        if exact.lossy:
+            raise ParamError("codec", f"{codec} is lossy; handles and prefixes are exact. Use it as chunk_codec")
+        self.metrics = metrics or new_metrics()
+        self._limits = limits or Limits()
+        self._memory = Memory(memory or Budget(0))
+        own = self._limits
+        self._lanes = tuple(
+            Lane(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s) for one in tiers
+        )
+        self._terms = {kind: self._terms_of(chunks if kind is Kind.CHUNK else exact, secret) for kind in Kind}
+        self._exact_chunks = self._terms_of(Raw() if chunks.lossy else chunks, secret)
+
+    def _terms_of(self, codec: Codec, secret: bytes | None) -> Terms:
+        limits = self._limits
+        return Terms(self._lanes, codec, self.metrics, secret, limits.lookup_s, limits.layer_s, self._promote)
+
+    # Any record.
+
+    def put(self, address: Address, layers: Sequence[LayerKV | tuple[Tensor, ...]], retain: bool = False) -> Loading:
+        """Keep the KV of an address, whose `firsts` say what of it is there, and give it back as it will be found.
+
+        The tensors belong to the store from now on. `retain` asks for a bias to stay.
+        """
+        made, terms = owned(layers), self._terms_for(address)
+        check_layers(made, address.form, [address.tokens - first for first in address.firsts])
+        try:
+            entry = self._entry(terms, address, made)
+        except StoreError as error:  # KV that its codec cannot write; whoever computed it can still use it
+            self.metrics.add(DROPPED, tier="memory", reason=error.reason)
+            return Loading.ready(Entry(address, Raw(), made), replace(terms, codec=Raw()))
+        self._remember(terms, entry, retain)
+        for lane in self._lanes:
+            self._write(lane, terms, entry, retain)
+        return Loading.ready(entry, terms)
+
+    def open(self, address: Address) -> Loading:
+        """Begin to look for a record; returns at once."""
+        terms = self._terms_for(address)
+        self.metrics.add(LOOKUPS, kind=address.kind.value)
+        key = terms.key(address)
+        if (found := self._memory.get(key)) is None:
+            return Loading(address, terms)
+        if not _answers(found.entry.address, address):
+            self.metrics.add(REFUSED, tier="memory", reason="span")
+            self._memory.discard(key)
+            return Loading(address, terms)
+        self.metrics.add(HITS, tier="memory", kind=address.kind.value)
+        if found.tell:
+            for lane in self._lanes:
+                lane.later(lambda tier: tier.touch([key]))
+        return Loading.ready(found.entry, terms)
+
+    def reach(self, addresses: Sequence[Address]) -> int:
+        """How many of these, from the first on, seem to be there; waits for the answer, and not long."""
+        deadline_s = time.monotonic() + self._limits.lookup_s
+        keys = [self._terms_for(one).key(one) for one in addresses]
+        there = [self._memory.get(key) is not None for key in keys]
+        for lane in self._lanes:
+            unknown = [at for at, known in enumerate(there) if not known]
+            if not unknown or not lane.open_to("read"):
+                continue
+            asked = [keys[at] for at in unknown]
+            answer = self._answer(lane, lane.ask(lambda tier, asked=asked: tier.has(asked)), deadline_s)  # type: ignore[misc]
+            for at, known in zip(unknown, answer or [], strict=False):
+                there[at] = known
+        return next((at for at, known in enumerate(there) if not known), len(there))
+
+    def discard(self, address: Address) -> None:
+        """Forget a record in every tier."""
+        key = self._terms_for(address).key(address)
+        self._memory.discard(key)
+        for lane in self._lanes:
+            lane.later(lambda tier: tier.discard(key))
+
+    # Chunks, rows of caches, and pages of prefixes.
+
+    def put_chunk(
+        self,
+        identity: Identity,
+        tokens: Sequence[Token],
+        layers: Sequence[LayerKV | tuple[Tensor, ...]],
+        retain: bool = False,
+    ) -> Loading:
+        """Keep a text's KV with unrotated keys, layer by layer [tokens, heads, dim], as it was computed standalone.
+
+        Blend what comes back, not what was given: with a lossy codec they differ, and later lookups find the former.
+        """
+        made = [one if isinstance(one, LayerKV) else LayerKV(*one) for one in layers]
+        return self.put(chunk_address(identity, tokens, tuple(one.form for one in made)), made, retain)
+
+    def open_chunk(self, identity: Identity, tokens: Sequence[Token], form: Form) -> Loading:
+        """Begin to look for a text's KV; its layers arrive in order."""
+        return self.open(chunk_address(identity, tokens, form))
+
+    def put_cache(self, kv: KVCache, identity: Identity | None = None, retain: bool = False) -> list[Loading]:
+        """Keep every row of a cache as a handle of its own, under the pool's identity or a narrower one."""
+        identity = identity or kv.pool.identity()
+        with kv.pool.lock:
+            images = [row.image() for row in kv.rows()]
+        return [self.put_image(identity, kv.layout, image, retain) for image in images]
+
+    def put_image(self, identity: Identity, layout: KVLayout, image: RowImage, retain: bool = False) -> Loading:
+        """Keep one row of a cache."""
+        tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]
+        address = row_address(identity, tokens, layout).needing(_per_layer(layout, image.firsts))
+        return self.put(address, _layers(layout, image), retain)
+
+    def open_row(self, identity: Identity, layout: KVLayout, tokens: Sequence[Token]) -> Loading:
+        """Begin to look for a row of exactly these tokens; `image(layout)` is what a cache is made of."""
+        return self.open(row_address(identity, tokens, layout))
+
+    def put_evicted(self, identity: Identity, layout: KVLayout, page: Evicted, retain: bool = False) -> Loading:
+        """Keep a page that a prefix index lost; `page_addresses` finds it again."""
+        own = replace(identity, adapter=page.scope.adapter, salt=page.scope.salt)
+        end = len(page.tokens)
+        address = page_address(own, page.tokens, layout, page.start)
+        firsts = tuple(end if kv is None else page.start for kv in page.kv)
+        layers = []
+        for place, form in zip(layout.places(), address.form, strict=True):
+            kv = page.kv[place.group]
+            layers.append(_nothing(form) if kv is None else LayerKV(*_slice(kv, place.layer)))
+        return self.put(address.needing(_per_layer(layout, firsts)), layers, retain)
+
+    # Life.
+
+    def usage(self) -> dict[str, Usage]:
+        """What each tier holds, as far as it knows; a tier that does not answer is left out."""
+        deadline_s = time.monotonic() + self._limits.lookup_s
+        found = {"memory": self._memory.usage()}
+        asked = [(lane, lane.ask(lambda tier: tier.usage())) for lane in self._lanes if lane.open_to("read")]
+        for lane, future in asked:
+            if (usage := self._answer(lane, future, deadline_s)) is not None:
+                found[lane.name] = usage
+        return found
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was put so far is written or dropped; False where that takes longer."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        done = True
+        for lane in self._lanes:
+            done &= lane.flush(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        return done
+
+    def close(self) -> None:
+        """Write what is queued, as far as time allows, and let the tiers go. Closing twice is fine."""
+        for lane in self._lanes:
+            lane.close(self._limits.close_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # Inside.
+
+    def _terms_for(self, address: Address) -> Terms:
+        terms = self._terms[address.kind]
+        if terms.codec.lossy and any(one.scaled for one in address.form):
+            return self._exact_chunks  # rounded already
+        return terms
+
+    def _entry(self, terms: Terms, address: Address, layers: tuple[LayerKV, ...]) -> Entry:
+        frames = tuple(terms.codec.encode(one) for one in layers) if terms.codec.lossy else layers
+        return Entry(address, terms.codec, frames)
+
+    def _promote(self, entry: Entry, source: Lane) -> None:
+        """A record was found below: keep it in every tier above, and let its own know that it was of use."""
+        terms = self._terms_for(entry.address)
+        key = terms.key(entry.address)
+        self._remember(terms, entry, False)
+        for lane in self._lanes[: self._lanes.index(source)]:
+            self._write(lane, terms, entry, False)
+        source.later(lambda tier: tier.touch([key]))
+
+    def _remember(self, terms: Terms, entry: Entry, retain: bool) -> None:
+        gone = self._memory.put(terms.key(entry.address), entry, retain)
+        if gone is None:
+            self.metrics.add(DROPPED, tier="memory", reason="too_large")
+            return
+        usage = self._memory.usage()
+        self.metrics.add(EVICTED, len(gone), tier="memory")
+        self.metrics.set(BYTES, usage.nbytes, tier="memory")
+        self.metrics.set(RECORDS, usage.records, tier="memory")
+
+    def _write(self, lane: Lane, terms: Terms, entry: Entry, retain: bool) -> None:
+        address = entry.address
+
+        def encode() -> list[bytes]:
+            frames = [entry.frame(index) for index in range(len(entry.layers))]
+            return pack(address, entry.codec, frames, terms.secret)
+
+        facts = Facts(address.tenant, address.kind.value, retain)
+        lane.write(Write(terms.key(address), entry.nbytes, facts, encode))
+
+    def _answer(self, lane: Lane, future: Future[T], deadline_s: float) -> T | None:
+        """What a tier answers in time; otherwise None, and its breaker hears of it."""
+        try:
+            return future.result(max(0.0, deadline_s - time.monotonic()))
+        except FutureTimeout:
+            future.cancel()
+            lane.failed()
+            self.metrics.add(REFUSED, tier=lane.name, reason="deadline")
+        except StoreError as error:
+            self.metrics.add(REFUSED, tier=lane.name, reason=error.reason)
+        return None
+
+
+def _answers(held: Address, asked: Address) -> bool:
+    """Whether what is held is what is asked for, token by token, and all of it."""
+    same = held == asked.needing(held.firsts)
+    return same and all(first <= needed for first, needed in zip(held.firsts, asked.firsts, strict=True))
+
+
+def _per_layer(layout: KVLayout, firsts: Iterable[int]) -> tuple[int, ...]:
+    groups = tuple(firsts)
+    return tuple(groups[place.group] for place in layout.places())
+
+
+def _layers(layout: KVLayout, image: RowImage) -> list[LayerKV]:
+    return [LayerKV(*_slice(image.groups[place.group], place.layer)) for place in layout.places()]
+
+
+def _slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:
+    """One layer of a group; scales that are not there have no layers either."""
+    parts = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    return tuple(part[layer] if part.dim() > 1 else part for part in parts)
+
+
+def _nothing(form: LayerForm) -> LayerKV:
+    dtype, scales = DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
+    keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
+    return LayerKV(keys, values, scales, scales)
