@@ -302,7 +302,9 @@ def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SampleState]) -> 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
     """The log-probability and rank of a token under raw logits [vocab], with the `top` likeliest beside it."""
-    logprobs = logits.float().log_softmax(-1)
+    # As prompts are scored. torch's own log_softmax is off by 1e-5 where a vocabulary is large.
+    logprobs = logits.float() - logits.max()
+    logprobs -= logprobs.logsumexp(-1)
     chosen = logprobs[token]
     ahead = (logprobs > chosen).sum() + (logprobs[:token] == chosen).sum()
     ids = _likeliest(logprobs, min(top, len(logprobs)))
