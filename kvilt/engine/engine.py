@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..batch import Ids, Last, Nothing, Row, Score, Scores, Want
+from ..batch import Ids, Last, Nothing, Row, Want
 from ..config import EngineConfig
 from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
 from ..executor.executor import Executor
@@ -19,13 +19,15 @@ from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..metrics import Metrics
 from .counters import ENGINE_METRICS, Counters
-from .event import Ended, Event, Listener, Progress, Reason, Scored, Token
-from .forward import Done, Failed, Result, Task, forward, token_scores
+from .event import Ended, Event, Listener, Progress, Reason, Token
+from .forward import Done, Failed, Result, Task, forward
+from .handles import HandleInfo
 from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
 from .request import Request
 from .scheduler import Advance, Limits, Scheduler
 from .track import Books, Job, Relief, Track
+from .view import EngineView, look
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +116,11 @@ class Engine:
     def relieve_by(self, relief: Relief) -> None:
         """Who is asked for pages before a request has to give way or fails."""
         self._books.relief = relief
+
+    def view(self, tenant: str, handles: Sequence[HandleInfo] = ()) -> EngineView:
+        """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
+        tracks = [*self._tracks.values(), *[job.first for job in list(self._arriving)]]
+        return look(self._executor, tracks, tenant, handles)
 
     @property
     def requests(self) -> int:
@@ -262,8 +269,8 @@ class Engine:
                 track.kv.commit([track.ids[work.start : stop]], filled=filled)
                 if work.start < work.sample.prompt:
                     self._read(track, min(stop, work.sample.prompt))
-                if scores is not None:
-                    self._score(track, work.start, scores)
+                if scores is not None and track.scoring is not None:
+                    self._hear(track.job, track.scoring.tell(track.ids, work.start, scores))
                 return tokens
 
     def _read(self, track: Track, tokens: int) -> None:
@@ -272,15 +279,6 @@ class Engine:
             track.read = tokens
             if track.job.request.progress:
                 self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0))
-
-    def _score(self, track: Track, start: int, scores: Scores) -> None:
-        """Log-probabilities of what stands behind the positions from `start` on: those that are news are told."""
-        scoring = track.scoring
-        assert scoring is not None
-        first, scoring.at = scoring.at, min(start + len(scores.logprobs), scoring.stop)
-        ids = track.ids[first + 1 : scoring.at + 1]
-        told = token_scores(ids, scores, range(first - start, scoring.at - start))
-        self._hear(track.job, Scored(track.sample.index, first + 1, told))
 
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
@@ -399,11 +397,9 @@ def _want(track: Track, work: Work) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
         return Last()
-    stop = work.start + work.count
-    if track.scoring is None or not track.scoring.wants(work.start, stop):
+    if track.scoring is None:
         return Nothing()
-    targets = track.ids[work.start + 1 : stop + 1]
-    return Score([*targets, 0][: work.count], track.scoring.top, ranks=True)  # nothing stands behind the last
+    return track.scoring.want(track.ids, work.start, work.start + work.count) or Nothing()
 
 
 def _no_relief(_pinned: bool) -> bool:

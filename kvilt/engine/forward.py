@@ -69,16 +69,6 @@ def _scored(scores: Scores | None) -> Result:
     return Done(scores=scores)
 
 
-def token_scores(ids: Sequence[int], scores: Scores, at: range) -> tuple[TokenLogprobs, ...]:
-    """The scores of tokens by name: `ids` stand behind the rows of `scores` that `at` names."""
-    rows = slice(at.start, at.stop)
-    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
-    return tuple(
-        TokenLogprobs(token, logprob, rank, tuple(top), tuple(values))
-        for token, logprob, rank, top, values in zip(ids, *(column[rows].tolist() for column in columns), strict=True)
-    )
-
-
 def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
     """Tokens from logits [tasks, vocab]."""
     if not tasks:

@@ -13,7 +13,8 @@ from ..sampling.sampler import SampleState
 from .event import Listener
 from .plan import Sample
 from .request import Request
-from .track import Job, Scoring, Track
+from .scoring import Scoring
+from .track import Job, Track
 
 
 @dataclass(frozen=True, slots=True)

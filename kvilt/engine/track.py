@@ -12,6 +12,7 @@ from ..sampling.sampler import SampleState
 from .event import Listener
 from .plan import Hit, Sample
 from .request import Request
+from .scoring import Scoring
 
 # Frees KV that is only kept for later, if there is any; also what is pinned, if told so.
 Relief = Callable[[bool], bool]
@@ -29,19 +30,6 @@ class Job:
     unborn: int  # samples that are forked off when the prompt is computed
     live: list[Track] = field(default_factory=list)
     arrived_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Scoring:
-    """The log-probabilities of a prompt, as far as they are told."""
-
-    top: int  # likeliest tokens beside each
-    at: int  # the first position whose next token has none yet
-    stop: int  # the last of them
-
-    def wants(self, start: int, stop: int) -> bool:
-        """Whether positions [start, stop) bring news."""
-        return max(start, self.at) < min(stop, self.stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +71,7 @@ class Books:
             return Hit(track.job.base.num_entries)
         if track.trail is None:
             return Hit()
-        if (scoring := track.scoring) is not None and scoring.at < scoring.stop:
+        if (scoring := track.scoring) is not None and not scoring.over:
             # What is found is not computed, and has no logits.
             most = min(most, scoring.at - scoring.at % self.executor.layout.page_tokens)
         track.trail.extend(track.ids, self.executor.layout.page_tokens)

@@ -150,6 +150,12 @@ class PagePool:
             self._settle()
             return self._refs[group][page] + (page in self._kept[group])
 
+    def caches(self, group: int, page: int) -> int:
+        """How many caches hold a page."""
+        with self.lock:
+            self._settle()
+            return self._refs[group][page]
+
     def idle(self, group: int, pages: Iterable[int]) -> int:
         """How many of these pages are kept, but held by no cache."""
         with self.lock:

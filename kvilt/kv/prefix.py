@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,7 @@ class Node:
     pages: list[int]
     scope: Scope
     children: dict[bytes, Node] = field(default_factory=dict)
+    hits: int = 0  # sequences that began with it
     alive: bool = True
 
 
@@ -94,6 +96,20 @@ class Evicted:
     kv: tuple[KeysValues | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Known pages one behind the other, up to where others branch off or nothing is known any more."""
+
+    id: str
+    parent: str | None  # the branch it continues
+    adapter: str
+    start: int  # where its first token stands
+    tokens: tuple[Token, ...]
+    pages: int  # of all groups
+    hits: int  # sequences that found it
+    caches: int  # that hold it now
+
+
 Sink = Callable[[Evicted], None]
 
 
@@ -130,10 +146,41 @@ class PrefixIndex:
             length = self._usable(nodes, most)
             whole = length // self._size
             trail.node, trail.placed = (nodes[whole - 1] if whole else None), whole
+            for node in nodes[: self._pool.layout.pages_for(length)]:
+                node.hits += 1
             tokens = self._tokens(nodes)[:length]
             ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
             return KVCache.of_row(CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length)), capacity)
+
+    def branches(self, salt: str) -> list[Branch]:
+        """All that is known of one tenant, as a tree: parents before children."""
+        with self._pool.lock:
+            roots = [node for node in self._nodes.values() if node.parent is None and node.scope.salt == salt]
+            open_ends: deque[tuple[Node, str | None, int]] = deque((node, None, 0) for node in roots)
+            found: list[Branch] = []
+            while open_ends:
+                node, parent, start = open_ends.popleft()
+                run = [node]
+                while len(run[-1].children) == 1:
+                    run.extend(run[-1].children.values())
+                found.append(branch := self._branch(run, parent, start))
+                behind = start + len(run) * self._size
+                open_ends.extend((child, branch.id, behind) for child in run[-1].children.values())
+            return found
+
+    def _branch(self, run: Sequence[Node], parent: str | None, start: int) -> Branch:
+        first = [(group, page) for group, page in enumerate(run[0].pages) if page != GONE]
+        return Branch(
+            id=run[0].key[:16].hex(),
+            parent=parent,
+            adapter=run[0].scope.adapter,
+            start=start,
+            tokens=tuple(self._tokens(run)),
+            pages=sum(page != GONE for node in run for page in node.pages),
+            hits=run[0].hits,
+            caches=max((self._pool.caches(group, page) for group, page in first), default=0),
+        )
 
     def _walk(self, trail: Trail) -> list[Node]:
         """The nodes of a trail from its beginning on, each compared token by token."""

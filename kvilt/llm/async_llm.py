@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..engine.handles import Handles
 from ..engine.job import Lent
 from ..engine.request import Request, new_id
+from ..engine.view import EngineView
 from ..errors import HandleMismatch, InputError, StepHung, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -211,6 +212,10 @@ class AsyncLLM(Model):
     def abort(self, request_id: str) -> None:
         """End a request by its id within one step."""
         self._driver.abort(request_id)
+
+    def view(self, tenant: str = "") -> EngineView:
+        """What a tenant has here at this moment: samples in progress, prefixes, handles, and the pages of all."""
+        return self.engine.view(tenant, self._handles.owned(tenant))
 
     # Ending.
 

@@ -15,6 +15,7 @@ from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.job import Lent
 from ..engine.track import Job
+from ..engine.view import EngineView
 from ..errors import Cancelled, InputError, ParamError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -148,6 +149,10 @@ class LLM(Model):
             kv.close()
             raise
         return kv
+
+    def view(self) -> EngineView:
+        """What is here at this moment: samples in progress, prefixes and pages."""
+        return self.engine.view("")
 
     def close(self) -> None:
         self.executor.close()

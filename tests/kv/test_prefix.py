@@ -97,6 +97,45 @@ def desk(scribe: Any) -> Desk:
     return Desk(scribe, scribe.full(page_tokens=SIZE), 8)
 
 
+# What can be seen of it.
+
+
+def test_branches_are_the_tree_of_what_is_known(desk: Desk) -> None:
+    stem, left, right = [*range(8)], [20, 21, 22, 23], [30, 31, 32, 33]
+    desk.once([*stem, *left])
+    (alone,) = desk.index.branches("")
+    assert (alone.tokens, alone.parent, alone.start, alone.pages) == ((*stem, *left), None, 0, 3)
+    assert (alone.hits, alone.caches, alone.adapter) == (0, 0, "base")
+    line = desk.run([*stem, *right, 40])
+    trunk, one, other = desk.index.branches("")
+    assert trunk.id == alone.id, "a branch keeps its name when another one leaves it"
+    assert [(each.tokens, each.start, each.pages) for each in (trunk, one, other)] == [
+        (tuple(stem), 0, 2),
+        (tuple(left), 8, 1),
+        (tuple(right), 8, 1),
+    ]
+    assert (one.parent, other.parent) == (trunk.id, trunk.id)
+    assert [(each.hits, each.caches) for each in (trunk, one, other)] == [(1, 1), (0, 0), (0, 1)]
+    fork = line.cache.fork()
+    assert [each.caches for each in desk.index.branches("")] == [2, 0, 2]
+    fork.close()
+    line.cache.close()
+    desk.index.clear()
+    assert desk.index.branches("") == []
+
+
+def test_branches_are_those_of_one_tenant(desk: Desk) -> None:
+    desk.once(range(8), Scope(salt="a"))
+    desk.once(range(4), Scope(adapter="a1", salt="b"))
+    desk.once(range(4), Scope(salt="b"))
+    assert [(one.tokens, one.adapter) for one in desk.index.branches("a")] == [(tuple(range(8)), "base")]
+    assert [(one.tokens, one.adapter) for one in desk.index.branches("b")] == [
+        (tuple(range(4)), "a1"),
+        (tuple(range(4)), "base"),
+    ]
+    assert desk.index.branches("") == []
+
+
 # What is found.
 
 

@@ -1,0 +1,105 @@
+"""What an engine holds at this moment, for whoever wants to look: requests, prefixes and pages, as plain values.
+
+Reads only, from any thread. Refuses to know text, and to show one tenant what another one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..kv.prefix import Branch
+from .handles import HandleInfo
+from .track import Track
+
+State = Literal["running", "waiting", "held"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesView:
+    """The page pool, of which everybody has a part."""
+
+    total: int
+    used: int
+    free: int
+    kept: int  # of those free, with KV that the prefix index knows
+    shared: int  # of those used, seen by more than one cache
+    page_tokens: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One sample in progress, and the cache it computes with."""
+
+    request: str
+    index: int
+    state: State
+    priority: int
+    prompt_tokens: int
+    tokens: int  # prompt and drawn
+    computed: int  # of these, those whose KV is there
+    cached: int  # of the prompt, found
+    pages: int
+    shared_pages: int  # of these, seen by another cache too
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One tenant's part of an engine, and the pages of all."""
+
+    pages: PagesView
+    samples: tuple[SampleView, ...]
+    prefixes: tuple[Branch, ...]  # parents before children
+    handles: tuple[HandleInfo, ...] = ()
+
+
+def look(executor: Executor, tracks: Iterable[Track], tenant: str, handles: Iterable[HandleInfo] = ()) -> EngineView:
+    """What there is now. Holds the pool meanwhile, so that pages do not change hands while they are counted."""
+    with executor.pool.lock:
+        mine = [track for track in tracks if track.job.request.tenant == tenant]
+        return EngineView(
+            pages=_pages(executor),
+            samples=tuple(_sample(executor, track) for track in mine),
+            prefixes=tuple(executor.prefixes.branches(tenant)),
+            handles=tuple(handles),
+        )
+
+
+def _pages(executor: Executor) -> PagesView:
+    usage = executor.pool.usage()
+    return PagesView(
+        total=usage.total,
+        used=usage.used,
+        free=usage.free,
+        kept=usage.cached,
+        shared=usage.shared,
+        page_tokens=executor.layout.page_tokens,
+        used_bytes=usage.used_bytes,
+    )
+
+
+def _sample(executor: Executor, track: Track) -> SampleView:
+    sample, kv = track.sample, track.kv  # once: the thread that steps may take the cache away
+    pages = _held(kv) if kv is not None else []
+    return SampleView(
+        request=sample.request,
+        index=sample.index,
+        state="held" if sample.held else "waiting" if kv is None else "running",
+        priority=sample.priority,
+        prompt_tokens=sample.prompt,
+        tokens=sample.known,
+        computed=sample.computed,
+        cached=track.cached or 0,
+        pages=len(pages),
+        shared_pages=sum(executor.pool.caches(group, page) > 1 for group, page in pages),
+    )
+
+
+def _held(kv: KVCache) -> list[tuple[int, int]]:
+    if kv.closed:
+        return []
+    return [(group, page) for group, pages in enumerate(kv.pages()) for page in pages]

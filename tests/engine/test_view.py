@@ -1,0 +1,112 @@
+"""What an engine shows of itself: true at every moment, one tenant's own, and without a trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from small import Ask, asks, finish, load_small, start
+
+from kvilt.config import EngineConfig
+from kvilt.engine.engine import Engine
+from kvilt.executor.executor import Executor
+from kvilt.sampling.params import SamplingParams
+
+PAGES = 40
+LONG = Ask(tuple(i * 7 % 61 for i in range(90)), SamplingParams(max_tokens=12))
+
+
+@pytest.fixture(scope="module", params=["full", "window"])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return load_small(tmp_path_factory.mktemp("small"), PAGES, 40 if request.param == "window" else None, "native")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(executor: Executor) -> Iterator[None]:
+    executor.prefixes.clear()
+    yield
+    assert executor.pool.usage().used == 0
+
+
+@pytest.fixture
+def engine(executor: Executor) -> Engine:
+    return Engine(executor, EngineConfig(step_tokens=32, max_rows=8))
+
+
+def test_a_request_is_seen_from_its_arrival_to_its_end(executor: Executor, engine: Engine) -> None:
+    groups, size = len(executor.layout.groups), executor.layout.page_tokens
+    assert (engine.view("").samples, engine.view("").prefixes) == ((), ())
+    start(engine, LONG, id="one", priority=2)
+    (seen,) = engine.view("").samples
+    assert (seen.request, seen.state, seen.priority, seen.tokens, seen.pages) == ("one", "waiting", 2, 90, 0)
+    engine.step()
+    (seen,) = engine.view("").samples
+    assert (seen.state, seen.computed, seen.cached, seen.prompt_tokens) == ("running", 32, 0, 90)
+    assert (seen.pages, seen.shared_pages) == (groups * -(-32 // size), 0)
+    engine.hold("one")
+    engine.attend()
+    assert engine.view("").samples[0].state == "held"
+    engine.resume("one")
+    pages = engine.view("").pages
+    assert (pages.total, pages.used + pages.free) == (PAGES * groups, PAGES * groups)
+    assert pages.used == seen.pages
+    finish(engine)
+    after = engine.view("")
+    assert (after.samples, after.pages.used) == ((), 0)
+    (known,) = after.prefixes
+    assert known.tokens == (*LONG.prompt, *LONG.alone(executor))[: len(known.tokens)]
+    assert after.pages.kept == known.pages
+
+
+def test_samples_of_one_prompt_share_its_pages(executor: Executor, engine: Engine) -> None:
+    start(engine, Ask(LONG.prompt[:64], SamplingParams(max_tokens=9, n=3)))
+    while len(engine.view("").samples) < 3:
+        engine.step()
+    view = engine.view("")
+    assert [one.index for one in view.samples] == [0, 1, 2]
+    assert all(0 < one.shared_pages <= one.pages for one in view.samples)
+    assert view.pages.shared > 0
+    assert max(branch.caches for branch in view.prefixes) == 3
+    finish(engine)
+    again = start(engine, LONG)
+    finish(engine)
+    assert again.reasons == ["length"]
+    assert engine.view("").prefixes[0].hits == 1
+
+
+def test_a_tenant_sees_its_own(engine: Engine) -> None:
+    start(engine, LONG, tenant="a")
+    engine.step()
+    mine, other = engine.view("a"), engine.view("b")
+    assert (len(mine.samples), len(mine.prefixes)) == (1, 1)
+    assert (other.samples, other.prefixes) == ((), ())
+    assert mine.pages == other.pages
+    finish(engine)
+
+
+def test_looking_while_others_step_sees_no_nonsense_and_changes_nothing(executor: Executor) -> None:
+    engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8))
+    many, stop, seen, wrong = asks(24, seed=3), threading.Event(), [0], []
+
+    def watch() -> None:
+        while not stop.is_set():
+            try:
+                view = engine.view("")
+                seen[0] += len(view.samples)
+                assert all(0 <= one.shared_pages <= one.pages for one in view.samples)
+                assert 0 <= view.pages.used <= view.pages.total
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    watchers = [threading.Thread(target=watch) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    ears = [start(engine, ask) for ask in many]
+    finish(engine)
+    stop.set()
+    for watcher in watchers:
+        watcher.join()
+    assert not wrong and seen[0] > 0
+    assert [ear.tokens[0] for ear in ears] == [ask.alone(executor) for ask in many]
