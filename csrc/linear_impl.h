@@ -43,13 +43,18 @@ inline __attribute__((always_inline)) void for_rows(Work work) {
   if constexpr (R % N != 0) work.template operator()<R % N>(R - R % N);
 }
 
-// R rows of one group through one tile. The order of a row's operations does not depend on R.
-template <Kind K, int R>
+// Bytes of weights to ask for ahead. The machine's own prefetching stops where a page ends, and a block takes many rows
+// so long that memory would stand idle meanwhile.
+constexpr int kAhead = 2560;
+
+// G groups of R rows each through one tile. The order of a row's operations does not depend on G and R.
+template <Kind K, int R, int G>
 void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
   using F = Format<K>;
-  const int8_t* values = x.values + group * kGroup * x.blocks * kBlock;
-  const float* floats = x.floats + group * kGroup * x.blocks * 4;
-  F16x acc[R] = {}, factor = {}, low_factor = {};
+  const int64_t next = kGroup * x.blocks;  // blocks from one group to the other
+  const int8_t* values = x.values + group * next * kBlock;
+  const float* floats = x.floats + group * next * 4;
+  F16x acc[G * R] = {}, factor = {}, low_factor = {};
   for (int64_t b = 0; b < x.blocks; ++b, w += F::block, values += R * kBlock, floats += R * 4) {
     if constexpr (F::k)
       if (b % kSuper == 0) {
@@ -57,23 +62,31 @@ void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
         if constexpr (F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(w + 2 * kTile));
         w += F::header;
       }
+    if constexpr (R > 1)
+      for (int line = 0; line < F::block; line += 64) __builtin_prefetch(w + kAhead + line);
     const Codes<F::bits> codes(w);
     const uint8_t* at = w + F::codes;
     if constexpr (F::halves) {
       const F16x first = load_byte(reinterpret_cast<const int8_t*>(at)) * factor;
       const F16x second = load_byte(reinterpret_cast<const int8_t*>(at + F::scales)) * factor;
       const F16x first_low = first * float(-F::offset), second_low = second * float(-F::offset);
-      for_rows<R>([&]<int N>(int r) {
-        I16x low[N], high[N];
-        dots<0, 4, N>(codes, values + r * kBlock, low);
-        dots<4, 4, N>(codes, values + r * kBlock, high);
-        for (int n = r; n < r + N; ++n) {
-          acc[n] = fma(to_float(low[n - r]), first * floats[n], acc[n]);
-          acc[n] = fma(first_low, floats[2 * R + n], acc[n]);
-          acc[n] = fma(to_float(high[n - r]), second * floats[n], acc[n]);
-          acc[n] = fma(second_low, floats[3 * R + n], acc[n]);
-        }
-      });
+#pragma GCC unroll 2
+      for (int g = 0; g < G; ++g) {
+        const int8_t* own = values + g * next * kBlock;
+        const float* of = floats + g * next * 4;
+        F16x* sums = acc + g * R;
+        for_rows<R>([&]<int N>(int r) {
+          I16x low[N], high[N];
+          dots<0, 4, N>(codes, own + r * kBlock, low);
+          dots<4, 4, N>(codes, own + r * kBlock, high);
+          for (int n = r; n < r + N; ++n) {
+            sums[n] = fma(to_float(low[n - r]), first * of[n], sums[n]);
+            sums[n] = fma(first_low, of[2 * R + n], sums[n]);
+            sums[n] = fma(to_float(high[n - r]), second * of[n], sums[n]);
+            sums[n] = fma(second_low, of[3 * R + n], sums[n]);
+          }
+        });
+      }
     } else {
       constexpr int offset = K == Kind::k8 ? kByteOffset : F::offset;
       F16x scale, minimum = {};
@@ -82,17 +95,23 @@ void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
       if constexpr (F::k && F::minimum) minimum = load_unsigned(at + F::scales) * low_factor;
       else if constexpr (F::minimum) minimum = load_half(reinterpret_cast<const uint16_t*>(at + F::scales));
       else minimum = scale * float(-offset);
-      for_rows<R>([&]<int N>(int r) {
-        I16x dot[N];
-        dots<0, 8, N>(codes, values + r * kBlock, dot);
-        for (int n = r; n < r + N; ++n) {
-          acc[n] = fma(to_float(dot[n - r]), scale * floats[n], acc[n]);
-          if constexpr (F::minimum || offset != 0) acc[n] = fma(minimum, floats[R + n], acc[n]);
-        }
-      });
+#pragma GCC unroll 2
+      for (int g = 0; g < G; ++g) {
+        const int8_t* own = values + g * next * kBlock;
+        const float* of = floats + g * next * 4;
+        F16x* sums = acc + g * R;
+        for_rows<R>([&]<int N>(int r) {
+          I16x dot[N];
+          dots<0, 8, N>(codes, own + r * kBlock, dot);
+          for (int n = r; n < r + N; ++n) {
+            sums[n] = fma(to_float(dot[n - r]), scale * of[n], sums[n]);
+            if constexpr (F::minimum || offset != 0) sums[n] = fma(minimum, of[R + n], sums[n]);
+          }
+        });
+      }
     }
   }
-  for (int r = 0; r < R; ++r) out[r] = acc[r];
+  for (int r = 0; r < G * R; ++r) out[r] = acc[r];
 }
 
 template <Kind K>
@@ -124,12 +143,13 @@ void plain_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
 using Product = void (*)(const uint8_t* w, const Rows& x, int64_t group, F16x* out);
 struct Products {
   Product of[kGroup];
+  Product two;  // whole groups
 };
 
 template <Kind K, int... R>
 constexpr Products products(std::integer_sequence<int, R...>) {
-  if constexpr (K == Kind::kFloat || K == Kind::kHalf || K == Kind::kBfloat) return {{plain_rows<K, R + 1>...}};
-  else return {{packed_rows<K, R + 1>...}};
+  if constexpr (K == Kind::kFloat || K == Kind::kHalf || K == Kind::kBfloat) return {{plain_rows<K, R + 1>...}, nullptr};
+  else return {{packed_rows<K, R + 1, 1>...}, packed_rows<K, kGroup, 2>};
 }
 template <int... K>
 constexpr std::array<Products, kKinds> all_products(std::integer_sequence<int, K...>) {
@@ -137,8 +157,17 @@ constexpr std::array<Products, kKinds> all_products(std::integer_sequence<int, K
 }
 constexpr std::array<Products, kKinds> kProducts = all_products(std::make_integer_sequence<int, kKinds>());
 
-inline void product(const Packed& w, int64_t tile, const Rows& x, int64_t group, F16x* out) {
-  kProducts[int(w.kind)].of[x.count(group) - 1](w.data + tile * tile_bytes(w.kind, w.inputs), x, group, out);
+constexpr int kMost = 2 * kGroup;  // rows that go through a tile together
+
+// How many groups from this one on go through a tile together.
+inline int64_t together(const Packed& w, const Rows& x, int64_t group, int64_t last) {
+  return kProducts[int(w.kind)].two && group + 2 <= last && x.count(group + 1) == kGroup ? 2 : 1;
+}
+
+inline void product(const Packed& w, int64_t tile, const Rows& x, int64_t group, int64_t groups, F16x* out) {
+  const Products& products = kProducts[int(w.kind)];
+  const Product product = groups == 2 ? products.two : products.of[x.count(group) - 1];
+  product(w.data + tile * tile_bytes(w.kind, w.inputs), x, group, out);
 }
 
 // Sixteen floats of a row's outputs; the last tile may have fewer.
@@ -158,10 +187,12 @@ inline void store_lanes(float* p, F16x v, int64_t count) {
 inline void linear(const Packed& w, int64_t tile, const Rows& x, int64_t first, int64_t last, const Target& to) {
   const int64_t at = tile * kTile, lanes = w.outputs - at;
   const F16x bias = to.bias ? load_lanes(to.bias + at, lanes) : F16x{};
-  F16x acc[kGroup];
-  for (int64_t group = first; group < last; ++group) {
-    product(w, tile, x, group, acc);
-    for (int64_t r = 0; r < x.count(group); ++r) {
+  F16x acc[kMost];
+  for (int64_t group = first, groups; group < last; group += groups) {
+    groups = together(w, x, group, last);
+    product(w, tile, x, group, groups, acc);
+    const int64_t rows = groups == 2 ? kMost : x.count(group);
+    for (int64_t r = 0; r < rows; ++r) {
       const int64_t place = (group * kGroup + r) * w.outputs + at;
       F16x value = to.bias ? acc[r] + bias : acc[r];
       if (to.onto) value = load_lanes(to.onto + place, lanes) + value;
@@ -175,11 +206,13 @@ inline void gated(const Packed& gate, const Packed& up, int64_t tile, const Rows
   const int64_t at = tile * kTile, lanes = gate.outputs - at;
   const F16x gate_add = gate_bias ? load_lanes(gate_bias + at, lanes) : F16x{};
   const F16x up_add = up_bias ? load_lanes(up_bias + at, lanes) : F16x{};
-  F16x a[kGroup], b[kGroup];
-  for (int64_t group = first; group < last; ++group) {
-    product(gate, tile, x, group, a);
-    product(up, tile, x, group, b);
-    for (int64_t r = 0; r < x.count(group); ++r) {
+  F16x a[kMost], b[kMost];
+  for (int64_t group = first, groups; group < last; group += groups) {
+    groups = together(gate, x, group, last) == 2 ? together(up, x, group, last) : 1;
+    product(gate, tile, x, group, groups, a);
+    product(up, tile, x, group, groups, b);
+    const int64_t rows = groups == 2 ? kMost : x.count(group);
+    for (int64_t r = 0; r < rows; ++r) {
       const F16x opened = activated(gate_bias ? a[r] + gate_add : a[r], activation);
       store_lanes(out + (group * kGroup + r) * gate.outputs + at, opened * (up_bias ? b[r] + up_add : b[r]), lanes);
     }
