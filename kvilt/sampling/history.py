@@ -1,6 +1,6 @@
 """The tokens of one sequence: as a list, as the distinct ids that penalties touch, and as runs that may not repeat.
 
-Grows one token at a time in constant time; refuses to know what the penalties are.
+Grows and shrinks one token at a time in constant time; refuses to know what the penalties are.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ..errors import InputError
 class History:
     """Prompt ids, then generated ids, with a tally of distinct ids that exists once someone asks for it."""
 
-    __slots__ = ("_array", "_arrayed", "_counts", "_distinct", "_places", "ids", "prompt_tokens")
+    __slots__ = ("_array", "_arrayed", "_counts", "_distinct", "_places", "_prompt_places", "ids", "prompt_tokens")
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
         self.ids = [_token(token) for token in prompt_ids]
         self.prompt_tokens = len(self.ids)
         self._places: dict[int, int] | None = None  # id -> its place in the two arrays below
+        self._prompt_places = 0  # how many of those the prompt has: the first ones
         self._distinct: npt.NDArray[np.int64] = np.empty(0, np.int64)  # in order of first appearance
         self._counts: npt.NDArray[np.float32] = np.empty(0, np.float32)  # how often generated
         self._array: npt.NDArray[np.int64] = np.empty(0, np.int64)  # `ids` up to `_arrayed`, then spare room
@@ -48,12 +49,27 @@ class History:
         if self._places is not None:
             self._count(self._places, self.ids[-1], 1)
 
+    def check_rollback(self, count: int) -> None:
+        """Raise unless so many ids were generated."""
+        if not 0 <= count <= self.generated_tokens:
+            raise InputError(f"{count} tokens cannot be taken back: {self.generated_tokens} were generated")
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` generated ids, as if they had never been appended."""
+        self.check_rollback(count)
+        for _ in range(count):
+            token = self.ids.pop()
+            if self._places is not None:
+                self._uncount(self._places, token)
+        self._arrayed = min(self._arrayed, len(self.ids))
+
     def fork(self) -> History:
         """The same history, free to go its own way."""
         other = History()
         other.ids, other.prompt_tokens = list(self.ids), self.prompt_tokens
         if self._places is not None:
             other._places = dict(self._places)
+            other._prompt_places = self._prompt_places
             other._distinct, other._counts = self._distinct.copy(), self._counts.copy()
         other._array, other._arrayed = self._array.copy(), self._arrayed
         return other
@@ -73,8 +89,11 @@ class History:
         """Distinct ids below `vocab_size` (int64) and how often each was generated (float32), valid until append."""
         if self._places is None:
             self._places = {}
-            for index, token in enumerate(self.ids):
-                self._count(self._places, token, int(index >= self.prompt_tokens))
+            for token in self.ids[: self.prompt_tokens]:
+                self._count(self._places, token, 0)
+            self._prompt_places = len(self._places)
+            for token in self.generated:
+                self._count(self._places, token, 1)
         used = len(self._places)
         ids, counts = torch.from_numpy(self._distinct[:used]), torch.from_numpy(self._counts[:used])
         # An embedding may be larger than the output: ids past the logits cannot be drawn, so nothing touches them.
@@ -100,6 +119,14 @@ class History:
             self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
         self._distinct[place] = token
         self._counts[place] += times
+
+    def _uncount(self, places: dict[int, int], token: int) -> None:
+        """The latest id goes. Places are in order of first appearance, so if it was new, its place is the last."""
+        place = places[token]
+        self._counts[place] -= 1
+        if self._counts[place] == 0 and place >= self._prompt_places:
+            assert place == len(places) - 1
+            del places[token]
 
 
 def _token(token: int) -> int:

@@ -65,6 +65,13 @@ class SampleState:
             self.matcher.accept(token)
         self.history.append(token)
 
+    def rollback(self, count: int) -> None:
+        """Take the last `count` tokens back, as if they had never been committed: drafts that were not accepted."""
+        self.history.check_rollback(count)
+        if self.matcher is not None:
+            self.matcher.rollback(count)
+        self.history.rollback(count)
+
     def fork(self, sample_index: int | None = None) -> SampleState:
         """The same state for another sample, or for drafts that may be rejected."""
         other = copy.copy(self)

@@ -20,7 +20,7 @@ import kvilt
 from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
-from kvilt.errors import GrammarFailed, GrammarUnsupported, NoTokenLeft, ParamError
+from kvilt.errors import GrammarFailed, GrammarUnsupported, InputError, NoTokenLeft, ParamError
 from kvilt.executor.executor import Executor
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
 from kvilt.sampling.grammar import Compiler, Limits
@@ -138,6 +138,26 @@ def test_a_state_forks_with_its_matcher() -> None:
     one.advance(ord("s"))
     assert drawn(peaked(WIDTH, ord("a")), other) == [ord("a")]
     assert drawn(peaked(WIDTH, ord("a")), one) == [END]
+
+
+def test_a_state_takes_drafts_back_with_its_matcher_and_its_penalties() -> None:
+    """Drafts are committed to ask what would follow them; those that are not accepted leave no trace."""
+    fields = {"repetition_penalty": 1.7, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2, "temperature": 1.0}
+    one, fresh = (state(Regex("[ab]{2,9}"), "ab", **fields, seed=5) for _ in range(2))
+    logits = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
+    for draft in "aa", "b", "":
+        for letter in draft:
+            one.advance(ord(letter))
+        sample(logits, [one], [2 + len(draft)])
+        one.rollback(len(draft))
+        assert one.history.ids == fresh.history.ids
+        assert sample(logits, [one], [2]).tokens.tolist() == sample(logits, [fresh], [2]).tokens.tolist()
+    with pytest.raises(InputError):
+        one.advance(ord("c"))  # a draft that the grammar refuses changes nothing
+    with pytest.raises(InputError):
+        one.rollback(3)
+    one.rollback(2)
+    assert one.history.generated == []
 
 
 def test_a_grammar_needs_its_matcher_and_a_matcher_its_grammar() -> None:

@@ -96,3 +96,42 @@ def test_what_cannot_be_a_token_id_is_refused(token: int) -> None:
         History([token])
     with pytest.raises(InputError, match="is not a token id"):
         History().append(token)
+
+
+@given(tokens, st.lists(st.integers(0, 9), max_size=60), st.lists(st.integers(0, 14), max_size=20), st.data())
+def test_a_rollback_equals_never_having_appended(
+    prompt: list[int], kept: list[int], drafts: list[int], data: st.DataObject
+) -> None:
+    history, fresh = History(prompt), History(prompt)
+    seen = data.draw(st.integers(0, len(kept) + len(drafts)), label="tallied and searched after")
+    for index, token in enumerate([*kept, *drafts]):
+        if index == seen:
+            counted(history)
+            history.repeats(2)
+        history.append(token)
+    for token in kept:
+        fresh.append(token)
+    for back in data.draw(st.permutations([len(drafts) // 2, len(drafts) - len(drafts) // 2]), label="in two goes"):
+        history.rollback(back)
+    for step in (None, 3, 14):
+        if step is not None:
+            history.append(step)
+            fresh.append(step)
+        assert (history.ids, history.generated) == (fresh.ids, fresh.generated)
+        assert counted(history) == counted(fresh) == expected(prompt, fresh.generated)
+        assert history.tally(1_000)[0].tolist() == fresh.tally(1_000)[0].tolist(), "also their order"
+        assert history.repeats(2).tolist() == fresh.repeats(2).tolist()
+    other = history.fork()
+    other.rollback(1)
+    assert counted(other) == expected(prompt, fresh.generated[:-1])
+    assert counted(history) == expected(prompt, fresh.generated)
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_only_what_was_generated_can_be_taken_back(count: int) -> None:
+    history = History([1, 2, 3])
+    history.append(4)
+    history.append(5)
+    with pytest.raises(InputError, match="2 were generated"):
+        history.rollback(count)
+    assert history.ids == [1, 2, 3, 4, 5]
