@@ -5,38 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from ..metrics import Metrics
-from .counters import SERVER_METRICS
 from .edge import Edge
 from .page import Page
-from .refusal import ClientGone, refusal_of
-from .routes import chat, health, models
+from .refusal import refusal_of
+from .routes import chat, completions, health, kv, models, tokens
 from .service import Service
 
-_ROUTERS = (chat.router, models.router, health.router)
+_ROUTERS = tuple(one.router for one in (chat, completions, models, tokens, kv, health))
 
 
 def make_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI application."""
     app = FastAPI(title="kvilt", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.state.metrics = Metrics(SERVER_METRICS)
     for router in _ROUTERS:
         app.include_router(router)
     page = Page()
     for path in page.paths:
         app.add_api_route(path, _served(page, path), include_in_schema=False, methods=["GET", "HEAD"])
-    for kind in (Exception, HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    return Edge(app, service, app.state.metrics, page.__contains__)
+    return Edge(app, service, page.__contains__)
 
 
 def _served(page: Page, path: str) -> Any:
@@ -47,8 +42,7 @@ def _served(page: Page, path: str) -> Any:
 
 
 async def _refuse(_request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
-        raise error
+    """Where no route was found: errors inside routes are theirs."""
     return refusal_of(error).response()
 
 
@@ -58,11 +52,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
         made = get_openapi(
             title=app.title, version=app.version, routes=app.routes, description="An OpenAI-compatible API."
         )
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        keyed = bool(app.state.service.config.api_keys)
+        if keyed:
+            made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in made["paths"].items():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
-                if path not in ("/health", "/ready"):
+                if keyed and path not in ("/health", "/ready"):
                     operation["security"] = [{"key": []}]
         for name in ("HTTPValidationError", "ValidationError"):
             made["components"]["schemas"].pop(name, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ParamError
+from ..llm import Reading
 from ..sampling.params import SamplingParams
 from .gate import Caller
 from .schema.chat import AssistantMessage, ChatMessage, Content, MadeCall
@@ -98,6 +99,11 @@ def wants_progress(asked: Sampling) -> bool:
     """Whether a stream must hear how far its prompt is read: to say so, or to count while it runs."""
     options = asked.stream_options
     return bool(asked.stream and (asked.return_progress or (options and options.continuous_usage_stats)))
+
+
+def progress_of(reading: Reading) -> dict[str, int]:
+    """How far a prompt is read, under the names that llama.cpp's clients know."""
+    return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
 
 
 def salted(tenant: str, salt: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ParamError
 from ..llm import AsyncStream, Delta, Reading
 from ..sampling.params import SamplingParams
-from .ask import grammar_of, messages_of, sampling_of, terms_of, wants_progress
+from .ask import grammar_of, messages_of, progress_of, sampling_of, terms_of, wants_progress
 from .counts import chat_logprobs, running_usage, usage_of
 from .gate import Caller
 from .keep import keep
@@ -191,7 +191,7 @@ class ChatStream:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
         chunk = {**self._head, "choices": [choice]}
         if self._running:
-            chunk["usage"] = running_usage(self._read, self._generated)
+            chunk["usage"] = running_usage([self._read] if self._read else [], self._generated)
         elif self._usage:
             chunk["usage"] = None
         return event(chunk)
@@ -205,11 +205,6 @@ class ChatStream:
                     yield said
         if self._usage:
             yield event({**self._head, "choices": [], "usage": usage_of([done])})
-
-
-def progress_of(reading: Reading) -> dict[str, int]:
-    """How far a prompt is read, under the names that llama.cpp's clients know."""
-    return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
 
 
 def _reason(voice: Voice, reason: str | None) -> str | None:

@@ -39,11 +39,9 @@ def usage(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
     }
 
 
-def running_usage(read: Reading | None, generated: int) -> dict[str, Any]:
+def running_usage(read: Sequence[Reading], generated: int) -> dict[str, Any]:
     """The counts while a stream runs."""
-    if read is None:
-        return usage([Usage(0, 0, 0)], generated)
-    return usage([Usage(read.prompt_tokens, generated, read.tokens - read.cached, read.cached)], generated)
+    return usage([Usage(one.prompt_tokens, 0, one.tokens - one.cached, one.cached) for one in read], generated)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -17,7 +17,6 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..metrics import Metrics
 from .body import Limited, too_large
 from .counters import HTTP_REQUESTS, HTTP_SECONDS
 from .gate import Keys, check_host, check_origin
@@ -59,13 +58,13 @@ class Visit:
 class Edge:
     """Wraps an ASGI application."""
 
-    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics, is_file: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, is_file: Callable[[str], bool]) -> None:
         """`is_file` says which paths are static files, which need no key."""
         self._app = app
         self._service = service
         self._config = service.config
         self._keys = Keys(service.config)
-        self._metrics = metrics
+        self._metrics = service.metrics
         self._is_file = is_file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -88,6 +88,8 @@ class ClientGone(Exception):
 
 def refusal_of(error: BaseException) -> Refused:
     """What a client is told of an error. The only place where errors become statuses."""
+    if isinstance(error, BaseExceptionGroup):
+        return refusal_of(error.exceptions[0])  # of several tasks: they say the same, or the first says why
     match error:
         case Refused():
             return error

@@ -13,7 +13,9 @@ from typing import Any
 from starlette.requests import Request
 
 from ..llm import AsyncLLM
+from ..metrics import Metrics
 from ..text.parse import parser_for
+from .counters import SERVER_METRICS
 from .gate import Caller
 from .refusal import Refused
 from .settings import ServeConfig
@@ -29,6 +31,7 @@ class Service:
         self.created_s = int(time.time())
         self.parser = parser_for(llm.tokenizer.chat_template, llm.executor.spec.family)
         self.parser_marks = marks_of(self.parser, llm.tokenizer.special)
+        self.metrics = Metrics(SERVER_METRICS)
         self.draining = False
         self._in_progress = 0
         self._idle = asyncio.Event()

@@ -38,10 +38,11 @@ class ServeConfig:
     max_prompts: int = 1024  # in one request
     max_messages: int = 2048
     max_tools: int = 128
+    max_saved: int = 64  # files of one key
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
-        for name in ("max_body_bytes", "max_connections", "max_prompts", "max_messages", "max_tools"):
+        for name in ("max_body_bytes", "max_connections", "max_prompts", "max_messages", "max_tools", "max_saved"):
             _whole(name, getattr(self, name), 1, None)
         for name in ("header", "body", "write", "idle"):
             _seconds(f"{name}_timeout_s", getattr(self, f"{name}_timeout_s"))

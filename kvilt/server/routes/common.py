@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from ..body import StrictRequest
 from ..gate import Caller
+from ..refusal import ClientGone, refusal_of
 from ..schema.answers import Error
 from ..service import Service, caller_of, service_of
 
@@ -43,12 +44,17 @@ BODY = refusals(400, 404, 408, 413, 415)
 
 
 class StrictRoute(APIRoute):
-    """A route that reads JSON strictly."""
+    """A route that reads JSON strictly, and whose errors become refusals here and nowhere else."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            try:
+                return await handle(StrictRequest(request.scope, request.receive))
+            except ClientGone:
+                raise
+            except Exception as error:
+                return refusal_of(error).response()
 
         return strictly

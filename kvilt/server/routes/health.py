@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 
 from ... import __version__
+from ..prometheus import CONTENT_TYPE, rendered
 from ..respond import json_response
 from ..schema.answers import Error, Health, Version
 from .common import Here, StrictRoute, refusals
@@ -33,3 +37,13 @@ async def ready(service: Here) -> Response:
 async def version() -> Response:
     """Which kvilt this is."""
     return json_response({"version": __version__})
+
+
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/metrics", response_class=PlainTextResponse, response_model=None, responses=_TEXT | refusals())
+async def metrics(service: Here) -> Response:
+    """Everything that is counted, for Prometheus."""
+    text = "".join(rendered(one, service.model) for one in (service.llm.engine.metrics, service.metrics))
+    return Response(text, 200, media_type=CONTENT_TYPE)

@@ -27,6 +27,8 @@ class CachedTokens(Shown):
     """How much of a prompt was not computed."""
 
     cached_tokens: int
+    cache_write_tokens: int
+    blended_tokens: int
 
 
 class Usage(Shown):
@@ -115,6 +117,37 @@ class ChatCompletion(Shown):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextLogprobs(Shown):
+    """Logprobs over the tokens of a text; those of an echoed prompt's first token are null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Shown):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    kv: Kept | None = None
+
+
+class TextCompletion(Shown):
+    """Continuations of prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
     usage: Usage
 
 

@@ -1,0 +1,29 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..completions import CompletionStream, open_streams, ready, whole
+from ..respond import json_response
+from ..schema.answers import TextCompletion
+from ..schema.completion import CompletionRequest
+from ..sse import EventStream, unless_gone
+from .common import ASKING, Here, StrictRoute, Who
+
+router = APIRouter(route_class=StrictRoute, tags=["completions"])
+_OK: dict[int | str, dict[str, Any]] = {
+    200: {"model": TextCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+@router.post("/v1/completions", responses=_OK | ASKING, response_model=None)
+async def completions(asked: CompletionRequest, request: Request, service: Here, caller: Who) -> Response:
+    """Continue a prompt, or several."""
+    prompts = await ready(service, asked, caller)
+    if not asked.stream:
+        return json_response(await unless_gone(request.receive, whole(service, prompts)))
+    streams = await open_streams(service, prompts)
+    return EventStream(CompletionStream(service, prompts, streams).events(), service.config.keep_alive_s)

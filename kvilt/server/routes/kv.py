@@ -1,0 +1,119 @@
+"""KV handles: make them, look at them, fork, cut, pin, save, restore and forget them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..ask import messages_of
+from ..keep import handle_of
+from ..refusal import Refused
+from ..respond import json_response
+from ..schema.answers import Kept
+from ..schema.kv import (
+    CreateRequest,
+    Deleted,
+    ForkRequest,
+    Handles,
+    PinRequest,
+    RestoreRequest,
+    Saved,
+    SavedList,
+    SaveRequest,
+    TruncateRequest,
+)
+from ..shelf import Shelf
+from ..sse import unless_gone
+from .common import ASKING, Here, StrictRoute, Who, refusals
+
+router = APIRouter(route_class=StrictRoute, tags=["kv"])
+_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": Kept}, **ASKING}
+_LOOK = refusals(400, 404, 410)
+
+
+@router.post("/v1/kv", response_model=None, responses=_KEPT)
+async def create(asked: CreateRequest, request: Request, service: Here, caller: Who) -> Response:
+    """Compute the KV of a prompt or of messages, and name it."""
+    service.check_model(asked.model)
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
+    messages = None if asked.messages is None else messages_of(asked.messages)
+    making = service.llm.kv.create(
+        asked.prompt, messages=messages, tools=tools, tenant=caller.tenant, ttl_s=asked.ttl_s
+    )
+    return json_response(handle_of(await unless_gone(request.receive, making)))
+
+
+@router.get("/v1/kv", response_model=None, responses={200: {"model": Handles}, **refusals()})
+async def owned(service: Here, caller: Who) -> Response:
+    """All handles of the caller."""
+    found = await service.llm.kv.owned(tenant=caller.tenant)
+    return json_response({"object": "list", "data": [handle_of(info) for info in found]})
+
+
+@router.get("/v1/kv/saved", response_model=None, responses={200: {"model": SavedList}, **refusals(400)})
+async def saved(service: Here, caller: Who) -> Response:
+    """All files of the caller."""
+    files = await asyncio.to_thread(Shelf(service.config, caller).files)
+    return json_response({"object": "list", "data": [{"name": name, "bytes": size} for name, size in files.items()]})
+
+
+@router.delete("/v1/kv/saved/{name}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
+async def unsave(name: str, service: Here, caller: Who) -> Response:
+    """Remove a file."""
+    await asyncio.to_thread(Shelf(service.config, caller).delete, name)
+    return json_response({"id": name, "deleted": True})
+
+
+@router.post("/v1/kv/restore", response_model=None, responses=_KEPT)
+async def restore(asked: RestoreRequest, service: Here, caller: Who) -> Response:
+    """A handle from a file."""
+    path = await asyncio.to_thread(Shelf(service.config, caller).find, asked.name)
+    return json_response(handle_of(await service.llm.kv.restore(path, tenant=caller.tenant, ttl_s=asked.ttl_s)))
+
+
+@router.get("/v1/kv/{handle}", response_model=None, responses={200: {"model": Kept}, **_LOOK})
+async def info(handle: str, service: Here, caller: Who) -> Response:
+    """One handle."""
+    return json_response(handle_of(await service.llm.kv.info(handle, tenant=caller.tenant)))
+
+
+@router.delete("/v1/kv/{handle}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
+async def delete(handle: str, service: Here, caller: Who) -> Response:
+    """Forget a handle."""
+    await service.llm.kv.delete(handle, tenant=caller.tenant)
+    return json_response({"id": handle, "deleted": True})
+
+
+@router.post("/v1/kv/{handle}/fork", response_model=None, responses=_KEPT)
+async def fork(handle: str, asked: ForkRequest, service: Here, caller: Who) -> Response:
+    """A second handle on the same content; costs next to nothing."""
+    return json_response(handle_of(await service.llm.kv.fork(handle, tenant=caller.tenant, ttl_s=asked.ttl_s)))
+
+
+@router.post("/v1/kv/{handle}/truncate", response_model=None, responses=_KEPT)
+async def truncate(handle: str, asked: TruncateRequest, service: Here, caller: Who) -> Response:
+    """Forget everything from a token on."""
+    return json_response(handle_of(await service.llm.kv.truncate(handle, asked.length, tenant=caller.tenant)))
+
+
+@router.post("/v1/kv/{handle}/pin", response_model=None, responses=_KEPT)
+async def pin(handle: str, asked: PinRequest, service: Here, caller: Who) -> Response:
+    """Keep a handle longer, and its KV before that of others."""
+    return json_response(handle_of(await service.llm.kv.pin(handle, asked.ttl_s, tenant=caller.tenant)))
+
+
+@router.post("/v1/kv/{handle}/save", response_model=None, responses={200: {"model": Saved}, **ASKING})
+async def save(handle: str, asked: SaveRequest, service: Here, caller: Who) -> Response:
+    """Write a handle's KV to a file."""
+    await service.llm.kv.info(handle, tenant=caller.tenant)  # before a file is thought of
+    path = await asyncio.to_thread(Shelf(service.config, caller).place, asked.name)
+    try:
+        size = await service.llm.kv.save(handle, path, tenant=caller.tenant)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise Refused(503, "the folder of saved KV cannot be written to now", code="kv_dir_full") from error
+        raise
+    return json_response({"name": asked.name, "bytes": size})

@@ -1,0 +1,69 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from ...errors import InputError
+from ..ask import messages_of
+from ..counts import token_text
+from ..respond import json_response
+from ..schema.tokens import Detokenized, DetokenizeRequest, TokenizeRequest, TokenizerInfo, Tokens
+from ..service import Service
+from .common import BODY, Here, StrictRoute, refusals
+
+router = APIRouter(route_class=StrictRoute, tags=["tokens"])
+
+
+@router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **BODY})
+async def tokenize(asked: TokenizeRequest, service: Here) -> Response:
+    """The tokens of a prompt, or of messages as a conversation shows them."""
+    service.check_model(asked.model)
+    return json_response(await asyncio.to_thread(_tokens, service, asked))
+
+
+def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+    llm = service.llm
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InputError("give a prompt or messages to tokenize, one of them")
+    if asked.messages is None:
+        ids = llm.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
+        ids = llm.chat_ids(messages_of(asked.messages), tools, asked.add_generation_prompt)
+    made = {"tokens": ids, "count": len(ids), "max_model_len": llm.executor.max_context}
+    shown = [token_text(llm.tokenizer, token) for token in ids] if asked.return_token_strs else None
+    return {**made, "token_strs": shown}
+
+
+@router.post("/detokenize", response_model=None, responses={200: {"model": Detokenized}, **BODY})
+async def detokenize(asked: DetokenizeRequest, service: Here) -> Response:
+    """The text of tokens."""
+    service.check_model(asked.model)
+    size = service.llm.executor.spec.vocab_size
+    if (past := next((token for token in asked.tokens if token >= size), None)) is not None:
+        raise InputError(f"tokens: {past} is past the vocabulary of {size} tokens")
+    text = await asyncio.to_thread(service.llm.tokenizer.decode, asked.tokens, skip_special=False)
+    return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info", response_model=None, responses={200: {"model": TokenizerInfo}, **refusals()})
+async def tokenizer_info(service: Here) -> Response:
+    """What there is to know of the tokenizer."""
+    tokenizer, parser = service.llm.tokenizer, service.parser
+    return json_response(
+        {
+            "vocab_size": tokenizer.vocab_size,
+            "max_model_len": service.llm.executor.max_context,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_ids": sorted(service.llm.stop_ids),
+            "special_tokens": dict(tokenizer.special),
+            "named_tokens": dict(tokenizer.named),
+            "chat_template": tokenizer.chat_template,
+            "tool_parser": parser.name,
+            "reasoning": None if parser.thinking is None else [parser.thinking.open, parser.thinking.close],
+        }
+    )

@@ -1,0 +1,81 @@
+"""Requests and answers of the routes of KV handles."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .answers import Kept
+from .chat import ChatMessage, Tool
+from .completion import Ids
+from .fields import SafeName, Shown, Strict, TtlS
+
+
+class CreateRequest(Strict):
+    """KV to compute and keep: of a prompt, or of messages as a conversation begins with them."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    prompt: str | Ids | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    ttl_s: TtlS | None = None
+
+
+class ForkRequest(Strict):
+    """A second handle on the same content."""
+
+    ttl_s: TtlS | None = None
+
+
+class TruncateRequest(Strict):
+    """Forget everything from `length` on."""
+
+    length: Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class PinRequest(Strict):
+    """Keep a handle at least so long, and its KV before that of others."""
+
+    ttl_s: TtlS
+
+
+class SaveRequest(Strict):
+    """Write a handle's KV to a file of this name."""
+
+    name: SafeName
+
+
+class RestoreRequest(Strict):
+    """A handle from a file that was saved with the same key and model."""
+
+    name: SafeName
+    ttl_s: TtlS | None = None
+
+
+class Handles(Shown):
+    """All handles of a key."""
+
+    object: str
+    data: list[Kept]
+
+
+class Saved(Shown):
+    """A file."""
+
+    name: str
+    bytes: int
+
+
+class SavedList(Shown):
+    """All files of a key."""
+
+    object: str
+    data: list[Saved]
+
+
+class Deleted(Shown):
+    """What is gone."""
+
+    id: str
+    deleted: bool

@@ -1,0 +1,96 @@
+"""The server against its own OpenAPI document: what fits it is taken or refused politely, what does not is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from running import Running
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CONFORM = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+OPERATIONS = [
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /tokenizer_info",
+    "POST /v1/kv",
+    "GET /v1/kv",
+    "GET /v1/kv/saved",
+    "DELETE /v1/kv/saved/{name}",
+    "POST /v1/kv/restore",
+    "GET /v1/kv/{handle}",
+    "DELETE /v1/kv/{handle}",
+    "POST /v1/kv/{handle}/fork",
+    "POST /v1/kv/{handle}/truncate",
+    "POST /v1/kv/{handle}/pin",
+    "POST /v1/kv/{handle}/save",
+    "GET /health",
+    "GET /ready",
+    "GET /version",
+    "GET /metrics",
+]
+
+
+@pytest.fixture(scope="module")
+def schema(server: Running) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_every_route_is_in_the_document_and_tested(schema: schemathesis.BaseSchema) -> None:
+    found = {result.ok().label for result in schema.get_all_operations()}
+    assert found == set(OPERATIONS)
+
+
+CASES = [
+    *((name, GenerationMode.POSITIVE) for name in OPERATIONS),
+    *((name, GenerationMode.NEGATIVE) for name in OPERATIONS if name.startswith("POST")),
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_the_document_is_true(
+    server: Running, schema: schemathesis.BaseSchema, name: str, mode: GenerationMode
+) -> None:
+    operation = next(one.ok() for one in schema.get_all_operations() if one.ok().label == name)
+    checks = [*CONFORM, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CONFORM
+
+    @settings(
+        max_examples=25 if operation.body else 3,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def holds(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and case.body.get("max_tokens", None) is None and "chat" in name:
+            case.body["max_tokens"] = 4  # an answer of a whole context takes its time
+        if "{handle}" in name and mode is GenerationMode.POSITIVE:
+            with server.http() as http:
+                case.path_parameters["handle"] = http.post("/v1/kv", json={"prompt": [5, 6, 7]}).json()["id"]
+        case.call_and_validate(checks=checks)
+        for handle in asyncio.run_coroutine_threadsafe(server.llm.kv.owned(), server.loop).result(30):
+            asyncio.run_coroutine_threadsafe(server.llm.kv.delete(handle.id), server.loop).result(30)
+
+    holds()
