@@ -29,19 +29,19 @@ class Driver:
         config: EngineConfig | None = None,
         on_step: Callable[[], None] = lambda: None,
         on_hung: Callable[[StepHung], None] = lambda _error: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_step` runs after every step, in its thread; `on_hung` in the watchdog's, while a step does not end."""
         self._engine = engine
         self._executor = executor
         self._config = config or EngineConfig()
-        self._on_step, self._on_hung, self._clock = on_step, on_hung, clock
+        self._on_step, self._on_hung = on_step, on_hung
         self._wake = threading.Event()
         self._quiet = threading.Condition()  # told when a step has ended
         self._closing = threading.Event()
         self._draining = False
         self._hung: StepHung | None = None
-        self._began_s: float | None = None  # when the step in progress began
+        self._steps = 0  # begun so far
+        self._stepping = False
         self._threads = [
             threading.Thread(target=self._run, name="kvilt-steps", daemon=True),
             threading.Thread(target=self._watch, name="kvilt-watchdog", daemon=True),
@@ -52,7 +52,7 @@ class Driver:
     @property
     def healthy(self) -> bool:
         """Whether steps end in time."""
-        return self._hung is None or self._began_s is None
+        return self._hung is None or not self._stepping
 
     @property
     def accepting(self) -> bool:
@@ -123,7 +123,8 @@ class Driver:
         self._told()
 
     def _step(self) -> None:
-        self._began_s, stepped = self._clock(), True
+        self._hung, stepped = None, True  # a watchdog may have been too late for the step before
+        self._steps, self._stepping = self._steps + 1, True
         try:
             with self._executor.call():
                 stepped = self._engine.step()
@@ -132,7 +133,7 @@ class Driver:
         except Exception:
             _log.exception("a step failed in a way it should not; its requests were ended")
         finally:
-            self._began_s, self._hung = None, None
+            self._stepping, self._hung = False, None
         self._told()
         if not stepped and self._engine.ready:
             time.sleep(0.001)  # nobody could go on, though somebody wants to: do not spin
@@ -153,10 +154,13 @@ class Driver:
     # The thread that watches.
 
     def _watch(self) -> None:
+        """Counts its own rounds, not a clock: while the whole process is stopped, no step hangs."""
         limit_s = self._config.step_timeout_s
-        while not self._closing.wait(min(1.0, limit_s / 4)):
-            began_s = self._began_s
-            if began_s is not None and self._hung is None and self._clock() - began_s > limit_s:
+        round_s = min(1.0, limit_s / 4)
+        step, age_s = 0, 0.0
+        while not self._closing.wait(round_s):
+            step, age_s = self._steps, age_s + round_s if step == self._steps else 0.0
+            if self._stepping and self._hung is None and age_s > limit_s:
                 self._trip(StepHung(limit_s))
 
     def _trip(self, error: StepHung) -> None:

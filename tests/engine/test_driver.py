@@ -238,3 +238,48 @@ def test_a_step_that_hears_no_cancel_is_told_to_readers_and_newcomers(
     assert ear.done.wait(10), "it ended after all, and so did its request"
     until(lambda: desk.driver.healthy)
     desk.driver.close()
+
+
+class Rounds(threading.Event):
+    """Lets a watchdog make its rounds one by one, when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._back.release()
+        self._go.acquire()
+        return self.is_set()
+
+    def make(self, count: int) -> None:
+        for _ in range(count):
+            self._go.release()
+            assert self._back.acquire(timeout=10)
+
+    def end(self) -> None:
+        self.set()
+        self._go.release()
+
+
+def test_time_in_which_the_whole_process_stood_still_hangs_no_step(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped by a signal or with its machine, the watchdog makes no rounds either, whatever clocks say then."""
+    desk, rounds = Desk(executor, step_timeout_s=0.05), Rounds()  # it makes four rounds in that time
+    monkeypatch.setattr(desk.driver, "_closing", rounds)
+    assert rounds._back.acquire(timeout=10)
+    stuck = Stuck(executor, monkeypatch, looks=True)
+    ear = desk.ask(SHORT)
+    until(lambda: desk.driver._stepping)
+    rounds.make(4)
+    time.sleep(0.2)
+    rounds.make(1)
+    assert desk.driver.healthy
+    assert desk.hung == []
+    rounds.make(2)
+    assert ear.done.wait(10)
+    assert isinstance(ear.error, StepHung)
+    stuck.let_go.set()
+    rounds.end()
+    desk.driver.close()
