@@ -41,6 +41,7 @@ CORE = frozenset({"torch", "numpy", "safetensors", "tokenizers", "jinja2"})
 EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli": frozenset({"typer", "rich", "prompt_toolkit", "click"}),
     "kvilt.cli.serve": frozenset({"uvloop"}),
+    "kvilt.cli.bench_serve_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "orjson"}),
     "kvilt.server.spans": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),

@@ -124,9 +124,14 @@ def perplexity(
         report(file, model, chunk, limit, json, config)
 
 
-@app.command()
+measures = typer.Typer(invoke_without_command=True)
+app.add_typer(measures, name="bench")
+
+
+@measures.callback()
 @opt.gathers(config=opt.RUNTIME)
 def bench(
+    context: typer.Context,
     model: opt.Model = opt.DEFAULT_MODEL,
     prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "128,512,1024",
     contexts: Annotated[str, typer.Option(help="Contexts to decode at.")] = "16,1024",
@@ -139,6 +144,8 @@ def bench(
     config: dict[str, Any],
 ) -> None:
     """Tokens per second of prefill, decode and batches, and how near they come to the machine's limits."""
+    if context.invoked_subcommand is not None:
+        return
     with reported():
         from .bench import Shape
         from .bench import bench as measure
@@ -152,6 +159,34 @@ def bench(
             cold=cold,
         )
         measure(model, shape, json, config)
+
+
+@measures.command("serve")
+@opt.gathers(shape=opt.LOAD)
+def bench_serve(
+    url: Annotated[str, typer.Option(help="The server's address, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Default: the first that the server lists.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat/--completions", help="Which of the two routes.")] = True,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 600.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: the first token within this.")] = None,
+    slo_itl_ms: Annotated[float | None, typer.Option(help="Goodput: later tokens within this on average.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it, too: out.png, out.svg.")] = None,
+    *,
+    shape: dict[str, Any],
+) -> None:
+    """Latency and throughput of any server that speaks the OpenAI API."""
+    with reported():
+        from .bench_serve import bench_serve as measure
+        from .bench_serve_http import Target
+        from .bench_serve_load import Shape
+        from .bench_serve_stats import Goal
+
+        target = Target(url, chat, api_key, timeout_s)
+        measure(target, Shape(**shape), Goal(slo_ttft_ms, slo_itl_ms), model, json, plot)
 
 
 @app.command()

@@ -134,6 +134,23 @@ ENGINE = Group(
     ),
 )
 
+LOAD = Group(
+    "Load",
+    MappingProxyType(
+        {
+            "workload": Option(str, "random", "random, shared-prefix or multi-turn."),
+            "requests": Option(int, 100, "Requests in all; a turn is a request."),
+            "prompt_tokens": Option(int, 128, "About how long a prompt, or a turn, is."),
+            "max_tokens": Option(int, 64, "Tokens of an answer."),
+            "clients": Option(int | None, None, "Clients that each wait for their answer; default 1."),
+            "rate": Option(float | None, None, "Instead: requests a second that come by chance (Poisson)."),
+            "turns": Option(int, 4, "Turns of a conversation, in multi-turn."),
+            "groups": Option(int, 4, "Prefixes, in shared-prefix: three quarters of a prompt are one of them."),
+            "seed": Option(int, 0, "Makes prompts and arrivals repeatable."),
+        }
+    ),
+)
+
 
 def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of these groups; it receives each group as a dict under the keyword's name."""

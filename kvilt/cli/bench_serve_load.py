@@ -1,0 +1,148 @@
+"""What a benchmark asks a server, and when: prompts and arrival times are made from a seed before the first is sent.
+
+Refuses to know HTTP: whoever calls says how a request is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import ParamError
+
+WORKLOADS = ("random", "shared-prefix", "multi-turn")
+# Common words: with the blank before it, each is one token of most vocabularies.
+_TEXT = """
+    the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
+    one you were her all she there would their we him been has when who will more no if out so said what up its
+    about into than them can only other new some could time these two may then do first any my now such like our
+    over man me even most made after also did many before must through back years where much your way well down
+    should because each just those people how too little state good very make world still own see men work long
+    get here between both life being under never day same another know while last might us great old year off come
+    since against go came right used take
+"""
+_WORDS = _TEXT.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much of what is asked; checked when it is made."""
+
+    workload: str = "random"
+    requests: int = 100
+    prompt_tokens: int = 128
+    max_tokens: int = 64
+    clients: int | None = None
+    rate: float | None = None
+    turns: int = 4
+    groups: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workload not in WORKLOADS:
+            raise ParamError("workload", f"must be one of {', '.join(WORKLOADS)}, not {self.workload[:40]!r}")
+        for name in ("requests", "prompt_tokens", "max_tokens", "turns", "groups"):
+            if getattr(self, name) < 1:
+                raise ParamError(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.clients is not None and self.rate is not None:
+            raise ParamError("rate", "is for requests that do not wait for each other; give it or clients, not both")
+        if self.clients is not None and self.clients < 1:
+            raise ParamError("clients", f"must be at least 1, not {self.clients}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ParamError("rate", f"must be requests per second above 0, not {self.rate}")
+
+    @property
+    def arrivals(self) -> str:
+        return f"{self.rate:g} requests/s (Poisson)" if self.rate is not None else f"{self.clients or 1} clients"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What one user says; each turn waits for the answer to the one before."""
+
+    turns: tuple[str, ...]
+
+
+def conversations(shape: Shape) -> list[Conversation]:
+    """All that will be asked, `requests` turns in all; the same for the same shape."""
+    dice = random.Random(f"prompts {shape.seed}")
+    match shape.workload:
+        case "shared-prefix":
+            shared = max(1, shape.prompt_tokens * 3 // 4)
+            prefixes = [_words(dice, shared) for _ in range(shape.groups)]
+            own = max(1, shape.prompt_tokens - shared)
+            texts = [f"{dice.choice(prefixes)} {_words(dice, own)}" for _ in range(shape.requests)]
+            return [Conversation((text,)) for text in texts]
+        case "multi-turn":
+            counts = [min(shape.turns, shape.requests - i) for i in range(0, shape.requests, shape.turns)]
+            return [Conversation(tuple(_words(dice, shape.prompt_tokens) for _ in range(count))) for count in counts]
+        case _:
+            return [Conversation((_words(dice, shape.prompt_tokens),)) for _ in range(shape.requests)]
+
+
+def arrival_times(shape: Shape, count: int) -> list[float]:
+    """Seconds from the start at which conversations begin: of a Poisson process with `rate` requests a second."""
+    assert shape.rate is not None
+    dice = random.Random(f"arrivals {shape.seed}")
+    per_conversation = shape.turns if shape.workload == "multi-turn" else 1
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += dice.expovariate(shape.rate / per_conversation)
+        times.append(now_s)
+    return times
+
+
+class Turn(Protocol):
+    """Sends one turn behind those before it (what was said and answered); the answer's text, None if there is none."""
+
+    def __call__(self, before: Sequence[tuple[str, str]], said: str, due_s: float | None) -> Awaitable[str | None]: ...
+
+
+async def drive(shape: Shape, turn: Turn, skipped: Callable[[int], None]) -> None:
+    """Ask everything. `skipped` hears how many turns of a conversation were given up because one failed."""
+    todo = conversations(shape)
+    if shape.rate is None:
+        await _closed(todo, turn, skipped, shape.clients or 1)
+    else:
+        await _open(todo, turn, skipped, arrival_times(shape, len(todo)))
+
+
+async def _closed(todo: list[Conversation], turn: Turn, skipped: Callable[[int], None], clients: int) -> None:
+    """Each client asks its next question when its last one was answered."""
+    waiting = iter(todo)
+
+    async def client(questions: Iterator[Conversation]) -> None:
+        for each in questions:
+            await _talk(each, turn, skipped, None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(clients, len(todo))):
+            group.create_task(client(waiting))
+
+
+async def _open(todo: list[Conversation], turn: Turn, skipped: Callable[[int], None], times: Sequence[float]) -> None:
+    """Questions come at their times, however many are unanswered."""
+    started_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for each, at_s in zip(todo, times, strict=True):
+            due_s = started_s + at_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            group.create_task(_talk(each, turn, skipped, due_s))
+
+
+async def _talk(each: Conversation, turn: Turn, skipped: Callable[[int], None], due_s: float | None) -> None:
+    before: list[tuple[str, str]] = []
+    for i, said in enumerate(each.turns):
+        answer = await turn(tuple(before), said, due_s if i == 0 else None)
+        if answer is None:
+            skipped(len(each.turns) - i - 1)
+            return
+        before.append((said, answer))
+
+
+def _words(dice: random.Random, count: int) -> str:
+    return " ".join(dice.choices(_WORDS, k=count))

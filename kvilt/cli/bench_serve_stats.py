@@ -1,0 +1,130 @@
+"""From the times of requests to the numbers people compare. Pure arithmetic: knows no clock and no server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .bench_serve_http import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a request must keep to count as good; None is no limit."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    @property
+    def given(self) -> bool:
+        return self.ttft_ms is not None or self.itl_ms is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All numbers of a run. Rates are over `seconds`, from the first request to the last answer."""
+
+    requests: int
+    answered: int
+    skipped: int
+    errors: dict[str, int]
+    seconds: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int
+    counted_by: str  # "usage", or "chunks" where a server does not say how many tokens it wrote
+    output_tokens_per_s: float
+    requests_per_s: float
+    good_requests_per_s: float | None
+    good: int | None
+    ttft_ms: Spread | None
+    itl_ms: Spread | None
+    tpot_ms: Spread | None
+    e2e_ms: Spread | None
+
+
+def summary(traces: Sequence[Trace], goal: Goal, skipped: int = 0) -> Summary:
+    """The numbers of these requests; answers that broke off count as errors and nothing else."""
+    fine = [trace for trace in traces if trace.error is None]
+    seconds = max((t.ended_s for t in traces), default=0.0) - min((t.started_s for t in traces), default=0.0)
+    tokens = sum(map(output_tokens, fine))
+    good = sum(is_good(trace, goal) for trace in fine) if goal.given else None
+    gaps = [later - earlier for trace in fine for earlier, later in pairwise(trace.stamps_s)]
+    return Summary(
+        requests=len(traces),
+        answered=len(fine),
+        skipped=skipped,
+        errors=dict(Counter(trace.error for trace in traces if trace.error is not None).most_common()),
+        seconds=seconds,
+        prompt_tokens=_total([trace.prompt_tokens for trace in fine]),
+        cached_tokens=_total([trace.cached_tokens for trace in fine]),
+        output_tokens=tokens,
+        counted_by="usage" if all(trace.output_tokens is not None for trace in fine) else "chunks",
+        output_tokens_per_s=_rate(tokens, seconds),
+        requests_per_s=_rate(len(fine), seconds),
+        good_requests_per_s=None if good is None else _rate(good, seconds),
+        good=good,
+        ttft_ms=spread([t for trace in fine if (t := ttft_s(trace)) is not None]),
+        itl_ms=spread(gaps),
+        tpot_ms=spread([t for trace in fine if (t := tpot_s(trace)) is not None]),
+        e2e_ms=spread([trace.ended_s - trace.started_s for trace in fine]),
+    )
+
+
+def ttft_s(trace: Trace) -> float | None:
+    """Seconds to the first text."""
+    return trace.stamps_s[0] - trace.started_s if trace.stamps_s else None
+
+
+def output_tokens(trace: Trace) -> int:
+    """As the server says; else its pieces of text, which may hold more than a token each."""
+    return len(trace.stamps_s) if trace.output_tokens is None else trace.output_tokens
+
+
+def tpot_s(trace: Trace) -> float | None:
+    """Seconds a token after the first one, over a whole answer."""
+    tokens = output_tokens(trace)
+    if len(trace.stamps_s) < 2 or tokens < 2:
+        return None
+    return (trace.stamps_s[-1] - trace.stamps_s[0]) / (tokens - 1)
+
+
+def is_good(trace: Trace, goal: Goal) -> bool:
+    """Whether an answer kept the goal: its first text in time, and its tokens after that fast enough on average."""
+    first, each = ttft_s(trace), tpot_s(trace)
+    late = goal.ttft_ms is not None and (first is None or first * 1000 > goal.ttft_ms)
+    slow = goal.itl_ms is not None and each is not None and each * 1000 > goal.itl_ms
+    return trace.error is None and not late and not slow
+
+
+def spread(seconds: Sequence[float]) -> Spread | None:
+    """None where there is nothing to describe."""
+    if not seconds:
+        return None
+    ms = np.asarray(seconds, np.float64) * 1000
+    p50, p90, p99 = (float(value) for value in np.percentile(ms, (50, 90, 99)))
+    return Spread(float(ms.mean()), p50, p90, p99, float(ms.max()))
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
