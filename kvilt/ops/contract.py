@@ -117,7 +117,7 @@ class Recorded(Protocol):
 
     @property
     def result(self) -> Tensor:
-        """What the step returned; each run writes it anew."""
+        """What the step returned; each run writes it anew, and so may runs of other recordings."""
         ...
 
     def run(self) -> bool:

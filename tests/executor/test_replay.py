@@ -132,3 +132,21 @@ def test_recordings_share_memory_that_no_result_uses(native: Executor) -> None:
         for token in range(2, 12):
             native.step([token], kv)
         assert torch.equal(kept, before)
+
+
+def test_a_second_recording_of_about_the_same_size_takes_no_memory_of_its_own(native: Executor) -> None:
+    """An engine meets every number of rows sooner or later; logits for each would soon be a gigabyte."""
+
+    def decode(rows: int) -> torch.Tensor:
+        with native.create_kv_cache(rows) as kv:
+            native.prefill([[3, i] for i in range(rows)], kv)
+            return native.step([[i] for i in range(rows)], kv)
+
+    whole = decode(32)
+    recorder = native._replay._recorder
+    assert recorder is not None
+    before = recorder._buffers._held_bytes  # type: ignore[attr-defined]
+    for rows in range(31, 16, -1):
+        assert torch.equal(decode(rows), whole[:rows])
+    assert recorder._buffers._held_bytes == before  # type: ignore[attr-defined]
+    assert torch.equal(decode(32), whole)

@@ -39,6 +39,20 @@ def test_a_buffer_nobody_looks_at_is_used_again() -> None:
     assert buffers.holds(buffers.empty(700)) and not buffers.holds(torch.empty(3))
 
 
+def test_a_place_says_where_a_result_lies_and_keeps_nobody_out() -> None:
+    buffers = Buffers(spare_bytes=1 << 62)
+    other, result = buffers.empty(40, 40), buffers.empty(5, 300)
+    result.fill_(3)
+    place, at = buffers.place(result), result.data_ptr()
+    del result
+    assert bool((buffers.at(place) == 3).all()) and buffers.at(place).shape == (5, 300)
+    again = buffers.empty(1400)
+    assert again.data_ptr() == at
+    again.fill_(4)
+    assert bool((buffers.at(place).view(-1)[:1400] == 4).all())
+    assert other.data_ptr() != at
+
+
 def test_slabs_hand_out_pieces_that_do_not_overlap() -> None:
     slabs = Slabs()
     pieces = [slabs.take(size) for size in (1, 63, 64, 65, SLAB_BYTES, 1000, SLAB_BYTES + 1, 5)]

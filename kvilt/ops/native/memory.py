@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -42,6 +43,15 @@ def _slab(size_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(block, np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A result in a buffer, without keeping that buffer from others."""
+
+    room: int
+    index: int
+    shape: tuple[int, ...]
+
+
 class Buffers:
     """Float32 results. A buffer is used again once no tensor is left that looks at it.
 
@@ -69,6 +79,19 @@ class Buffers:
         self._held.setdefault(room, []).append(buffer)
         self._held_bytes += 4 * room
         return torch.from_numpy(buffer[:size]).view(shape)
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a result lies, for `at`. Says nothing about who may use the buffer: once no tensor looks at it, all."""
+        at, shape = tensor.data_ptr(), tuple(tensor.shape)
+        for room, held in self._held.items():
+            for index, buffer in enumerate(held):
+                if buffer.ctypes.data == at:
+                    return Place(room, index, shape)
+        raise AssertionError("this tensor does not begin where a buffer does")
+
+    def at(self, place: Place) -> Tensor:
+        """What lies there now. Only for buffers that are never forgotten."""
+        return torch.from_numpy(self._held[place.room][place.index][: prod(place.shape)]).view(place.shape)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor begins in one of the buffers that are held."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import Paging
-from .memory import Buffers
+from .memory import Buffers, Place
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,12 @@ class NativeRecorded:
     """A program, and the memory its calls point to."""
 
     program: Any
-    result: Tensor
+    place: Place  # of the result; a tensor would keep its buffer from other recordings, which are many
     buffers: Buffers
+
+    @property
+    def result(self) -> Tensor:
+        return self.buffers.at(self.place)
 
     def run(self) -> bool:
         return bool(self.program.run())
@@ -75,7 +79,7 @@ class NativeRecorder:
             return None
         finally:
             program = self._engine.recorded()
-        return NativeRecorded(program, result, self._buffers)
+        return NativeRecorded(program, self._buffers.place(result), self._buffers)
 
     def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
         self._engine.argmax(logits.data_ptr(), *logits.shape, ids.data_ptr())
