@@ -91,8 +91,12 @@ def _structured(asked: Sampling) -> dict[str, Any]:
 
 def terms_of(asked: Sampling, caller: Caller, name: str) -> dict[str, Any]:
     """How a request is served."""
-    terms = {"id": name, "tenant": caller.tenant, "kv": asked.kv, "keep_kv": bool(asked.kv_out)}
-    return terms if asked.cache_salt is None else {**terms, "tenant": salted(caller.tenant, asked.cache_salt)}
+    return {
+        "id": name,
+        "tenant": caller.salted(asked.cache_salt).tenant,
+        "kv": asked.kv,
+        "keep_kv": bool(asked.kv_out),
+    }
 
 
 def wants_progress(asked: Sampling) -> bool:
@@ -104,11 +108,6 @@ def wants_progress(asked: Sampling) -> bool:
 def progress_of(reading: Reading) -> dict[str, int]:
     """How far a prompt is read, under the names that llama.cpp's clients know."""
     return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
-
-
-def salted(tenant: str, salt: str) -> str:
-    """A part of a tenant's KV that only requests with this salt share."""
-    return f"{tenant}\n{salt}"
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

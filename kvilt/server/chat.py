@@ -123,7 +123,7 @@ async def whole(service: Service, talk: Talk) -> dict[str, Any]:
         async for delta in stream:
             voices[delta.index].hear(delta)
         done = stream.completion
-    kept = await keep(service, done, talk.caller) if talk.asked.kv_out else {}
+    kept = await keep(service, done, talk.given()["tenant"]) if talk.asked.kv_out else {}
     choices = []
     for index, (voice, sample) in enumerate(zip(voices, (done, *done.alternatives), strict=True)):
         logprobs = None if sample.logprobs is None else chat_logprobs(service.llm.tokenizer, sample.logprobs)
@@ -199,7 +199,7 @@ class ChatStream:
     async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
         done = self._stream.completion
         if ends:
-            kept = await keep(self._service, done, self._talk.caller)
+            kept = await keep(self._service, done, self._talk.given()["tenant"])
             for delta in ends:
                 if said := self._said(delta, **kept[delta.index]):
                     yield said

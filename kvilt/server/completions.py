@@ -96,7 +96,7 @@ async def whole(service: Service, prompts: Prompts) -> dict[str, Any]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_one(service, prompts, index)) for index in range(len(prompts.ids))]
     done = [task.result() for task in tasks]
-    kept = await keep(service, done[0], prompts.caller) if prompts.asked.kv_out else {}
+    kept = await keep(service, done[0], prompts.given(0)["tenant"]) if prompts.asked.kv_out else {}
     choices = []
     for place, completion in enumerate(done):
         for index, sample in enumerate((completion, *completion.alternatives)):
@@ -217,7 +217,7 @@ class CompletionStream:
     async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
         done = [stream.completion for stream in self._streams]
         if ends:
-            kept = await keep(self._service, done[0], self._prompts.caller)
+            kept = await keep(self._service, done[0], self._prompts.given(0)["tenant"])
             for delta in ends:
                 if said := self._said(0, delta, **kept.get(delta.index, {})):
                     yield said

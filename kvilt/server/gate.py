@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from .refusal import Refused
@@ -21,6 +21,10 @@ class Caller:
 
     tenant: str = ""
     is_admin: bool = False
+
+    def salted(self, salt: str | None) -> Caller:
+        """The part of a tenant that only requests with this salt are: a tenant of its own, handles included."""
+        return self if salt is None else replace(self, tenant=_hidden(f"salt {self.tenant} {salt}".encode()))
 
 
 def check_host(headers: Mapping[str, str], config: ServeConfig) -> None:
@@ -79,7 +83,7 @@ class Keys:
         fits = [hmac.compare_digest(shown, key) for key in self._keys]
         is_admin = self._admin is not None and hmac.compare_digest(shown, self._admin)
         if is_admin or any(fits):
-            return Caller(_tenant(shown), is_admin)
+            return Caller(_hidden(shown), is_admin)
         if not self.needed:
             return Caller()
         wanted = "this key is not known" if given else "a key is needed: send Authorization: Bearer KEY"
@@ -97,8 +101,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(b"kvilt key " + key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _tenant(digest: bytes) -> str:
-    return hashlib.sha256(b"kvilt tenant " + digest).hexdigest()[:32]
+def _hidden(secret: bytes) -> str:
+    return hashlib.sha256(b"kvilt tenant " + secret).hexdigest()[:32]
 
 
 def _host_name(host: str) -> str:

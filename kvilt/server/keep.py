@@ -7,7 +7,6 @@ from typing import Any
 
 from ..engine.handles import HandleInfo
 from ..llm import Completion
-from .gate import Caller
 from .service import Service
 
 
@@ -16,13 +15,13 @@ def handle_of(info: HandleInfo) -> dict[str, Any]:
     return dataclasses.asdict(info)
 
 
-async def keep(service: Service, done: Completion, caller: Caller) -> dict[int, dict[str, Any]]:
+async def keep(service: Service, done: Completion, tenant: str) -> dict[int, dict[str, Any]]:
     """A handle for each sample of a completion, as a field of its choice; takes the KV over."""
     caches = {i: sample.kv for i, sample in enumerate((done, *done.alternatives)) if sample.kv is not None}
     kept = {}
     try:
         for index in list(caches):
-            info = await service.llm.kv.keep(caches.pop(index), tenant=caller.tenant)
+            info = await service.llm.kv.keep(caches.pop(index), tenant=tenant)
             kept[index] = {"kv": handle_of(info)}
     finally:
         for kv in caches.values():

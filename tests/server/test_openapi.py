@@ -35,6 +35,7 @@ OPERATIONS = [
     "GET /tokenizer_info",
     "POST /v1/kv",
     "GET /v1/kv",
+    "GET /v1/kv/state",
     "GET /v1/kv/saved",
     "DELETE /v1/kv/saved/{name}",
     "POST /v1/kv/restore",

@@ -12,10 +12,19 @@ from ..body import StrictRequest
 from ..gate import Caller
 from ..refusal import ClientGone, refusal_of
 from ..schema.answers import Error
+from ..schema.fields import Salt
 from ..service import Service, caller_of, service_of
 
 Here = Annotated[Service, Depends(service_of)]
 Who = Annotated[Caller, Depends(caller_of)]
+
+
+def owner_of(caller: Who, cache_salt: Salt | None = None) -> Caller:
+    """Whose handles these are: those of a key, or of a salt of a key."""
+    return caller.salted(cache_salt)
+
+
+Owner = Annotated[Caller, Depends(owner_of)]
 
 _REASONS = {
     400: "The request is wrong; `param` names the field.",

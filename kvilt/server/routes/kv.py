@@ -18,6 +18,7 @@ from ..schema.kv import (
     Deleted,
     ForkRequest,
     Handles,
+    KVState,
     PinRequest,
     RestoreRequest,
     Saved,
@@ -27,7 +28,8 @@ from ..schema.kv import (
 )
 from ..shelf import Shelf
 from ..sse import unless_gone
-from .common import ASKING, Here, StrictRoute, Who, refusals
+from ..state import state_of
+from .common import ASKING, Here, Owner, StrictRoute, refusals
 
 router = APIRouter(route_class=StrictRoute, tags=["kv"])
 _KEPT: dict[int | str, dict[str, Any]] = {200: {"model": Kept}, **ASKING}
@@ -35,7 +37,7 @@ _LOOK = refusals(400, 404, 410)
 
 
 @router.post("/v1/kv", response_model=None, responses=_KEPT)
-async def create(asked: CreateRequest, request: Request, service: Here, caller: Who) -> Response:
+async def create(asked: CreateRequest, request: Request, service: Here, caller: Owner) -> Response:
     """Compute the KV of a prompt or of messages, and name it."""
     service.check_model(asked.model)
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
@@ -46,67 +48,73 @@ async def create(asked: CreateRequest, request: Request, service: Here, caller: 
     return json_response(handle_of(await unless_gone(request.receive, making)))
 
 
-@router.get("/v1/kv", response_model=None, responses={200: {"model": Handles}, **refusals()})
-async def owned(service: Here, caller: Who) -> Response:
+@router.get("/v1/kv", response_model=None, responses={200: {"model": Handles}, **_LOOK})
+async def owned(service: Here, caller: Owner) -> Response:
     """All handles of the caller."""
     found = await service.llm.kv.owned(tenant=caller.tenant)
     return json_response({"object": "list", "data": [handle_of(info) for info in found]})
 
 
-@router.get("/v1/kv/saved", response_model=None, responses={200: {"model": SavedList}, **refusals(400)})
-async def saved(service: Here, caller: Who) -> Response:
+@router.get("/v1/kv/state", response_model=None, responses={200: {"model": KVState}, **_LOOK})
+async def state(service: Here, caller: Owner) -> Response:
+    """What the KV memory holds for the caller at this moment."""
+    return json_response(await asyncio.to_thread(state_of, service, caller))
+
+
+@router.get("/v1/kv/saved", response_model=None, responses={200: {"model": SavedList}, **_LOOK})
+async def saved(service: Here, caller: Owner) -> Response:
     """All files of the caller."""
     files = await asyncio.to_thread(Shelf(service.config, caller).files)
     return json_response({"object": "list", "data": [{"name": name, "bytes": size} for name, size in files.items()]})
 
 
 @router.delete("/v1/kv/saved/{name}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
-async def unsave(name: str, service: Here, caller: Who) -> Response:
+async def unsave(name: str, service: Here, caller: Owner) -> Response:
     """Remove a file."""
     await asyncio.to_thread(Shelf(service.config, caller).delete, name)
     return json_response({"id": name, "deleted": True})
 
 
 @router.post("/v1/kv/restore", response_model=None, responses=_KEPT)
-async def restore(asked: RestoreRequest, service: Here, caller: Who) -> Response:
+async def restore(asked: RestoreRequest, service: Here, caller: Owner) -> Response:
     """A handle from a file."""
     path = await asyncio.to_thread(Shelf(service.config, caller).find, asked.name)
     return json_response(handle_of(await service.llm.kv.restore(path, tenant=caller.tenant, ttl_s=asked.ttl_s)))
 
 
 @router.get("/v1/kv/{handle}", response_model=None, responses={200: {"model": Kept}, **_LOOK})
-async def info(handle: str, service: Here, caller: Who) -> Response:
+async def info(handle: str, service: Here, caller: Owner) -> Response:
     """One handle."""
     return json_response(handle_of(await service.llm.kv.info(handle, tenant=caller.tenant)))
 
 
 @router.delete("/v1/kv/{handle}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
-async def delete(handle: str, service: Here, caller: Who) -> Response:
+async def delete(handle: str, service: Here, caller: Owner) -> Response:
     """Forget a handle."""
     await service.llm.kv.delete(handle, tenant=caller.tenant)
     return json_response({"id": handle, "deleted": True})
 
 
 @router.post("/v1/kv/{handle}/fork", response_model=None, responses=_KEPT)
-async def fork(handle: str, asked: ForkRequest, service: Here, caller: Who) -> Response:
+async def fork(handle: str, asked: ForkRequest, service: Here, caller: Owner) -> Response:
     """A second handle on the same content; costs next to nothing."""
     return json_response(handle_of(await service.llm.kv.fork(handle, tenant=caller.tenant, ttl_s=asked.ttl_s)))
 
 
 @router.post("/v1/kv/{handle}/truncate", response_model=None, responses=_KEPT)
-async def truncate(handle: str, asked: TruncateRequest, service: Here, caller: Who) -> Response:
+async def truncate(handle: str, asked: TruncateRequest, service: Here, caller: Owner) -> Response:
     """Forget everything from a token on."""
     return json_response(handle_of(await service.llm.kv.truncate(handle, asked.length, tenant=caller.tenant)))
 
 
 @router.post("/v1/kv/{handle}/pin", response_model=None, responses=_KEPT)
-async def pin(handle: str, asked: PinRequest, service: Here, caller: Who) -> Response:
+async def pin(handle: str, asked: PinRequest, service: Here, caller: Owner) -> Response:
     """Keep a handle longer, and its KV before that of others."""
     return json_response(handle_of(await service.llm.kv.pin(handle, asked.ttl_s, tenant=caller.tenant)))
 
 
 @router.post("/v1/kv/{handle}/save", response_model=None, responses={200: {"model": Saved}, **ASKING})
-async def save(handle: str, asked: SaveRequest, service: Here, caller: Who) -> Response:
+async def save(handle: str, asked: SaveRequest, service: Here, caller: Owner) -> Response:
     """Write a handle's KV to a file."""
     await service.llm.kv.info(handle, tenant=caller.tenant)  # before a file is thought of
     path = await asyncio.to_thread(Shelf(service.config, caller).place, asked.name)

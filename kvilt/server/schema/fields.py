@@ -30,6 +30,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
 
 
+Salt = Annotated[
+    str,
+    Field(min_length=1, max_length=256, description="KV is reused, and handles are seen, only with the same salt."),
+]
+
+
 class Strict(BaseModel):
     """What a client sends: no field that is not named here, no value of another type."""
 
@@ -151,9 +157,7 @@ class Sampling(Strict):
     return_progress: bool | None = Field(
         None, description="In a stream: chunks that say how much of the prompt is read."
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="KV is reused only among requests with the same salt."
-    )
+    cache_salt: Salt | None = None
     kv: HandleId | None = Field(None, description="The KV handle that the prompt stands behind.")
     kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted without effect.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -79,3 +79,53 @@ class Deleted(Shown):
 
     id: str
     deleted: bool
+
+
+class Pages(Shown):
+    """The page pool, of which every key has a part."""
+
+    total: int
+    used: int
+    free: int
+    kept: int  # of those free, with KV that may be found again
+    shared: int  # of those used, seen by more than one cache
+    page_tokens: int
+    used_bytes: int
+
+
+class Running(Shown):
+    """One answer in progress."""
+
+    request: str
+    index: int
+    state: Literal["running", "waiting", "held"]
+    priority: int
+    prompt_tokens: int
+    tokens: int
+    computed: int
+    cached: int
+    pages: int
+    shared_pages: int
+
+
+class Prefix(Shown):
+    """The beginning of some texts, whose KV is known: a run of tokens up to where texts part."""
+
+    id: str
+    parent: str | None
+    adapter: str
+    start: int
+    tokens: int
+    text: str  # how it begins
+    pages: int
+    hits: int
+    caches: int
+
+
+class KVState(Shown):
+    """What the KV memory holds for a key; the pages are those of all."""
+
+    pages: Pages
+    samples: list[Running]
+    prefixes: list[Prefix]
+    handles: list[Kept]
