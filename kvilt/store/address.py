@@ -144,7 +144,7 @@ def page_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout, 
 def token_bytes(tokens: Sequence[Token]) -> bytes:
     """Tokens as bytes: 8 for an id, little endian; for an embedding row -1 and its hash. Equal bytes, equal tokens."""
     try:
-        ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
+        ids = array("q", [EMBEDDED if isinstance(token, bytes) else token for token in tokens])
     except (OverflowError, TypeError):
         raise InputError("a token is an id below 2^63 or the hash of an embedding row") from None
     if EMBEDDED not in ids:

@@ -112,6 +112,7 @@ class Disk:
             with suppress(StoreError):
                 self._with_index(lambda index: index.remove([key]))
             raise
+        self.touch([key])  # whoever compared the index with the files meanwhile has forgotten the row
         if facts.retain:
             self._with_index(lambda index: index.retain(key, self._budget))
         return len(gone)

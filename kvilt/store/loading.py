@@ -194,7 +194,7 @@ class Loading:
             elif self._next < len(self._layers):
                 lane.read(self._next, self._step)
             else:
-                self._finish(lane)
+                self._close_reader()
 
     def _begin(self) -> bool:
         """Open the record and settle every doubt about its header; False where there is none."""
@@ -220,8 +220,11 @@ class Loading:
         assert self._reader is not None
         assert self._header is not None
         data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
+        kept = bytes(data) if self._terms.codec.lossy else layer
+        if self._next == len(self._layers) - 1:  # whoever sees the last layer finds the record in memory, too
+            self._finish(tuple(one for one in self._layers if one is not None) + (kept,))
         with self._change:
-            self._layers[self._next] = bytes(data) if self._terms.codec.lossy else layer
+            self._layers[self._next] = kept
             self._next += 1
             self._change.notify_all()
         return True
@@ -235,11 +238,10 @@ class Loading:
             lane.later(lambda tier: tier.discard(key))
         self._next_lane()
 
-    def _finish(self, lane: Lane) -> None:
-        self._close_reader()
+    def _finish(self, layers: tuple[LayerKV | bytes, ...]) -> None:
+        lane = self._terms.lanes[self._lane]
         self._terms.metrics.add(HITS, tier=lane.name, kind=self.address.kind.value)
         assert self._firsts is not None
-        layers = tuple(one for one in self._layers if one is not None)
         self._terms.found(Entry(replace(self.address, firsts=self._firsts), self._terms.codec, layers), lane)
 
     def _give_up(self) -> None:

@@ -204,7 +204,8 @@ class Redis:
     def _know(self, keys: Sequence[bytes]) -> None:
         """Add records to the index; whose they are stands in their headers."""
         pairs: list[str] = []
-        for text in keys:
+        facts = self._client.hmget(self._prefix + "facts", keys) if keys else []
+        for text in [key for key, fact in zip(keys, facts, strict=True) if fact is None]:
             reader = RedisReader(self._read_pool, self._prefix + "r:" + text.decode("ascii"))
             try:
                 if reader.nbytes > 0:

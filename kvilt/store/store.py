@@ -80,6 +80,7 @@ class Store:
         self.metrics = metrics or new_metrics()
         self._limits = limits or Limits()
         self._memory = Memory(memory or Budget(0))
+        self._remembers = memory is not None
         own = self._limits
         self._lanes = tuple(
             Lane(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s) for one in tiers
@@ -251,6 +252,8 @@ class Store:
         source.later(lambda tier: tier.touch([key]))
 
     def _remember(self, terms: Terms, entry: Entry, retain: bool) -> None:
+        if not self._remembers:
+            return
         gone = self._memory.put(terms.key(entry.address), entry, retain)
         if gone is None:
             self.metrics.add(DROPPED, tier="memory", reason="too_large")
