@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..errors import InputError
 from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .event import Reason
@@ -106,18 +107,20 @@ class Counters:
             extra={"request_id": track.sample.request, "sample": track.sample.index},
         )
 
-    def ended(self, job: Job, last: Track, reason: Reason) -> None:
+    def ended(self, job: Job, last: Track, reason: Reason, error: BaseException | None = None) -> None:
         """The last sample of a request is over."""
         took_s = self.clock() - job.arrived_s
         self.metrics.observe(WHOLE, took_s)
         self.metrics.add(SUCCESS, finished_reason=reason)
         # %r: an id comes from a client, and a line of a log is one line.
-        _log.info(
+        why = reason if error is None else f"{reason}: {type(error).__name__}"
+        _log.log(
+            logging.INFO if error is None or isinstance(error, InputError) else logging.WARNING,
             "request %r ended (%s): %d prompt tokens, %d of them cached, %.3f s",
             job.request.id,
-            reason,
+            why,
             last.sample.prompt,
             last.cached or 0,
             took_s,
-            extra={"request_id": job.request.id, "finished_reason": reason},
+            extra={"request_id": job.request.id, "finished_reason": reason, "error": error and type(error).__name__},
         )

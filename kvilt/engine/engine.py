@@ -365,7 +365,7 @@ class Engine:
         for index in range(1, unborn + 1):
             self._hear(job, Ended(index, reason, error=error))
         if not job.live:
-            self._close(job, track, reason)
+            self._close(job, track, reason, error)
 
     def _handed_over(self, track: Track) -> KVCache | None:
         """The KV of a sample, without spare pages."""
@@ -385,12 +385,12 @@ class Engine:
             if isinstance(event, Ended) and event.kv is not None:
                 event.kv.close()
 
-    def _close(self, job: Job, last: Track, reason: Reason) -> None:
+    def _close(self, job: Job, last: Track, reason: Reason, error: BaseException | None) -> None:
         if job.base is not None:
             job.base.close()
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
-        self._counters.ended(job, last, reason)
+        self._counters.ended(job, last, reason, error)
 
 
 def _want(track: Track, work: Work) -> Want:

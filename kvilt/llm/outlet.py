@@ -92,8 +92,8 @@ class Outlet:
         elif self._unread is not None and isinstance(event, Token | Ended):
             self._queue.append(self._delta(event))
             if len(self._queue) >= self._unread and not self._held:
-                self._held = True
                 self._driver.hold(self._own())
+                self._held = True  # after: a quick reader that saw it first would resume what is not held yet
         if self._unread is not None or self.answer.over:
             self._post.note(self)
         return enough

@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiny import write_tiny
 from kvilt import LLM, AsyncLLM, SamplingParams
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig, RunConfig
+from kvilt.engine.event import Token
 from kvilt.errors import (
     ContextOverflow,
     Draining,
@@ -31,6 +33,7 @@ from kvilt.errors import (
 )
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.llm.outlet import Outlet, Post
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
@@ -342,6 +345,37 @@ def test_a_reader_who_does_not_read_holds_up_only_itself(executor: Executor, pla
         assert slow.completion.usage.completion_tokens == 200
 
     play(scene, unread_tokens=8)
+
+
+def test_a_reader_who_catches_up_while_it_is_being_held_is_not_left_held() -> None:
+    """Reader and steps are two threads: here the reader takes everything just while the hold is on its way."""
+    calls: list[str] = []
+
+    async def scene() -> None:
+        class Between:
+            """A driver during whose hold the reader runs."""
+
+            def hold(self, _job: object) -> None:
+                while outlet._queue:
+                    with pytest.raises(StopIteration):
+                        outlet.next().send(None)
+                calls.append("hold")
+
+            def resume(self, _job: object) -> None:
+                calls.append("resume")
+
+        texts = SimpleNamespace(take=lambda: "x")
+        answer = SimpleNamespace(hear=lambda _event: False, over=False, error=None, samples=[texts])
+        outlet = Outlet(answer, asyncio.get_running_loop(), Between(), Post(), unread=4)  # type: ignore[arg-type]
+        outlet.job = object()  # type: ignore[assignment]
+        for token in range(4):
+            outlet.hear(Token(0, token))
+        waiting = outlet.next()
+        waiting.send(None)  # nothing is there: it waits, and before that it looks whether it was held
+        waiting.close()
+
+    asyncio.run(scene())
+    assert calls == ["hold", "resume"]
 
 
 def test_many_readers_of_all_speeds_get_every_token(llm: LLM, play: Callable[..., None]) -> None:

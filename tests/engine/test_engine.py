@@ -674,3 +674,17 @@ def test_a_log_line_names_its_request_and_stays_one_line(engine: Engine, caplog:
     assert record.request_id == "a\r\nforged line"  # type: ignore[attr-defined]
     assert record.finished_reason == "length"  # type: ignore[attr-defined]
     assert len(record.getMessage().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("error", "level"), [(RuntimeError("broken"), "WARNING"), (InputError("yours"), "INFO")])
+def test_a_log_line_says_why_a_request_failed_and_not_what_it_said(
+    engine: Engine, caplog: pytest.LogCaptureFixture, error: Exception, level: str
+) -> None:
+    with caplog.at_level(logging.INFO, "kvilt.engine"):
+        start(engine, LONG, id="a")
+        engine.step()
+        engine.fail_all(error)
+    (record,) = [record for record in caplog.records if "ended" in record.message]
+    assert (record.levelname, record.error, record.request_id) == (level, type(error).__name__, "a")  # type: ignore[attr-defined]
+    assert f"ended (error: {type(error).__name__})" in record.getMessage()
+    assert str(error) not in record.getMessage()
