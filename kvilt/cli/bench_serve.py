@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -62,13 +63,20 @@ class Run:
     left_out: list[str]
 
 
-async def measure(target: Target, shape: Shape, model: str | None, show: Callable[[int, str], None]) -> Run:
-    """Find out how the server wants to be asked, then ask it everything."""
+async def measure(
+    target: Target,
+    shape: Shape,
+    model: str | None,
+    show: Callable[[int, str], None],
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> Run:
+    """Find out how the server wants to be asked, then ask it everything; `extra` are fields of its own."""
+    optional = {**_OPTIONAL, **extra}
     try:
         name = model or await first_model(target)
     except (Failure, OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as failure:
         raise ServerUnusable(f"{target.url}: {failure}; is a server running there?") from None
-    dialect = await _agree(target, Dialect(name, target.chat, shape.max_tokens, shape.seed, _OPTIONAL))
+    dialect = await _agree(target, Dialect(name, target.chat, shape.max_tokens, shape.seed, optional))
     traces: list[Trace] = []
     skipped = 0
 
@@ -83,7 +91,7 @@ async def measure(target: Target, shape: Shape, model: str | None, show: Callabl
         skipped += turns
 
     await drive(shape, turn, give_up)
-    return Run(name, traces, skipped, [key for key in _OPTIONAL if key not in dialect.extra])
+    return Run(name, traces, skipped, [key for key in optional if key not in dialect.extra])
 
 
 async def _agree(target: Target, dialect: Dialect) -> Dialect:
