@@ -34,18 +34,53 @@ inline void quantize(const Rows& x, int64_t row) {
   }
 }
 
-// Calls work<N>(first row) for R rows, as many at a time as the instruction set likes to take.
-template <int R, typename Work>
-inline __attribute__((always_inline)) void for_rows(Work work) {
-  constexpr int N = R < kTogether ? R : kTogether;
-#pragma GCC unroll kUnrolled
-  for (int r = 0; r + N <= R; r += N) work.template operator()<N>(r);
-  if constexpr (R % N != 0) work.template operator()<R % N>(R - R % N);
-}
-
 // Bytes of weights to ask for ahead. The machine's own prefetching stops where a page ends, and a block takes many rows
 // so long that memory would stand idle meanwhile.
 constexpr int kAhead = 2560;
+
+// What sixteen outputs have besides their codes, for a block of inputs: w = scale * code + low. The k-formats whose
+// scales hold for half a block have two of each.
+struct Scales {
+  F16x scale[2], low[2];
+};
+
+template <Kind K>
+inline Scales scales_of(const uint8_t* at, F16x factor, F16x low_factor) {
+  using F = Format<K>;
+  constexpr float offset = float(K == Kind::k8 ? kByteOffset : F::offset);
+  if constexpr (F::halves) {
+    const F16x first = load_byte(reinterpret_cast<const int8_t*>(at)) * factor;
+    const F16x second = load_byte(reinterpret_cast<const int8_t*>(at + F::scales)) * factor;
+    return {{first, second}, {first * -offset, second * -offset}};
+  } else if constexpr (F::k) {
+    return {{load_unsigned(at) * factor}, {load_unsigned(at + F::scales) * low_factor}};
+  } else {
+    const F16x scale = load_half(reinterpret_cast<const uint16_t*>(at));
+    if constexpr (F::minimum) return {{scale}, {load_half(reinterpret_cast<const uint16_t*>(at + F::scales))}};
+    return {{scale}, {scale * -offset}};
+  }
+}
+
+// A row's block with a part of a tile. `floats` are the row's scale and sums, `Rows` apart; `scales` gives the tile's.
+template <Kind K, int Rows, typename Given>
+inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<Format<K>::bits>& codes, int part,
+                                                     const int8_t* values, const float* floats, Given scales) {
+  if constexpr (Format<K>::halves) {
+    const Part first = to_float(dots<0, 4>(codes, values)), second = to_float(dots<4, 4>(codes, values));
+    const Scales& of = scales();
+    sum = fma(first, part_of(of.scale[0], part) * floats[0], sum);
+    sum = fma(part_of(of.low[0], part), floats[2 * Rows], sum);
+    sum = fma(second, part_of(of.scale[1], part) * floats[0], sum);
+    return fma(part_of(of.low[1], part), floats[3 * Rows], sum);
+  } else {
+    const Part dot = to_float(dots<0, 8>(codes, values));
+    const Scales& of = scales();
+    sum = fma(dot, part_of(of.scale[0], part) * floats[0], sum);
+    if constexpr (Format<K>::minimum || Format<K>::offset != 0 || (K == Kind::k8 && kByteOffset != 0))
+      sum = fma(part_of(of.low[0], part), floats[Rows], sum);
+    return sum;
+  }
+}
 
 // G groups of R rows each through one tile. The order of a row's operations does not depend on G and R.
 template <Kind K, int R, int G>
@@ -54,7 +89,8 @@ void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
   const int64_t next = kGroup * x.blocks;  // blocks from one group to the other
   const int8_t* values = x.values + group * next * kBlock;
   const float* floats = x.floats + group * next * 4;
-  F16x acc[G * R] = {}, factor = {}, low_factor = {};
+  Part sums[kParts * G * R] = {};
+  F16x factor = {}, low_factor = {};
   for (int64_t b = 0; b < x.blocks; ++b, w += F::block, values += R * kBlock, floats += R * 4) {
     if constexpr (F::k)
       if (b % kSuper == 0) {
@@ -64,54 +100,25 @@ void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
       }
     if constexpr (R > 1)
       for (int line = 0; line < F::block; line += 64) __builtin_prefetch(w + kAhead + line);
-    const Codes<F::bits> codes(w);
-    const uint8_t* at = w + F::codes;
-    if constexpr (F::halves) {
-      const F16x first = load_byte(reinterpret_cast<const int8_t*>(at)) * factor;
-      const F16x second = load_byte(reinterpret_cast<const int8_t*>(at + F::scales)) * factor;
-      const F16x first_low = first * float(-F::offset), second_low = second * float(-F::offset);
+    const auto through = [&](int part, auto scales) __attribute__((always_inline)) {
+      const Codes<F::bits> codes(w, part);
 #pragma GCC unroll 2
-      for (int g = 0; g < G; ++g) {
-        const int8_t* own = values + g * next * kBlock;
-        const float* of = floats + g * next * 4;
-        F16x* sums = acc + g * R;
-        for_rows<R>([&]<int N>(int r) {
-          I16x low[N], high[N];
-          dots<0, 4, N>(codes, own + r * kBlock, low);
-          dots<4, 4, N>(codes, own + r * kBlock, high);
-          for (int n = r; n < r + N; ++n) {
-            sums[n] = fma(to_float(low[n - r]), first * of[n], sums[n]);
-            sums[n] = fma(first_low, of[2 * R + n], sums[n]);
-            sums[n] = fma(to_float(high[n - r]), second * of[n], sums[n]);
-            sums[n] = fma(second_low, of[3 * R + n], sums[n]);
-          }
-        });
-      }
+      for (int g = 0; g < G; ++g)
+#pragma GCC unroll kUnrolled
+        for (int r = 0; r < R; ++r) {
+          Part& sum = sums[(part * G + g) * R + r];
+          sum = add_block<K, R>(sum, codes, part, values + (g * next + r) * kBlock, floats + g * next * 4 + r, scales);
+        }
+    };
+    const auto read = [&] { return scales_of<K>(w + F::codes, factor, low_factor); };
+    if constexpr (R == 1) {  // scales read late, so that there are registers for the codes
+      for (int part = 0; part < kParts; ++part) through(part, read);
     } else {
-      constexpr int offset = K == Kind::k8 ? kByteOffset : F::offset;
-      F16x scale, minimum = {};
-      if constexpr (F::k) scale = load_unsigned(at) * factor;
-      else scale = load_half(reinterpret_cast<const uint16_t*>(at));
-      if constexpr (F::k && F::minimum) minimum = load_unsigned(at + F::scales) * low_factor;
-      else if constexpr (F::minimum) minimum = load_half(reinterpret_cast<const uint16_t*>(at + F::scales));
-      else minimum = scale * float(-offset);
-#pragma GCC unroll 2
-      for (int g = 0; g < G; ++g) {
-        const int8_t* own = values + g * next * kBlock;
-        const float* of = floats + g * next * 4;
-        F16x* sums = acc + g * R;
-        for_rows<R>([&]<int N>(int r) {
-          I16x dot[N];
-          dots<0, 8, N>(codes, own + r * kBlock, dot);
-          for (int n = r; n < r + N; ++n) {
-            sums[n] = fma(to_float(dot[n - r]), scale * of[n], sums[n]);
-            if constexpr (F::minimum || offset != 0) sums[n] = fma(minimum, of[R + n], sums[n]);
-          }
-        });
-      }
+      const Scales once = read();
+      for (int part = 0; part < kParts; ++part) through(part, [&]() -> const Scales& { return once; });
     }
   }
-  for (int r = 0; r < G * R; ++r) out[r] = acc[r];
+  for (int r = 0; r < G * R; ++r) out[r] = joined(sums + r, G * R);
 }
 
 template <Kind K>
