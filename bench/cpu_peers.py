@@ -41,11 +41,15 @@ from pathlib import Path
 from typing import Any
 
 from peers.children import Missing, Server, limits, once, torch_alone
-from peers.engines import NATIVE
+from peers.engines import BACKEND, NATIVE
 from peers.models import MODELS, Candidate, candidates
 from peers.noise import wait_quiet
 from peers.series import TORCH, Series, limits_line, noise_line, report
 from peers.workloads import DEFAULT, FRESH, FRESH_ROUNDS, chosen, parse
+
+# What keeps a runtime from AVX-512; llama.cpp would have to be built so, and onnxruntime cannot be told.
+AVX2 = {BACKEND: "native/avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CT2_FORCE_CPU_ISA": "AVX2"}
+AVX2 |= {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
 def measure_warm(series: Series, servers: dict[str, Server], names: list[str], rounds: int, until_s: float) -> int:
@@ -115,6 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="an engine's interpreter")
     parser.add_argument("--native", type=Path, help="a file of kvilt's extension to use instead of the installed one")
+    parser.add_argument("--avx2", action="store_true", help="as without AVX-512, those that can be told so")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a quiet machine")
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no further samples after this time")
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -129,6 +134,8 @@ def main() -> None:
     engines = candidates(asked.model, only, pythons)
     if asked.native:
         os.environ[NATIVE] = str(asked.native.resolve(strict=True))
+    if asked.avx2:
+        os.environ |= AVX2
     python = next((engine.python for engine in engines if engine.name == "kvilt"), sys.executable)
     size = MODELS.get(asked.model, Path(asked.model)).stat().st_size
     busy, series = wait_quiet(asked.patience), Series()

@@ -15,7 +15,7 @@ from .errors import ParamError
 
 DEFAULT_MODEL = "smollm2"
 KV_DTYPES = ("float32", "float16", "bfloat16", "int8")
-BACKENDS = ("auto", "native", "reference")
+BACKENDS = ("auto", "native", "native/avx512", "native/avx2", "native/generic", "reference")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

@@ -34,3 +34,10 @@ def test_threads_of_the_environment_are_held_to_the_same_rule(text: str, monkeyp
 def test_memory_that_cannot_be_mapped_is_refused_by_name(tmp_path: Path, kv_memory: int, backend: str) -> None:
     with pytest.raises(ParamError, match=r"kv_memory: .* more than this machine can map"):
         load_executor(write_tiny(tmp_path), RunConfig(kv_memory=kv_memory, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["native/avx2", "native/generic"])
+def test_native_kernels_of_one_instruction_set_can_be_asked_for(tmp_path: Path, backend: str) -> None:
+    executor = load_executor(write_tiny(tmp_path), RunConfig(backend=backend))
+    assert executor.pool.ops.numerics.endswith(backend.removeprefix("native"))
+    executor.close()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 NATIVE = "KVILT_BENCH_NATIVE"  # a file of kvilt's extension to use instead of the installed one
+BACKEND = "KVILT_BENCH_BACKEND"  # which of kvilt's backends
 now = time.perf_counter
 Prompts = Sequence[list[int]]
 
@@ -57,7 +58,7 @@ class Kvilt:
             use_extension(native)
         import kvilt
 
-        self._executor = kvilt.load(model, threads=threads).executor
+        self._executor = kvilt.load(model, threads=threads, backend=os.environ.get(BACKEND, "auto")).executor
         self._greedy = kvilt.SamplingParams(temperature=0.0)
 
     @property
