@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -30,6 +30,8 @@ class Running:
 
     listener: Listener
     loop: asyncio.AbstractEventLoop
+    clients: list[Any] = field(default_factory=list)
+    talking: dict[str, openai.OpenAI] = field(default_factory=dict)
 
     @property
     def service(self) -> Service:
@@ -48,14 +50,21 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return self._closed(httpx.Client(base_url=self.url, timeout=60, **options))
 
-    def openai(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": KEY, "max_retries": 0, "timeout": 60, **options})
+    def openai(self, api_key: str = KEY) -> openai.OpenAI:
+        if api_key not in self.talking:
+            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+            self.talking[api_key] = self._closed(made)
+        return self.talking[api_key]
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
-        given = {"api_key": KEY, "max_retries": 0, "timeout": 60, **options}
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def _closed(self, client: Any) -> Any:
+        """A client that ends with the server."""
+        self.clients.append(client)
+        return client
 
     def end(self) -> None:
         """What a signal would do."""
@@ -92,6 +101,8 @@ def running(
     try:
         yield server
     finally:
+        for client in server.clients:
+            client.close()
         if thread.is_alive():
             server.end()
         thread.join(60)

@@ -1,0 +1,254 @@
+"""Who may ask: keys, names of hosts, origins of pages, and what answers tell nobody."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import KEY, QUESTION, Running, until
+
+from kvilt.errors import ParamError
+from kvilt.server import gate
+from kvilt.server.settings import ServeConfig
+
+Start = Callable[..., Any]
+CHAT = {"messages": QUESTION, "max_tokens": 1}
+ADMIN = "sk-admin-98765"
+
+
+def routes(http: httpx.Client, key: str) -> list[tuple[str, str]]:
+    """Every route of the document, and some more ways to write them."""
+    document = http.get("/openapi.json", headers={"authorization": f"Bearer {key}"}).json()
+    found = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+    more = [("GET", "/openapi.json"), ("GET", "/v1/models/"), ("POST", "/v1/chat/completions/"), ("GET", "/nowhere")]
+    return [*found, *more, ("HEAD", "/v1/models"), ("PUT", "/v1/kv"), ("OPTIONS", "/v1/kv"), ("GET", "//v1/models")]
+
+
+def test_every_route_needs_the_key_but_health_and_the_page(start: Start) -> None:
+    with start(api_keys=(KEY,), admin_key=ADMIN) as server, server.http() as http:
+        for method, path in routes(http, KEY):
+            at = path.replace("{name}", "x").replace("{handle}", "0" * 32)
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": "Bearer"}):
+                answer = http.request(method, at, headers=headers)
+                if path in ("/health", "/ready"):
+                    assert answer.status_code == 200
+                else:
+                    assert answer.status_code == 401, (method, path)
+                    assert answer.headers["www-authenticate"] == "Bearer"
+        assert http.get("/").status_code == 200
+        for key in (KEY, ADMIN):
+            assert http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+            assert http.get("/v1/models", headers={"authorization": f"bearer  {key}"}).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    honest = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        seen.append((len(a), len(b)))
+        return honest(a, b)
+
+    monkeypatch.setattr(gate.hmac, "compare_digest", compare)
+    keys = gate.Keys(ServeConfig(api_keys=("a", "b" * 100), admin_key="c"))
+    one, other = (keys.caller({"authorization": f"Bearer {key}"}) for key in ("a", "b" * 100))
+    assert one.tenant != other.tenant
+    assert seen == [(32, 32)] * 6, "every key is looked at every time, at equal lengths"
+    assert keys.caller({"authorization": "Bearer c"}).is_admin
+    assert "aaa" not in repr(ServeConfig(api_keys=("aaa",), admin_key="bbb"))
+
+
+def test_a_caller_without_keys_is_nobody_special() -> None:
+    keys = gate.Keys(ServeConfig())
+    assert keys.caller({}) == keys.caller({"authorization": "Bearer x"}) == gate.Caller()
+    with pytest.raises(gate.Refused):
+        gate.check_admin(gate.Caller())
+    gate.check_admin(gate.Caller("", True))
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "LOCALHOST:8000", "[::1]:8000", "192.168.0.7:8000", "[fe80::1]"]
+)
+def test_names_of_this_machine_are_answered_to(server: Running, host: str) -> None:
+    with server.http() as http:
+        assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.com", "evil.com:8000", "localhost.evil.com", "127.0.0.1.evil.com", "", "a b", "[", "evil.com#localhost"],
+)
+def test_other_names_are_not(server: Running, host: str) -> None:
+    with server.http() as http:
+        for route in ("/health", "/v1/models", "/"):
+            refused = http.get(route, headers={"host": host})
+            assert refused.status_code in (400, 403), "a rebound name ends here"
+
+
+def test_names_can_be_added(start: Start) -> None:
+    with start(allowed_hosts=("llm.example.com",)) as server, server.http() as http:
+        assert http.get("/health", headers={"host": "LLM.example.com:443"}).status_code == 200
+        assert http.get("/health", headers={"host": "x.llm.example.com"}).status_code == 403
+    with start(allowed_hosts=("*",)) as server, server.http() as http:
+        assert http.get("/health", headers={"host": "anything"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.com",
+        "http://localhost.evil.com",
+        "http://evil.com/localhost",
+        "null",
+        "file://",
+        "",
+        "http://[",
+        "x",
+    ],
+)
+def test_pages_of_elsewhere_may_not_ask(server: Running, origin: str) -> None:
+    with server.http() as http:
+        refused = http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin})
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        assert http.options("/v1/chat/completions", headers=asked).status_code == 403
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:5173"])
+def test_pages_of_this_machine_may(server: Running, origin: str) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert answer.headers["vary"] == "Origin"
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        preflight = http.options("/v1/chat/completions", headers=asked)
+        assert preflight.status_code == 204
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+
+
+def test_origins_can_be_added_and_a_preflight_needs_no_key(start: Start) -> None:
+    with start(cors_origins=("https://app.example.com",), api_keys=(KEY,)) as server, server.http() as http:
+        asked = {"origin": "https://app.example.com", "access-control-request-method": "POST"}
+        assert http.options("/v1/kv", headers=asked).status_code == 204
+        assert http.post("/v1/kv", json={}, headers={"origin": "https://app.example.com"}).status_code == 401
+        assert http.get("/health", headers={"origin": "https://app.example.com.evil.com"}).status_code == 403
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_a_form_can_send_is_not_read(server: Running, kind: str) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+# What answers tell.
+
+
+def test_every_answer_has_strict_headers_and_an_id(server: Running) -> None:
+    with server.http() as http:
+        for answer in (http.get("/"), http.get("/health"), http.get("/nowhere"), http.post("/v1/kv", content=b"{")):
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+            assert "server" not in answer.headers
+
+
+def test_a_harmless_request_id_is_kept(server: Running) -> None:
+    with server.http() as http:
+        assert http.get("/health", headers={"x-request-id": "trace-1:2.3_x"}).headers["x-request-id"] == "trace-1:2.3_x"
+        for bad in ("a b", "x" * 129, 'a"b', "<script>"):
+            assert http.get("/health", headers={"x-request-id": bad}).headers["x-request-id"] != bad
+
+
+def test_unknown_routes_and_methods_in_our_shape(server: Running) -> None:
+    with server.http() as http:
+        assert http.get("/nowhere").json()["error"]["message"] == "there is no such route"
+        refused = http.put("/v1/models")
+        assert refused.status_code == 405
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2fapp.py", "/web/../app.py", "/app.py"]
+)
+def test_only_files_of_the_page_are_served(server: Running, path: str) -> None:
+    with server.http() as http:
+        answer = http.get(httpx.URL(server.url + "/x").copy_with(raw_path=path.encode()))
+        assert answer.status_code == 404
+        assert b"root:" not in answer.content
+
+
+def test_a_mistake_of_ours_tells_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def broken(*_given: object, **_more: object) -> None:
+        raise RuntimeError(f"secret at {Path(__file__)} 0xdeadbeef")
+
+    with start() as server, server.http() as http, caplog.at_level(logging.ERROR):
+        monkeypatch.setattr(server.llm, "stream_chat", broken)
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "secret" not in answer.text
+        assert "/" not in answer.json()["error"]["message"]
+        assert "secret" in caplog.text
+
+
+def test_a_log_line_is_one_line(server: Running, caplog: Any) -> None:
+    with server.http() as http, caplog.at_level(logging.INFO, "kvilt.access"):
+        http.get("/a%0d%0aINFO%20fake", headers={"x-request-id": "ok"})
+        until(lambda: any(record.name == "kvilt.access" for record in caplog.records))
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvilt.access"]
+    assert all("\n" not in line and "\r" not in line for line in lines)
+
+
+def test_metric_labels_are_bounded(server: Running) -> None:
+    with server.http() as http:
+        for i in range(30):
+            http.get(f"/random/{i}")
+            http.get(f"/v1/kv/{i:032x}")
+            http.request(f"M{i}", "/health")
+        text = http.get("/metrics").text
+    routes_seen = set(re.findall(r'route="([^"]*)"', text))
+    assert "other" in routes_seen
+    assert not any("random" in route for route in routes_seen)
+    assert "/v1/kv/{handle}" in routes_seen
+    assert set(re.findall(r'method="([^"]*)"', text)) <= {"GET", "POST", "PUT", "OPTIONS", "other"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 70000),
+        ("api_keys", ("",)),
+        ("api_keys", ("a b",)),
+        ("api_keys", ("ä",)),
+        ("allowed_hosts", ("http://x",)),
+        ("cors_origins", ("example.com",)),
+        ("grace_s", 0),
+        ("max_body_bytes", 0),
+        ("body_timeout_s", float("inf")),
+        ("names", ()),
+    ],
+)
+def test_settings_are_checked_by_name(field: str, value: object) -> None:
+    with pytest.raises(ParamError):
+        ServeConfig(**{field: value})
+
+
+def test_an_admin_key_is_no_api_key() -> None:
+    with pytest.raises(ParamError, match="differ"):
+        ServeConfig(api_keys=("a",), admin_key="a")
+    assert ServeConfig(host="::1").is_local
+    assert not ServeConfig(host="0.0.0.0").is_local
+    assert not ServeConfig(host="example.com").is_local
