@@ -222,7 +222,7 @@ class Loading:
         data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
         kept = bytes(data) if self._terms.codec.lossy else layer
         if self._next == len(self._layers) - 1:  # whoever sees the last layer finds the record in memory, too
-            self._finish(tuple(one for one in self._layers if one is not None) + (kept,))
+            self._finish((*(one for one in self._layers if one is not None), kept))
         with self._change:
             self._layers[self._next] = kept
             self._next += 1

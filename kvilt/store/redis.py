@@ -7,6 +7,7 @@ what the bytes mean, but for who owns them.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ except ImportError:  # the extra is not installed; said when somebody asks for t
     redis = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
+_IDLE = 16  # connections that wait for the next reader
 _MAX_VALUE_BYTES = (512 << 20) - 1  # what the server takes as one value
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ def explained() -> Iterator[None]:
     except redis.exceptions.TimeoutError as error:
         raise StoreError("timeout", "the Redis tier did not answer in time") from error
     except redis.exceptions.ResponseError as error:
-        raise _answered(str(error)) from error
+        raise _answered(error) from error
     except redis.exceptions.InvalidResponse as error:
         raise StoreError("garbage", "the Redis tier answered something that is not its protocol") from error
     except (redis.exceptions.ConnectionError, OSError) as error:
@@ -48,10 +50,13 @@ def explained() -> Iterator[None]:
         raise StoreError("garbage", "the Redis tier answered something that cannot be read") from error
 
 
-def _answered(text: str) -> StoreError | BlobError:
-    if text.startswith("WRONGTYPE"):
+def _answered(error: Exception) -> StoreError | BlobError:
+    """What a server's refusal means; the client takes the first word of some off and makes it a class."""
+    text = f"{type(error).__name__} {error}"
+    if "WRONGTYPE" in text:
         return BlobError("type", "something else is stored under this key")
-    reasons = {"OOM": "disk_full", "READONLY": "read_only", "NOAUTH": "down", "WRONGPASS": "down", "LOADING": "down"}
+    reasons = {"OutOfMemory": "disk_full", "OOM": "disk_full", "ReadOnly": "read_only", "READONLY": "read_only"}
+    reasons |= {"NOAUTH": "down", "WRONGPASS": "down", "NOPERM": "down", "LOADING": "down"}
     reason = next((reason for word, reason in reasons.items() if word in text), "garbage")
     return StoreError(reason, f"the Redis tier refused: {text[:100]}")
 
@@ -59,8 +64,8 @@ def _answered(text: str) -> StoreError | BlobError:
 class RedisReader:
     """A record on the server, read in ranges over a connection of its own, which `abort` can cut."""
 
-    def __init__(self, pool: Any, name: str) -> None:
-        self._pool = pool
+    def __init__(self, line: _Line, name: str) -> None:
+        self._line = line
         self._name = name
         self._connection: Any = None
         self._start = b""
@@ -92,7 +97,7 @@ class RedisReader:
         with explained():
             try:
                 if self._connection is None:
-                    self._connection = self._pool.get_connection()
+                    self._connection = self._line.take()
                 for command in commands:
                     self._connection.send_command(*command)
                 answers = [self._connection.read_response() for _ in commands]
@@ -112,13 +117,42 @@ class RedisReader:
     def close(self) -> None:
         if self._connection is not None:
             connection, self._connection = self._connection, None
-            with suppress(Exception):
-                self._pool.release(connection)
+            self._line.give(connection)
 
     def _drop(self) -> None:
         """After an error nobody knows what the next bytes would belong to."""
         self.abort()
-        self.close()
+        self._connection = None
+
+
+class _Line:
+    """Connections for readers. They are handed out before they connect, so that even a greeting can be cut short."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._idle: deque[Any] = deque(maxlen=_IDLE)
+
+    def take(self) -> Any:
+        """A connection that was of use and is still there, or a new one, not yet connected."""
+        while self._idle:
+            with suppress(IndexError, redis.exceptions.RedisError, OSError):
+                connection = self._idle.pop()
+                if connection.can_read():  # an end, or an answer to nothing
+                    connection.disconnect()
+                    continue
+                return connection
+        return self._pool.connection_class(**self._pool.connection_kwargs)
+
+    def give(self, connection: Any) -> None:
+        if len(self._idle) < _IDLE:
+            self._idle.append(connection)
+        else:
+            connection.disconnect()
+
+    def close(self) -> None:
+        while self._idle:
+            with suppress(Exception):
+                self._idle.pop().disconnect()
 
 
 class Redis:
@@ -141,12 +175,13 @@ class Redis:
         self._budget = budget
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._read_pool = _pool(url, read_timeout_s)
+        self._line = _Line(self._read_pool)
         self._write_pool = _pool(url, write_timeout_s, connect_s=read_timeout_s)
         self._client = redis.Redis(connection_pool=self._write_pool)
         self._put, self._touch, self._note, self._forget, self._usage = map(self._client.register_script, SCRIPTS)
 
     def open(self, key: bytes) -> RedisReader:
-        return RedisReader(self._read_pool, self._name(key))
+        return RedisReader(self._line, self._name(key))
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with explained(), redis.Redis(connection_pool=self._read_pool).pipeline(transaction=False) as pipe:
@@ -197,6 +232,7 @@ class Redis:
             self._know(found)
 
     def close(self) -> None:
+        self._line.close()
         for pool in (self._read_pool, self._write_pool):
             with suppress(Exception):
                 pool.disconnect()
@@ -206,7 +242,7 @@ class Redis:
         pairs: list[str] = []
         facts = self._client.hmget(self._prefix + "facts", keys) if keys else []
         for text in [key for key, fact in zip(keys, facts, strict=True) if fact is None]:
-            reader = RedisReader(self._read_pool, self._prefix + "r:" + text.decode("ascii"))
+            reader = RedisReader(self._line, self._prefix + "r:" + text.decode("ascii"))
             try:
                 if reader.nbytes > 0:
                     pairs += [text.decode("ascii"), peek(reader.read, reader.nbytes).tenant]

@@ -78,6 +78,8 @@ PUT = (
     + """
 local key, data, tenant, ttl = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8])
 local nbytes, gone = #data, 0
+-- Changes nothing, but is refused by a server without memory; behind another write the SET below would not be.
+redis.call('SETRANGE', P .. 'full', 0, '')
 for _, old in ipairs(redis.call('ZRANGEBYSCORE', P .. 'all', '-inf', now - ttl, 'LIMIT', 0, 64)) do forget(old) end
 forget(key)
 while bytes_of(tenant) + nbytes > tonumber(ARGV[6]) do

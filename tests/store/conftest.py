@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,11 @@ class Kit:
         return store.open_chunk(identity, tokens, self.form())
 
     def same(self, found: Sequence[LayerKV], expected: Sequence[LayerKV]) -> bool:
-        pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one.parts, other.parts)]
+        pairs = [
+            pair
+            for one, other in zip(found, expected, strict=True)
+            for pair in zip(one.parts, other.parts, strict=True)
+        ]
         return all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs)
 
     def served(self, loading: Loading, seed: int = 0) -> bool:
@@ -146,10 +151,8 @@ class Proxy:
 
     def close(self) -> None:
         for one in self._open:
-            try:
+            with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             one.close()
         for thread in self._threads:
             thread.join()
@@ -177,10 +180,8 @@ def _pump(source: socket.socket, target: socket.socket, bend: Callable[[bytes], 
     except OSError:
         pass
     for one in (source, target):
-        try:
+        with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Who leaves when room is needed: the same rules for the shelf in memory, the index on disk and the scripts in Redis."""
+"""Who leaves when room is needed: the same rules for the shelf in memory, the index on disk and Redis."""
 
 from __future__ import annotations
 

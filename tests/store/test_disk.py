@@ -217,8 +217,15 @@ class Failing(Files):
 
 @pytest.mark.parametrize(
     ("number", "verb", "reason"),
-    [(28, "write", "disk_full"), (28, "sync", "disk_full"), (122, "write", "disk_full"), (30, "write", "read_only")]
-    + [(5, "write", "io"), (5, "sync", "io"), (24, "write", "descriptors")],
+    [
+        (28, "write", "disk_full"),
+        (28, "sync", "disk_full"),
+        (122, "write", "disk_full"),
+        (30, "write", "read_only"),
+        (5, "write", "io"),
+        (5, "sync", "io"),
+        (24, "write", "descriptors"),
+    ],
 )
 def test_a_write_that_fails_is_dropped_without_a_trace(
     kit: Any, tmp_path: Path, number: int, verb: str, reason: str
