@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..batch import Batch, Row, Scores
-from ..errors import Cancelled, NumericsError
+from ..errors import Cancelled, KviltError, NumericsError
 from ..executor.executor import Executor
 from ..sampling.sampler import SampleState, TokenLogprobs
 
@@ -55,12 +55,18 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
         raise
     except Exception as error:
         if len(tasks) == 1:
-            return [Failed(error)]
+            return [_failed(error)]
         _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     drawn = dict(zip(drawing, _draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
     return [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
+
+
+def _failed(error: Exception) -> Failed:
+    if not isinstance(error, KviltError):  # nobody's input: whoever reads the log must find the place
+        _log.error("a row failed in a way it should not", exc_info=error)
+    return Failed(error)
 
 
 def _scored(scores: Scores | None) -> Result:
@@ -80,7 +86,7 @@ def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Res
         drawn = executor.sample(wide, states, [tasks[i].position for i in owners])
     except Exception as error:
         if len(tasks) == 1:
-            return [Failed(error)]
+            return [_failed(error)]
         return _apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
     tokens, results, at = drawn.tokens.tolist(), [], 0
     for task in tasks:

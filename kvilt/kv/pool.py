@@ -63,9 +63,10 @@ class PagePool:
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._leases = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
-        self._kept: list[set[int]] = [set() for _ in layout.groups]
-        # Kept pages that no cache holds, in the order they were let go: the first ones are taken first.
-        self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in layout.groups]
+        self._kept: list[dict[int, str]] = [{} for _ in layout.groups]  # page -> for whom
+        # Kept pages that no cache holds, by whom they are kept for, in the order they were let go.
+        self._idle: list[dict[str, OrderedDict[int, None]]] = [{} for _ in layout.groups]
+        self._idle_pages = [0] * len(layout.groups)
         self.on_evict: Callable[[int, int], None] = _unheard
 
     @property
@@ -96,7 +97,7 @@ class PagePool:
             for page in pages:
                 assert refs[page] > 0 or page in kept, "a free page cannot be shared"
                 if refs[page] == 0:
-                    self._idle[group].pop(page, None)
+                    self._wake(group, page)
                     self._limbo.pop((group, page), None)
                 refs[page] += 1
 
@@ -112,18 +113,20 @@ class PagePool:
                 elif refs[page] == 0:
                     self._let_go(group, page)
 
-    def keep(self, group: int, page: int) -> None:
-        """What this page holds is known to an index: nobody writes to it, and it stays until its room is needed."""
+    def keep(self, group: int, page: int, owner: str = "") -> None:
+        """What this page holds is known to an index: nobody writes to it, and it stays until its room is needed.
+
+        Room is taken from the owner who has most of it idle, so that nobody can flush what others left.
+        """
         with self.lock:
-            self._kept[group].add(page)
+            self._kept[group][page] = owner
 
     def unkeep(self, group: int, page: int) -> None:
         """The index forgets this page."""
         with self.lock:
-            self._kept[group].remove(page)
-            if page in self._idle[group]:
-                del self._idle[group][page]
+            if self._wake(group, page):
                 self._free[group].append(page)
+            del self._kept[group][page]
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -159,7 +162,7 @@ class PagePool:
     def idle(self, group: int, pages: Iterable[int]) -> int:
         """How many of these pages are kept, but held by no cache."""
         with self.lock:
-            return sum(page in self._idle[group] for page in pages)
+            return sum(self._is_idle(group, page) for page in pages)
 
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that may be taken: those that hold nothing, and those kept though nobody holds them."""
@@ -174,21 +177,43 @@ class PagePool:
             used = [self.pages - there for there in self._takeable()]
             used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
             shared = sum(count > 1 for refs in self._refs for count in refs)
-            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(map(len, self._idle)))
+            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(self._idle_pages))
 
     def _takeable(self) -> tuple[int, ...]:
-        return tuple(len(free) + len(idle) for free, idle in zip(self._free, self._idle, strict=True))
+        return tuple(len(free) + idle for free, idle in zip(self._free, self._idle_pages, strict=True))
 
     def _let_go(self, group: int, page: int) -> None:
         """Nobody holds this page any more."""
-        if page in self._kept[group]:
-            self._idle[group][page] = None
-        else:
+        owner = self._kept[group].get(page)
+        if owner is None:
             self._free[group].append(page)
+        else:
+            self._idle[group].setdefault(owner, OrderedDict())[page] = None
+            self._idle_pages[group] += 1
+
+    def _is_idle(self, group: int, page: int) -> bool:
+        owner = self._kept[group].get(page)
+        return owner is not None and page in self._idle[group].get(owner, ())
+
+    def _wake(self, group: int, page: int) -> bool:
+        """A page that was idle is so no longer; False if it was not."""
+        if not self._is_idle(group, page):
+            return False
+        owner = self._kept[group][page]
+        mine = self._idle[group][owner]
+        del mine[page]
+        if not mine:
+            del self._idle[group][owner]
+        self._idle_pages[group] -= 1
+        return True
 
     def _evict(self, group: int) -> None:
-        """Free the page that nobody has held for longest; the index hears of it while the bytes are still there."""
-        page = next(iter(self._idle[group]))
+        """Free a page of the owner with most idle ones, the one that nobody has held for longest.
+
+        The index hears of it while the bytes are still there.
+        """
+        fullest: OrderedDict[int, None] = max(self._idle[group].values(), key=len)
+        page = next(iter(fullest))
         self.on_evict(group, page)
         assert page not in self._kept[group], "an index that hears of an eviction forgets the page"
 

@@ -253,7 +253,7 @@ class PrefixIndex:
             if known == GONE:
                 node.pages[group] = page
                 self._owners[group][page] = node
-                self._pool.keep(group, page)
+                self._pool.keep(group, page, node.scope.salt)
             else:
                 self._pool.share(group, [known])
                 self._pool.drop(group, [page])

@@ -223,6 +223,15 @@ def test_one_bad_row_fails_alone(
     assert [(ear.tokens[0], ear.reasons) for ear in ears] == [(one, ["length"]) for one in expected]
 
 
+def test_an_error_that_is_nobodys_input_leaves_its_place_in_the_log(
+    engine: Engine, raising: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(engine, poisoned(LONG))
+    finish(engine)
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "in run" in logging.Formatter().formatException(record.exc_info)  # type: ignore[arg-type]
+
+
 def test_kv_behind_logits_that_are_no_numbers_is_found_by_nobody(
     executor: Executor, engine: Engine, no_numbers: None
 ) -> None:

@@ -97,6 +97,28 @@ def desk(scribe: Any) -> Desk:
     return Desk(scribe, scribe.full(page_tokens=SIZE), 8)
 
 
+# Whose room is taken.
+
+
+def test_a_tenant_that_comes_with_much_does_not_flush_what_another_left(desk: Desk) -> None:
+    """The pool has eight pages: one tenant leaves two, the other brings twenty."""
+    quiet, loud = Scope(salt="quiet"), Scope(salt="loud")
+    desk.once(range(8), quiet)
+    for n in range(10):
+        desk.once(range(100 * n, 100 * n + 8), loud)
+    assert desk.found(range(8), quiet) == 8
+    assert desk.found(range(900, 908), loud) == 8, "of its own, the oldest went"
+    assert desk.found(range(8), loud) == 0
+
+
+def test_where_nobody_else_has_more_the_longest_unused_goes_first(desk: Desk) -> None:
+    for n in range(4):
+        desk.once(range(100 * n, 100 * n + 8))
+    desk.begin(range(9)).cache.close()  # used again
+    desk.once(range(500, 508))
+    assert [desk.found(range(100 * n, 100 * n + 8)) for n in range(4)] == [8, 0, 8, 8]
+
+
 # What can be seen of it.
 
 
