@@ -564,6 +564,24 @@ def test_handles_give_way_to_requests(executor: Executor, play: Callable[..., No
     play(scene)
 
 
+def test_a_view_shows_a_tenant_its_requests_prefixes_and_handles(play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        made = await model.kv.create(LONG_TEXT, tenant="a")
+        stream = await model.stream(LONG_TEXT, max_tokens=200, ignore_eos=True, tenant="a", id="r")
+        await anext(stream)
+        mine, other = model.view("a"), model.view("b")
+        assert [one.request for one in mine.samples] == ["r"]
+        assert [one.id for one in mine.handles] == [made.id]
+        assert mine.samples[0].shared_pages > 0, "with the handle"
+        assert mine.prefixes[0].caches == 2 and mine.prefixes[0].hits == 1
+        assert (other.samples, other.prefixes, other.handles) == ((), (), ())
+        assert mine.pages.used > 0 and mine.pages.used + mine.pages.free == mine.pages.total
+        await stream.aclose()
+        await model.kv.delete(made.id, tenant="a")
+
+    play(scene, unread_tokens=4)
+
+
 def test_a_closed_model_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny", vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
     executor = load_executor(folder, RunConfig(kv_memory=1 << 19, backend="native", threads=1))
