@@ -16,7 +16,7 @@ from .parse_formats import NAMED, CallFormat, Thinking, calls_in, thinking_in
 from .parse_grammar import grammar_of
 from .parse_pieces import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning, merged
 from .parse_thinking import ThinkingReader
-from .parse_tools import argument_schemas, parameter_names
+from .parse_tools import argument_schemas, parameter_types
 
 __all__ = [
     "CallArguments",
@@ -49,15 +49,13 @@ class Parser:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the reader even where they are special tokens."""
-        openings = [text for each in self.calls.openings if not each.bare for text in (each.text, each.close)]
-        inner = ["[ARGS]", "[CALL_ID]"] if "[TOOL_CALLS]" in openings else []
         around = [self.thinking.open, self.thinking.close] if self.thinking else []
-        return tuple(text for text in (*openings, *inner, *around) if text)
+        return tuple(dict.fromkeys((*self.calls.markers, *around)))
 
     def new(self, tools: Tools = (), prompt: str | None = None) -> Reader:
         """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
         which tells whether reasoning is open already."""
-        return Reader(self, parameter_names(tools), self.opens_thinking(prompt))
+        return Reader(self, parameter_types(tools), self.opens_thinking(prompt))
 
     def opens_thinking(self, prompt: str | None) -> bool:
         """Whether the answer to a prompt begins inside reasoning."""
@@ -78,7 +76,7 @@ class Parser:
 class Reader:
     """Reads one answer; belongs to one stream."""
 
-    def __init__(self, parser: Parser, tools: Mapping[str, tuple[str, ...]], thinks: bool) -> None:
+    def __init__(self, parser: Parser, tools: Mapping[str, Mapping[str, str]], thinks: bool) -> None:
         self._thinking = ThinkingReader(parser.thinking, thinks)
         self._calls = CallReader(parser.calls.openings if tools else (), tools)
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .parse_formats import Inside, Opening
-from .parse_json import JsonBody, NamedBody
+from .parse_json import JsonBody, NamedBody, deepseek_name, mistral_name
 from .parse_marks import Blanks, leaning
 from .parse_pieces import Body, CallArguments, CallEnd, CallStart, Content, Piece, Sink, Step
 from .parse_python import PythonBody
+from .parse_xml import JsonOrTags
 
 
 class CallReader:
     """One answer, character by character. It is the sink of the bodies it makes."""
 
-    def __init__(self, openings: Sequence[Opening], tools: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, openings: Sequence[Opening], tools: Mapping[str, Mapping[str, str]]) -> None:
         """Without openings everything is content."""
         self.work = 0
         self._tools = tools
@@ -34,7 +35,7 @@ class CallReader:
         self._open = False
         self._body: Body | None = None
         self._raw: list[str] = []  # what a body took and has not turned into a call
-        self._close = ""
+        self._closes: tuple[str, ...] = ()
         self._before = 0  # calls that came before this body
 
     def feed(self, text: str) -> list[Piece]:
@@ -57,7 +58,7 @@ class CallReader:
 
     # What bodies call.
 
-    def parameters(self, name: str) -> tuple[str, ...] | None:
+    def parameters(self, name: str) -> Mapping[str, str] | None:
         return self._tools.get(name)
 
     def start(self, name: str) -> None:
@@ -118,7 +119,7 @@ class CallReader:
     def _enter(self, opening: Opening) -> None:
         self._raw = [self._blanks.take(), "" if opening.bare else self._marker]
         self._body = _body(opening, self)
-        self._close, self._before = opening.close, self._calls
+        self._closes, self._before = opening.closes, self._calls
         first, self._marker = self._marker, ""
         self._step = self._inside
         if opening.bare:
@@ -144,7 +145,7 @@ class CallReader:
 
     def _leave(self) -> None:
         self._body, self._raw, self._fresh = None, [], True
-        self._step = self._closing if self._close else self._text
+        self._step = self._closing if self._closes else self._text
 
     def _give_up(self) -> None:
         """No call, or no longer one: what was taken and not passed on is content."""
@@ -155,15 +156,16 @@ class CallReader:
         self._show(raw)
 
     def _closing(self, char: str) -> None:
-        """Blanks and the closing marker; models forget it, so anything else is just text."""
+        """Blanks and closing markers in their order; models forget them, so anything else is just text."""
         self.work += 1
         text = self._marker + char
         if not self._marker and char.isspace():
             self._blanks.hold(char)
-        elif text == self._close:
+        elif text in self._closes:
             self._blanks.take()
-            self._marker, self._step = "", self._text
-        elif self._close.startswith(text):
+            self._closes = self._closes[self._closes.index(text) + 1 :]
+            self._marker, self._step = "", self._closing if self._closes else self._text
+        elif any(close.startswith(text) for close in self._closes):
             self._marker = text
         else:
             self._marker, self._step = "", self._text
@@ -195,8 +197,12 @@ def _body(opening: Opening, sink: Sink) -> Body:
     match opening.inside:
         case Inside.JSON:
             return JsonBody(sink, strict=opening.strict)
-        case Inside.NAMED:
-            return NamedBody(sink, separator="[ARGS]")
+        case Inside.JSON_OR_TAGS:
+            return JsonOrTags(sink)
+        case Inside.MISTRAL:
+            return NamedBody(sink, mistral_name)
+        case Inside.DEEPSEEK:
+            return NamedBody(sink, deepseek_name)
         case Inside.PYTHON:
             return PythonBody(sink, listed=False)
         case Inside.PYTHON_LIST:

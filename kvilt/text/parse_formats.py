@@ -14,7 +14,9 @@ class Inside(Enum):
     """What stands behind an opening marker."""
 
     JSON = "an object with a name and arguments, or a list of them"
-    NAMED = "a name, [ARGS] and arguments; or JSON"
+    JSON_OR_TAGS = "the same, or <function=name> with a <parameter=name> for each argument"
+    MISTRAL = "a name, [ARGS] and arguments; or JSON"
+    DEEPSEEK = "a name, its separator and arguments; or JSON"
     PYTHON = "calls in Python, one after the other"
     PYTHON_LIST = "calls in Python, in brackets"
     LIST = "a list of calls, in JSON or in Python"
@@ -26,7 +28,7 @@ class Opening:
 
     text: str
     inside: Inside
-    close: str = ""
+    closes: tuple[str, ...] = ()  # what may stand behind them, in this order
     bare: bool = False
 
     @property
@@ -57,6 +59,14 @@ class CallFormat:
     forced: tuple[str, str, str] = ("[", ", ", "]")
     arguments_key: str = "arguments"
     lone: bool = False  # a single call is written without the texts around it
+    inner: tuple[str, ...] = ()  # markers that stand inside others
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every marker, one by one, that may be a special token."""
+        marked = [each for each in self.openings if not each.bare]
+        texts = [text for each in marked for text in (each.text, *each.closes)]
+        return tuple(dict.fromkeys((*texts, *self.inner)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +84,33 @@ THINKINGS = (BRACKETS, THINK)
 
 HERMES = CallFormat(
     "hermes",
-    (Opening("<tool_call>", Inside.JSON, "</tool_call>"),),
+    (Opening("<tool_call>", Inside.JSON_OR_TAGS, ("</tool_call>",)),),
     signs=("<tool_call>",),
     families=("qwen2", "qwen3", "hermes", "smollm3"),
     forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
 )
 MISTRAL = CallFormat(
     "mistral",
-    (Opening("[TOOL_CALLS]", Inside.NAMED), LIST),
+    (Opening("[TOOL_CALLS]", Inside.MISTRAL), LIST),
     signs=("[TOOL_CALLS]",),
     families=("mistral", "mixtral", "ministral"),
+    inner=("[ARGS]", "[CALL_ID]"),
 )
 PHI4 = CallFormat(
     "phi4",
-    (Opening("<|tool_call|>", Inside.JSON, "<|/tool_call|>"), Opening("functools", Inside.JSON), LIST),
+    (Opening("<|tool_call|>", Inside.JSON, ("<|/tool_call|>",)), Opening("functools", Inside.JSON), LIST),
     signs=("<|tool_call|>", "<|/tool|>", "functools["),
     families=("phi",),
 )
 LFM2 = CallFormat(
     "lfm2",
-    (Opening("<|tool_call_start|>", Inside.LIST, "<|tool_call_end|>"), EITHER_LIST),
+    (Opening("<|tool_call_start|>", Inside.LIST, ("<|tool_call_end|>",)), EITHER_LIST),
     signs=("<|tool_call_start|>", "<|tool_list_start|>"),
     families=("lfm2",),
 )
 PYTHONIC = CallFormat(
     "pythonic",
-    (Opening("<|python_start|>", Inside.LIST, "<|python_end|>"), EITHER_LIST, OBJECT),
+    (Opening("<|python_start|>", Inside.LIST, ("<|python_end|>",)), EITHER_LIST, OBJECT),
     signs=("[func_name1(", "<|python_start|>"),
     families=("llama4",),
 )
@@ -114,9 +125,9 @@ LLAMA3 = CallFormat(
 GEMMA = CallFormat(
     "gemma",
     (
-        Opening("```tool_code\n", Inside.PYTHON, "```"),
-        Opening("```tool_call\n", Inside.JSON, "```"),
-        Opening(_FENCE, Inside.JSON, "```"),
+        Opening("```tool_code\n", Inside.PYTHON, ("```",)),
+        Opening("```tool_call\n", Inside.JSON, ("```",)),
+        Opening(_FENCE, Inside.JSON, ("```",)),
         EITHER_LIST,
         OBJECT,
     ),
@@ -124,11 +135,24 @@ GEMMA = CallFormat(
     families=("gemma",),
     lone=True,
 )
+_DEEPSEEK_CLOSES = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK = CallFormat(
+    "deepseek",
+    (
+        Opening("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", Inside.DEEPSEEK, _DEEPSEEK_CLOSES),
+        Opening("<｜tool▁call▁begin｜>", Inside.DEEPSEEK, _DEEPSEEK_CLOSES),
+        OBJECT,
+        LIST,
+    ),
+    signs=("<｜tool▁calls▁begin｜>",),
+    families=("deepseek",),
+    inner=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+)
 JSON = CallFormat("json", (OBJECT, LIST), lone=True)
 NONE = CallFormat("none", ())
 
 # In the order in which templates are searched: what only one format writes comes first.
-FORMATS: tuple[CallFormat, ...] = (MISTRAL, PHI4, LFM2, HERMES, PYTHONIC, LLAMA3, GEMMA, JSON, NONE)
+FORMATS: tuple[CallFormat, ...] = (MISTRAL, PHI4, LFM2, DEEPSEEK, HERMES, PYTHONIC, LLAMA3, GEMMA, JSON, NONE)
 
 # What a server's option may name, beside the formats themselves: families whose parts are known.
 NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
@@ -136,7 +160,7 @@ NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
     "qwen2": (HERMES, None),
     "qwen3": (HERMES, THINK),
     "smollm3": (HERMES, THINK),
-    "deepseek_r1": (JSON, Thinking("<think>", "</think>", opened=True)),
+    "deepseek_r1": (DEEPSEEK, Thinking("<think>", "</think>", opened=True)),
     "magistral": (MISTRAL, BRACKETS),
     "think": (NONE, THINK),
 }

@@ -6,177 +6,17 @@ Constant work a character and no recursion, whatever a model writes. Refuses to 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from enum import Enum, auto
 
 from .parse_pieces import Body, Sink, Step
+from .parse_scan import BLANKS, At, JsonScanner, object_text
 
-BLANKS = " \t\r\n"
 _NAME = "name"
 _ARGUMENTS = ("arguments", "parameters")
 # Keys that stand beside a name in a call; another one in a text without markers means that it is no call.
 _BESIDE = (_NAME, *_ARGUMENTS, "type", "id")
-_CONTROL = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
-# Which characters may follow inside a number, by what was read last of it.
-_NUMBER: dict[str, dict[str, str]] = {
-    "-": {"0": "zero", "1-9": "int"},
-    "zero": {".": ".", "eE": "e"},
-    "int": {"0-9": "int", ".": ".", "eE": "e"},
-    ".": {"0-9": "frac"},
-    "frac": {"0-9": "frac", "eE": "e"},
-    "e": {"0-9": "exp", "+-": "sign"},
-    "sign": {"0-9": "exp"},
-    "exp": {"0-9": "exp"},
-}
-_LONGEST_NAME = 256  # characters between a marker and arguments before it is clear that no call comes
-_WHOLE = ("zero", "int", "frac", "exp")
-
-
-class At(Enum):
-    """What a scanner waits for."""
-
-    VALUE = auto()
-    FIRST_KEY = auto()
-    KEY = auto()
-    COLON = auto()
-    FIRST_ITEM = auto()
-    COMMA = auto()
-    STRING = auto()
-    ESCAPE = auto()
-    HEX = auto()
-    NUMBER = auto()
-    LITERAL = auto()
-    END = auto()
-
-
-class JsonScanner:
-    """Says of each character how it is written in a JSON value that goes on with it.
-
-    Models write line ends into strings as they are; those, and other control characters, come out as escapes.
-    """
-
-    def __init__(self) -> None:
-        self.at = At.VALUE
-        self.in_key = False  # the string that is open, or was last, is a key
-        self._open: list[str] = []
-        self._left = ""  # of a literal, or what was read last of a number
-        self._hex = 0
-
-    @property
-    def depth(self) -> int:
-        return len(self._open)
-
-    @property
-    def in_string(self) -> bool:
-        return self.at in (At.STRING, At.ESCAPE, At.HEX)
-
-    def take(self, char: str) -> str:
-        """The text to write for a character; empty if it cannot stand here."""
-        written = _CONTROL.get(char, char) if self.at is At.STRING else char
-        return written if self._step(char) else ""
-
-    def _step(self, char: str) -> bool:
-        match self.at:
-            case At.STRING:
-                return self._string(char)
-            case At.ESCAPE:
-                return self._escape(char)
-            case At.HEX:
-                return self._hex_digit(char)
-            case At.LITERAL:
-                return self._literal(char)
-            case At.NUMBER:
-                if self._number(char):
-                    return True
-                if self._left not in _WHOLE:
-                    return False
-                self._closed()
-        return char in BLANKS or self._token(char)
-
-    def _token(self, char: str) -> bool:
-        match self.at, char:
-            case ((At.FIRST_KEY | At.KEY), '"'):
-                self.at, self.in_key = At.STRING, True
-            case At.COLON, ":":
-                self.at = At.VALUE
-            case At.COMMA, ",":
-                self.at = At.KEY if self._open[-1] == "{" else At.VALUE
-            case ((At.FIRST_KEY | At.COMMA), "}") if self._open[-1] == "{":
-                self._open.pop()
-                self._closed()
-            case ((At.FIRST_ITEM | At.COMMA), "]") if self._open[-1] == "[":
-                self._open.pop()
-                self._closed()
-            case ((At.VALUE | At.FIRST_ITEM), _):
-                return self._value(char)
-            case _:
-                return False
-        return True
-
-    def _value(self, char: str) -> bool:
-        match char:
-            case '"':
-                self.at, self.in_key = At.STRING, False
-            case "{" | "[":
-                self._open.append(char)
-                self.at = At.FIRST_KEY if char == "{" else At.FIRST_ITEM
-            case "t" | "f" | "n":
-                self.at, self._left = At.LITERAL, _LITERALS[char][1:]
-            case "-" | "0":
-                self.at, self._left = At.NUMBER, "-" if char == "-" else "zero"
-            case _ if "1" <= char <= "9":
-                self.at, self._left = At.NUMBER, "int"
-            case _:
-                return False
-        return True
-
-    def _closed(self) -> None:
-        """A value is complete."""
-        self.at = At.COMMA if self._open else At.END
-
-    def _string(self, char: str) -> bool:
-        if char == "\\":
-            self.at = At.ESCAPE
-        elif char == '"' and self.in_key:
-            self.at = At.COLON
-        elif char == '"':
-            self._closed()
-        return True
-
-    def _escape(self, char: str) -> bool:
-        if char == "u":
-            self.at, self._hex = At.HEX, 4
-            return True
-        self.at = At.STRING
-        return char in '"\\/bfnrt'
-
-    def _hex_digit(self, char: str) -> bool:
-        self._hex -= 1
-        if self._hex == 0:
-            self.at = At.STRING
-        return char in "0123456789abcdefABCDEF"
-
-    def _literal(self, char: str) -> bool:
-        expected, self._left = self._left[0], self._left[1:]
-        if not self._left:
-            self._closed()
-        return char == expected
-
-    def _number(self, char: str) -> bool:
-        for chars, state in _NUMBER[self._left].items():
-            if char in chars or (chars in ("0-9", "1-9") and chars[0] <= char <= "9"):
-                self._left = state
-                return True
-        return False
-
-
-def object_text(text: str) -> str | None:
-    """A text that is one JSON object as it is to be written; None if it is none."""
-    scanner = JsonScanner()
-    written = list(map(scanner.take, text.strip(BLANKS)))
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        return None
-    return "".join(written) if written[:1] == ["{"] and all(written) and scanner.at is At.END else None
+_LONGEST_HEAD = 256  # characters between a marker and arguments before it is clear that no call comes
 
 
 class _Collects(Enum):
@@ -350,13 +190,14 @@ class JsonBody:
 
 
 class NamedBody:
-    """A tool's name, a separator that may be missing, and the arguments; or JSON with names inside."""
+    """A head with the tool's name, and the arguments; or JSON with names inside."""
 
-    def __init__(self, sink: Sink, separator: str) -> None:
+    def __init__(self, sink: Sink, name_of: Callable[[str], str]) -> None:
+        """`name_of` finds the name in all that stands before the arguments."""
         self._sink = sink
-        self._separator = separator
+        self._name_of = name_of
         self._other: Body | None = None
-        self._name: list[str] = []
+        self._head: list[str] = []
         self._arguments: JsonScanner | None = None
 
     def step(self, char: str) -> Step:
@@ -364,19 +205,19 @@ class NamedBody:
             return self._other.step(char)
         if self._arguments is not None:
             return self._inside(self._arguments, char)
-        if not self._name and char in BLANKS:
+        if not self._head and char in BLANKS:
             return Step.MORE
-        if not self._name and char in "[{":
+        if not self._head and char in "[{":
             self._other = JsonBody(self._sink, strict=False)
             return self._other.step(char)
         if char == "{":
             return self._begin()
-        self._name.append(char)
-        return Step.MORE if len(self._name) <= _LONGEST_NAME else Step.FAILED
+        self._head.append(char)
+        return Step.MORE if len(self._head) <= _LONGEST_HEAD else Step.FAILED
 
     def _begin(self) -> Step:
-        name, bracket, rest = "".join(self._name).rstrip(BLANKS).partition("[")  # an id may stand between the two
-        if self._sink.parameters(name) is None or not (bracket + rest).endswith(self._separator if bracket else ""):
+        name = self._name_of("".join(self._head))
+        if self._sink.parameters(name) is None:
             return Step.FAILED
         self._arguments = JsonScanner()
         self._arguments.take("{")
@@ -393,3 +234,17 @@ class NamedBody:
             return Step.MORE
         self._sink.end()
         return Step.DONE
+
+
+def mistral_name(head: str) -> str:
+    """Of `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`; empty if it is none of them."""
+    name, bracket, rest = head.rstrip(BLANKS).partition("[")
+    return name if not bracket or rest.endswith("ARGS]") else ""
+
+
+def deepseek_name(head: str) -> str:
+    """Of `name<sep>`, or `function<sep>name` with a fence behind it."""
+    before, separator, behind = head.partition("<｜tool▁sep｜>")
+    if before.strip(BLANKS) == "function" and behind:
+        return behind.rstrip(BLANKS).removesuffix("```json").strip(BLANKS)
+    return before.strip(BLANKS) if separator and not behind.strip(BLANKS) else ""

@@ -5,7 +5,7 @@ Also what bodies of calls and their reader say to each other. Refuses to know fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -64,8 +64,8 @@ class Step(Enum):
 class Sink(Protocol):
     """Where a body puts its calls; text it took since the last of these is given back if it fails."""
 
-    def parameters(self, name: str) -> tuple[str, ...] | None:
-        """The names of a tool's parameters in order; None if there is no such tool."""
+    def parameters(self, name: str) -> Mapping[str, str] | None:
+        """A tool's parameters in order, with the types they are declared to have; None if there is no such tool."""
 
     def start(self, name: str) -> None: ...
 

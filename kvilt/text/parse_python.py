@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .parse_pieces import Sink, Step
+from .parse_scan import BLANKS
 
-_BLANKS = " \t\r\n"
 _OPENERS = {"(": ")", "[": "]", "{": "}"}
 _MAX_DEPTH = 64
 _LONGEST_NAME = 256
@@ -48,8 +49,8 @@ class PythonBody:
             return self._arguments(self._call, char)
         if not self._opened:
             self._opened = char == "["
-            return Step.MORE if self._opened or char in _BLANKS else Step.FAILED
-        if char in _BLANKS:
+            return Step.MORE if self._opened or char in BLANKS else Step.FAILED
+        if char in BLANKS:
             self._spaced = bool(self._name)
             return Step.MORE
         if self._name or (self._wants_call and (char.isalpha() or char == "_")):
@@ -104,7 +105,7 @@ class PythonBody:
 class _Brackets:
     """The text between a call's brackets, collected up to the one that closes them."""
 
-    def __init__(self, name: str, parameters: tuple[str, ...]) -> None:
+    def __init__(self, name: str, parameters: Iterable[str]) -> None:
         self.name = name
         self.parameters = parameters
         self.text: list[str] = []
@@ -131,7 +132,7 @@ class _Brackets:
         return True
 
 
-def _read_arguments(text: str, parameters: tuple[str, ...]) -> str:
+def _read_arguments(text: str, parameters: Iterable[str]) -> str:
     """Keywords as JSON; what stands without a keyword gets the names of the parameters in order."""
     cursor = _Cursor(text)
     found: dict[str, Any] = {}

@@ -28,12 +28,12 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
     return found
 
 
-def parameter_names(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Each tool's parameters, in the order in which its schema names them."""
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Each tool's parameters in the order of its schema, with their types; a type that is not one word is empty."""
     found = {}
     for name, schema in functions(tools).items():
         properties = schema.get("properties")
-        found[name] = tuple(properties) if isinstance(properties, Mapping) else ()
+        found[name] = {key: _type(each) for key, each in properties.items()} if isinstance(properties, Mapping) else {}
     return found
 
 
@@ -46,6 +46,11 @@ def argument_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         except (TypeError, ValueError, RecursionError) as error:
             raise ParamError(f"tool {name[:64]!r}", f"its parameters are no JSON: {str(error)[:120]}") from None
     return found
+
+
+def _type(schema: object) -> str:
+    found = schema.get("type") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, str) else ""
 
 
 def _schema(i: int, parameters: object) -> Mapping[str, Any]:

@@ -45,6 +45,13 @@ def call(index: int, name: str, arguments: str = "{}", whole: bool = True) -> li
 
 ONE = '{"name": "f", "arguments": {"a": 1, "b": "x}]"}}'
 GIVEN = '{"a": 1, "b": "x}]"}'
+V3 = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{GIVEN}\n```<｜tool▁call▁end｜>\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-it\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+BEHIND = "<｜tool▁call▁begin｜>get-it<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{GIVEN}<｜tool▁call▁end｜>{BEHIND}"
+TAGS = "<parameter=a>\n1\n</parameter>\n<parameter=b>\n2 </b>\n\n</parameter>\n<parameter=c>\n[True]\n</parameter>"
 KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>", [Content("Sure."), *call(0, "f", GIVEN)]),
     (
@@ -56,6 +63,18 @@ KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("hermes", '<tool_call>{"arguments": {"a": 2}, "id": 7, "name": "f"}', call(0, "f", '{"a": 2}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 3}"}</tool_call>', call(0, "f", '{"a": 3}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"b": "1\n2"}}</tool_call>', call(0, "f", '{"b": "1\\n2"}')),
+    (
+        "hermes",
+        f"<tool_call>\n<function=f>\n{TAGS}\n</function>\n</tool_call>",
+        call(0, "f", '{"a": 1, "b": "2 </b>\\n", "c": "[True]"}'),
+    ),
+    ("hermes", "<tool_call>\n<function=get-it>\n</function>\n</tool_call>", call(0, "get-it")),
+    ("hermes", "<tool_call><function=who></function>", [Content("<tool_call><function=who></function>")]),
+    (
+        "hermes",
+        "<tool_call><function=f><parameter=c>None</parameter><parameter=b>half",
+        [*call(0, "f", '{"c": null', False), Content("<parameter=b>half")],
+    ),
     ("hermes", "I say <tool_call> and </tool_call>.", [Content("I say <tool_call> and </tool_call>.")]),
     ("qwen3", "<think>\nHm.\n</think>\n\nYes. ", [Reasoning("Hm."), Content("Yes. ")]),
     ("qwen3", "<think>\n\n</think>\n\nYes", [Content("Yes")]),
@@ -102,6 +121,9 @@ KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("phi4", f"<|tool_call|>[{ONE}]<|/tool_call|>", call(0, "f", GIVEN)),
     ("phi4", f"functools[{ONE}]", call(0, "f", GIVEN)),
     ("lfm2", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>Ok", [*call(0, "f", '{"a": 1}'), Content("Ok")]),
+    ("deepseek", f"Ok.\n{V3}", [Content("Ok."), *call(0, "f", GIVEN), *call(1, "get-it")]),
+    ("deepseek", V31, [*call(0, "f", GIVEN), *call(1, "get-it")]),
+    ("deepseek", V31.replace("get-it", "who"), [*call(0, "f", GIVEN), Content(BEHIND.replace("get-it", "who"))]),
     ("json", f" {ONE}\n", call(0, "f", GIVEN)),
     ("json", '{"name": "f"}', [Content('{"name": "f"}')]),
     ("none", ONE, [Content(ONE)]),
@@ -167,6 +189,8 @@ def test_the_prompt_tells_whether_reasoning_is_open() -> None:
 # Texts made of what parsers look for, so that they get deep into every state.
 SCRAPS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<function=f>", "<function=", "<parameter=a>", "<parameter=c>", "</parameter>", "</function>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function"),
     *("```tool_code\n", "```json\n", "```", "<|tool_call|>", "<|/tool_call|>", "functools"),
     *('{"name": "f", "arguments": ', '{"name": "f"', '"arguments": {', '"parameters": {"a": 1}', '"name": "get-it"'),
     *('"name": "who"', "f(", "a=1", "print(", ")", '"x', '{"a": 1}', "{}", "}}", "f", "word", "true", "nul", "None"),
@@ -282,6 +306,21 @@ def test_what_families_write_comes_back(name: str, calls: list[tuple[str, dict[s
     assert len(pieces) == 3 * len(calls)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    b=st.text(max_size=12) | st.sampled_from(["1", "null", "<b>", "a\n\n", "</parameter", "{}"]),
+    c=values.filter(lambda value: not isinstance(value, str)),
+    places=st.lists(st.integers(0, 120), max_size=5),
+)
+def test_tags_give_strings_and_other_values_back(b: str, c: Any, places: list[int]) -> None:
+    given_values = {"b": b, "c": json.dumps(c, ensure_ascii=False)}
+    tags = "\n".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in given_values.items())
+    text = f"<tool_call>\n<function=f>\n{tags}\n</function>\n</tool_call>"
+    start, arguments, end = read("hermes", cut(text, places))
+    assert (start, end) == (CallStart(0, "f"), CallEnd(0))
+    assert isinstance(arguments, CallArguments) and json.loads(arguments.text) == {"b": b, "c": c}
+
+
 @pytest.mark.parametrize("name", parser_names())
 @pytest.mark.parametrize(
     "scrap",
@@ -314,6 +353,7 @@ TEMPLATES = [
     ("[func_name1(params)]", None, "pythonic", "func_name1", False),
     ("<start_of_turn>model", None, "gemma", "<start_of_turn>", False),
     ("<|tool_list_start|>", None, "lfm2", "<|tool_list_start|>", False),
+    ("<｜tool▁calls▁begin｜>", None, "deepseek", "<｜tool▁calls▁begin｜>", False),
     ("<|im_start|>", "gemma3", "gemma", "gemma3", False),
     ("<|im_start|>", "qwen2", "hermes", "qwen2", False),
     (None, None, "json", "neither", False),

@@ -30,6 +30,7 @@ CALLERS = [
     "hermes",
     "qwen3",
     "smollm3",
+    "deepseek",
     "deepseek_r1",
     "magistral",
     "llama3",

@@ -1,0 +1,184 @@
+"""JSON one character at a time: whether a text goes on as a value, without recursion and with constant work.
+
+Refuses to know what a value means.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum, auto
+
+BLANKS = " \t\r\n"
+_CONTROL = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)}
+_LITERALS = {"t": "true", "f": "false", "n": "null"}
+# Which characters may follow inside a number, by what was read last of it.
+_NUMBER: dict[str, dict[str, str]] = {
+    "-": {"0": "zero", "1-9": "int"},
+    "zero": {".": ".", "eE": "e"},
+    "int": {"0-9": "int", ".": ".", "eE": "e"},
+    ".": {"0-9": "frac"},
+    "frac": {"0-9": "frac", "eE": "e"},
+    "e": {"0-9": "exp", "+-": "sign"},
+    "sign": {"0-9": "exp"},
+    "exp": {"0-9": "exp"},
+}
+_WHOLE = ("zero", "int", "frac", "exp")
+
+
+class At(Enum):
+    """What a scanner waits for."""
+
+    VALUE = auto()
+    FIRST_KEY = auto()
+    KEY = auto()
+    COLON = auto()
+    FIRST_ITEM = auto()
+    COMMA = auto()
+    STRING = auto()
+    ESCAPE = auto()
+    HEX = auto()
+    NUMBER = auto()
+    LITERAL = auto()
+    END = auto()
+
+
+class JsonScanner:
+    """Says of each character how it is written in a JSON value that goes on with it.
+
+    Models write line ends into strings as they are; those, and other control characters, come out as escapes.
+    """
+
+    def __init__(self) -> None:
+        self.at = At.VALUE
+        self.in_key = False  # the string that is open, or was last, is a key
+        self._open: list[str] = []
+        self._left = ""  # of a literal, or what was read last of a number
+        self._hex = 0
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    @property
+    def in_string(self) -> bool:
+        return self.at in (At.STRING, At.ESCAPE, At.HEX)
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was read is a value as it stands."""
+        whole_number = self.at is At.NUMBER and self._left in _WHOLE
+        return self.at is At.END or (whole_number and not self._open)
+
+    def take(self, char: str) -> str:
+        """The text to write for a character; empty if it cannot stand here."""
+        written = _CONTROL.get(char, char) if self.at is At.STRING else char
+        return written if self._step(char) else ""
+
+    def _step(self, char: str) -> bool:
+        match self.at:
+            case At.STRING:
+                return self._string(char)
+            case At.ESCAPE:
+                return self._escape(char)
+            case At.HEX:
+                return self._hex_digit(char)
+            case At.LITERAL:
+                return self._literal(char)
+            case At.NUMBER:
+                if self._number(char):
+                    return True
+                if self._left not in _WHOLE:
+                    return False
+                self._closed()
+        return char in BLANKS or self._token(char)
+
+    def _token(self, char: str) -> bool:
+        match self.at, char:
+            case ((At.FIRST_KEY | At.KEY), '"'):
+                self.at, self.in_key = At.STRING, True
+            case At.COLON, ":":
+                self.at = At.VALUE
+            case At.COMMA, ",":
+                self.at = At.KEY if self._open[-1] == "{" else At.VALUE
+            case ((At.FIRST_KEY | At.COMMA), "}") if self._open[-1] == "{":
+                self._open.pop()
+                self._closed()
+            case ((At.FIRST_ITEM | At.COMMA), "]") if self._open[-1] == "[":
+                self._open.pop()
+                self._closed()
+            case ((At.VALUE | At.FIRST_ITEM), _):
+                return self._value(char)
+            case _:
+                return False
+        return True
+
+    def _value(self, char: str) -> bool:
+        match char:
+            case '"':
+                self.at, self.in_key = At.STRING, False
+            case "{" | "[":
+                self._open.append(char)
+                self.at = At.FIRST_KEY if char == "{" else At.FIRST_ITEM
+            case "t" | "f" | "n":
+                self.at, self._left = At.LITERAL, _LITERALS[char][1:]
+            case "-" | "0":
+                self.at, self._left = At.NUMBER, "-" if char == "-" else "zero"
+            case _ if "1" <= char <= "9":
+                self.at, self._left = At.NUMBER, "int"
+            case _:
+                return False
+        return True
+
+    def _closed(self) -> None:
+        """A value is complete."""
+        self.at = At.COMMA if self._open else At.END
+
+    def _string(self, char: str) -> bool:
+        if char == "\\":
+            self.at = At.ESCAPE
+        elif char == '"' and self.in_key:
+            self.at = At.COLON
+        elif char == '"':
+            self._closed()
+        return True
+
+    def _escape(self, char: str) -> bool:
+        if char == "u":
+            self.at, self._hex = At.HEX, 4
+            return True
+        self.at = At.STRING
+        return char in '"\\/bfnrt'
+
+    def _hex_digit(self, char: str) -> bool:
+        self._hex -= 1
+        if self._hex == 0:
+            self.at = At.STRING
+        return char in "0123456789abcdefABCDEF"
+
+    def _literal(self, char: str) -> bool:
+        expected, self._left = self._left[0], self._left[1:]
+        if not self._left:
+            self._closed()
+        return char == expected
+
+    def _number(self, char: str) -> bool:
+        for chars, state in _NUMBER[self._left].items():
+            if char in chars or (chars in ("0-9", "1-9") and chars[0] <= char <= "9"):
+                self._left = state
+                return True
+        return False
+
+
+def value_text(text: str) -> str | None:
+    """A text that is one JSON value as it is to be written; None if it is none."""
+    scanner = JsonScanner()
+    written = [scanner.take(char) for char in text.strip(BLANKS)]
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        return None
+    return "".join(written) if written and all(written) and scanner.complete else None
+
+
+def object_text(text: str) -> str | None:
+    """The same for texts that are an object."""
+    written = value_text(text)
+    return written if written is not None and written.startswith("{") else None

@@ -1,0 +1,110 @@
+"""Calls written with tags, as Qwen3-Coder does: `<function=f><parameter=a>1</parameter></function>`.
+
+Values are plain text: what the schema does not declare a string is JSON if it can be. Refuses to know markers around.
+"""
+
+from __future__ import annotations
+
+import json
+
+from .parse_json import JsonBody
+from .parse_marks import leaning
+from .parse_pieces import Body, Sink, Step
+from .parse_scan import BLANKS, value_text
+
+_FUNCTION, _PARAMETER, _END_VALUE, _END = "<function=", "<parameter=", "</parameter>", "</function>"
+_LONGEST_NAME = 256
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class TaggedBody:
+    """One call in tags; each argument is passed on when it is complete."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._step = self._tag
+        self._wanted: tuple[str, ...] = (_FUNCTION,)
+        self._marker = ""  # how much of a tag was read
+        self._name: list[str] = []
+        self._function = ""
+        self._key = ""
+        self._value: list[str] = []
+        self._seen: set[str] = set()
+
+    def step(self, char: str) -> Step:
+        return self._step(char)
+
+    def _tag(self, char: str) -> Step:
+        """Blanks, and then one of the tags that may stand here."""
+        if not self._marker and char in BLANKS:
+            return Step.MORE
+        text = self._marker + char
+        if not any(tag.startswith(text) for tag in self._wanted):
+            return Step.FAILED
+        self._marker = text
+        if text not in self._wanted:
+            return Step.MORE
+        self._marker = ""
+        if text == _END:
+            self._sink.arguments("}" if self._seen else self._opened("{}"))
+            self._sink.end()
+            return Step.DONE
+        self._step = self._naming
+        return Step.MORE
+
+    def _naming(self, char: str) -> Step:
+        if char != ">":
+            self._name.append(char)
+            return Step.MORE if len(self._name) <= _LONGEST_NAME and char not in "<\n" else Step.FAILED
+        name = "".join(self._name).strip(BLANKS)
+        self._name.clear()
+        if self._function:
+            self._key, self._step = name, self._valued
+            return Step.FAILED if name in self._seen or not name else Step.MORE
+        if self._sink.parameters(name) is None:
+            return Step.FAILED
+        self._function, self._step, self._wanted = name, self._tag, (_PARAMETER, _END)
+        return Step.MORE
+
+    def _valued(self, char: str) -> Step:
+        text = self._marker + char
+        self._marker = leaning(text, (_END_VALUE,))
+        self._value.append(text[: len(text) - len(self._marker)])
+        if self._marker == _END_VALUE:
+            self._argue("".join(self._value))
+            self._value.clear()
+            self._marker, self._step = "", self._tag
+        return Step.MORE
+
+    def _argue(self, text: str) -> None:
+        """Pass an argument on; the line ends next to its tags belong to them."""
+        key = json.dumps(self._key, ensure_ascii=False)
+        value = self._written(text.removeprefix("\n").removesuffix("\n"))
+        head = ", " if self._seen else self._opened("{")
+        self._seen.add(self._key)
+        self._sink.arguments(f"{head}{key}: {value}")
+
+    def _opened(self, text: str) -> str:
+        self._sink.start(self._function)
+        return text
+
+    def _written(self, text: str) -> str:
+        types = self._sink.parameters(self._function) or {}
+        plain = text.strip(BLANKS)
+        found = None if types.get(self._key) == "string" else value_text(_PYTHON.get(plain, plain))
+        return json.dumps(text, ensure_ascii=False) if found is None else found
+
+
+class JsonOrTags:
+    """What stands in `<tool_call>`: JSON in most families, tags in some."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._body: Body | None = None
+
+    def step(self, char: str) -> Step:
+        if self._body is None:
+            if char in BLANKS:
+                return Step.MORE
+            self._body = TaggedBody(self._sink) if char == "<" else JsonBody(self._sink, strict=False)
+        return self._body.step(char)
