@@ -11,7 +11,7 @@ from ..errors import ParamError
 from ..llm import AsyncStream, Delta, Reading
 from ..sampling.params import SamplingParams
 from .ask import grammar_of, messages_of, progress_of, sampling_of, terms_of, wants_progress
-from .counts import chat_logprobs, running_usage, usage_of
+from .counts import Count, chat_logprobs, running_usage, usage_of
 from .gate import Caller
 from .keep import keep
 from .refusal import Refused, refusal_of
@@ -135,10 +135,12 @@ async def whole(service: Service, talk: Talk) -> dict[str, Any]:
 class ChatStream:
     """A request's answers as chunks."""
 
-    def __init__(self, service: Service, talk: Talk, stream: AsyncStream) -> None:
+    def __init__(self, service: Service, talk: Talk, stream: AsyncStream, count: Count) -> None:
+        """`count` hears what the answers took."""
         self._service = service
         self._talk = talk
         self._stream = stream
+        self._count = count
         self._voices = [talk.listening.voice() for _ in range(talk.params.n)]
         self._head = envelope(service, "chat.completion.chunk", talk.name)
         options = talk.asked.stream_options
@@ -203,8 +205,9 @@ class ChatStream:
             for delta in ends:
                 if said := self._said(delta, **kept[delta.index]):
                     yield said
+        self._count(took := usage_of([done]))
         if self._usage:
-            yield event({**self._head, "choices": [], "usage": usage_of([done])})
+            yield event({**self._head, "choices": [], "usage": took})
 
 
 def _reason(voice: Voice, reason: str | None) -> str | None:

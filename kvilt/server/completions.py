@@ -11,7 +11,7 @@ from ..errors import ParamError
 from ..llm import AsyncStream, Completion, Delta, Reading
 from ..sampling.params import SamplingParams
 from .ask import progress_of, sampling_of, terms_of, wants_progress
-from .counts import running_usage, usage_of
+from .counts import Count, running_usage, usage_of
 from .gate import Caller
 from .keep import keep
 from .merge import merged
@@ -150,10 +150,12 @@ async def open_streams(service: Service, prompts: Prompts) -> list[AsyncStream]:
 class CompletionStream:
     """A request's answers as chunks."""
 
-    def __init__(self, service: Service, prompts: Prompts, streams: Sequence[AsyncStream]) -> None:
+    def __init__(self, service: Service, prompts: Prompts, streams: Sequence[AsyncStream], count: Count) -> None:
+        """`count` hears what the answers took."""
         self._service = service
         self._prompts = prompts
         self._streams = streams
+        self._count = count
         self._head = envelope(service, "text_completion", prompts.name)
         options = prompts.asked.stream_options
         self._usage = bool(options and options.include_usage)
@@ -221,5 +223,6 @@ class CompletionStream:
             for delta in ends:
                 if said := self._said(0, delta, **kept.get(delta.index, {})):
                     yield said
+        self._count(took := usage_of(done))
         if self._usage:
-            yield event({**self._head, "choices": [], "usage": usage_of(done)})
+            yield event({**self._head, "choices": [], "usage": took})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..llm import Completion, Reading, Usage
@@ -11,6 +11,7 @@ from ..sampling.sampler import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
+Count = Callable[[Mapping[str, Any]], None]
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:

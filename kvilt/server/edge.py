@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from .counters import HTTP_REQUESTS, HTTP_SECONDS
 from .gate import Keys, check_host, check_origin
 from .refusal import ClientGone, Refused, draining, internal
 from .service import Service
+from .spans import ended, span
 
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("kvilt.access")
@@ -53,6 +55,7 @@ class Visit:
     began_s: float = field(default_factory=time.perf_counter)
     origin: str | None = None
     status: int = 0  # 0: nothing was answered
+    span: Any = None
 
 
 class Edge:
@@ -73,7 +76,10 @@ class Edge:
             return
         headers = Headers(scope=scope)
         visit = Visit(scope, headers, _request_id(headers))
-        outward = self._outward(visit, send)
+        with span(scope, headers, visit.id) as visit.span:
+            await self._visited(visit, receive, self._outward(visit, send))
+
+    async def _visited(self, visit: Visit, receive: Receive, outward: Send) -> None:
         try:
             await self._serve(visit, receive, outward)
         except ClientGone:
@@ -83,7 +89,7 @@ class Edge:
         except Exception:
             _log.exception("request %s failed outside its route", visit.id)
             if not visit.status:
-                await internal().response()(scope, receive, outward)
+                await internal().response()(visit.scope, receive, outward)
         finally:
             self._note(visit)
 
@@ -159,6 +165,7 @@ class Edge:
         method = visit.scope["method"] if visit.scope["method"] in _METHODS else "other"
         self._metrics.add(HTTP_REQUESTS, route=route, method=method, status=str(visit.status or 499))
         self._metrics.observe(HTTP_SECONDS, took_s, route=route)
+        ended(visit.span, route, visit.status or 499)
         # %r: what a client wrote must not begin a line of its own.
         path = visit.scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
         client = (visit.scope.get("client") or ("-",))[0]

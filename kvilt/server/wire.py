@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from .settings import ServeConfig
 _MAX_HEADER_BYTES = 1 << 16
 # Little is buffered for a reader who does not read, so that its request is held early.
 _WRITE_BUFFER_BYTES = 1 << 14
+_SEND_BUFFER_BYTES = 1 << 16
 
 
 def protocol_of(settings: ServeConfig) -> type[HttpToolsProtocol]:
@@ -39,6 +41,8 @@ class Wire(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        if (own := transport.get_extra_info("socket")) is not None:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if len(self.connections) > self.limits.max_connections:
             self._answer(Refused(503, "too many connections are open", code="busy", headers={"retry-after": "5"}))
         else:

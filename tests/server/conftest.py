@@ -30,7 +30,7 @@ def executor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = write_tiny(
         tmp_path_factory.mktemp("served"), vocab_size=tokenizer.vocab_size, max_position_embeddings=CONTEXT
     )
-    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend="reference", threads=1))
 
 
 @pytest.fixture(scope="module")

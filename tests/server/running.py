@@ -50,7 +50,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options: Any) -> httpx.Client:
-        return self._closed(httpx.Client(base_url=self.url, timeout=60, **options))
+        return self._closed(httpx.Client(base_url=self.url, **{"timeout": 60, **options}))
 
     def openai(self, api_key: str = KEY) -> openai.OpenAI:
         if api_key not in self.talking:

@@ -29,7 +29,9 @@ def connected(server: Running, **options: int) -> Iterator[socket.socket]:
 
 def request(body: bytes, path: str = "/v1/chat/completions", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -69,17 +71,16 @@ def test_slow_bodies_end_a_request(start: Start) -> None:
 
 
 def test_bytes_that_trickle_in_harm_nobody(start: Start) -> None:
-    with start(body_timeout_s=30) as server, server.http() as http:
-        with connected(server) as a, connected(server) as b:
-            body = json.dumps(CHAT).encode()
+    with start(body_timeout_s=30) as server, server.http() as http, connected(server) as a, connected(server) as b:
+        body = json.dumps(CHAT).encode()
+        for one in (a, b):
+            one.sendall(request(b"", length=len(body)))
+        for byte in body:
             for one in (a, b):
-                one.sendall(request(b"", length=len(body)))
-            for byte in body:
-                for one in (a, b):
-                    one.sendall(bytes([byte]))
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-            for one in (a, b):
-                assert b" 200 " in one.recv(65536)
+                one.sendall(bytes([byte]))
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        for one in (a, b):
+            assert b" 200 " in one.recv(65536)
 
 
 def test_headers_without_end_are_refused(start: Start) -> None:
@@ -103,11 +104,10 @@ def test_what_is_no_http_is_refused_in_our_shape(server: Running) -> None:
 
 def test_connections_are_limited(start: Start) -> None:
     with start(max_connections=3) as server:
-        with connected(server), connected(server), connected(server):
-            with connected(server) as fourth:
-                answer = rest(fourth)
-                assert b" 503 " in answer
-                assert b"retry-after" in answer
+        with connected(server), connected(server), connected(server), connected(server) as fourth:
+            answer = rest(fourth)
+            assert b" 503 " in answer
+            assert b"retry-after" in answer
         until(lambda: not server.listener.server_state.connections)
         with server.http() as http:
             assert http.get("/health").status_code == 200

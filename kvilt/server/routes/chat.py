@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,6 +11,7 @@ from ..chat import ChatStream, ready, whole
 from ..respond import json_response
 from ..schema.answers import ChatCompletion
 from ..schema.chat import ChatRequest
+from ..spans import answered, tell
 from ..sse import EventStream, unless_gone
 from .common import ASKING, Here, StrictRoute, Who
 
@@ -23,7 +25,11 @@ _OK: dict[int | str, dict[str, Any]] = {
 async def chat(asked: ChatRequest, request: Request, service: Here, caller: Who) -> Response:
     """Answer a conversation."""
     talk = await ready(service, asked, caller)
+    tell(request.scope, "chat", service.model, talk.params)
+    count = partial(answered, request.scope)
     if not asked.stream:
-        return json_response(await unless_gone(request.receive, whole(service, talk)))
+        done = await unless_gone(request.receive, whole(service, talk))
+        count(done["usage"])
+        return json_response(done)
     stream = await service.llm.stream_chat(talk.messages, talk.params, **talk.given())
-    return EventStream(ChatStream(service, talk, stream).events(), service.config.keep_alive_s)
+    return EventStream(ChatStream(service, talk, stream, count).events(), service.config.keep_alive_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,6 +11,7 @@ from ..completions import CompletionStream, open_streams, ready, whole
 from ..respond import json_response
 from ..schema.answers import TextCompletion
 from ..schema.completion import CompletionRequest
+from ..spans import answered, tell
 from ..sse import EventStream, unless_gone
 from .common import ASKING, Here, StrictRoute, Who
 
@@ -23,7 +25,11 @@ _OK: dict[int | str, dict[str, Any]] = {
 async def completions(asked: CompletionRequest, request: Request, service: Here, caller: Who) -> Response:
     """Continue a prompt, or several."""
     prompts = await ready(service, asked, caller)
+    tell(request.scope, "text_completion", service.model, prompts.params)
+    count = partial(answered, request.scope)
     if not asked.stream:
-        return json_response(await unless_gone(request.receive, whole(service, prompts)))
+        done = await unless_gone(request.receive, whole(service, prompts))
+        count(done["usage"])
+        return json_response(done)
     streams = await open_streams(service, prompts)
-    return EventStream(CompletionStream(service, prompts, streams).events(), service.config.keep_alive_s)
+    return EventStream(CompletionStream(service, prompts, streams, count).events(), service.config.keep_alive_s)
