@@ -263,6 +263,24 @@ def test_who_waits_for_a_beginning_goes_on_alone_when_it_does_not_come(why: str)
     assert len(here.ended) == 2
 
 
+def test_who_waits_for_a_beginning_waits_for_nobody_who_gave_way() -> None:
+    here = kitchen(pages=6, step_tokens=4, max_rows=3)
+    here.add("z", [9], 16)
+    here.step()
+    here.step()
+    here.add("a", [1] * 16, 2)
+    here.step()
+    waiter = here.add("b", [1] * 16, 2)
+    gone: list[tuple[str, bool]] = []
+    while here.scheduler.ready:
+        waited = waiter.awaits is not None
+        gone += [(one.sample.request, waited) for one in here.step().preempted]
+    assert ("a", True) in gone, "the one that computed it gave way meanwhile"
+    assert here.ended == {
+        (name, 0): alone(text, new) for name, text, new in (("z", [9], 16), ("a", [1] * 16, 2), ("b", [1] * 16, 2))
+    }
+
+
 def test_the_last_in_order_gives_its_pages_up_and_comes_back() -> None:
     here = kitchen(pages=6, index=False)
     here.add("a", [1] * 8, 8)
