@@ -50,7 +50,7 @@ class Ear:
     def hear(self, event: Event) -> bool:
         if isinstance(event, Token):
             self.tokens.append(event.token)
-        else:
+        elif isinstance(event, Ended):
             assert self.end is None, "a sample ends once"
             self.end = event
         return False
