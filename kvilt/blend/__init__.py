@@ -1,0 +1,13 @@
+"""CacheBlend: reuse the KV of a text anywhere in a prompt, and compute again what depends most on what is before it.
+
+Returns rows and never calls `run`. The names here are the public interfaces, on plain tensors.
+"""
+
+from .interfaces import BlendExecutor as BlendExecutor
+from .interfaces import BlendOutput as BlendOutput
+from .interfaces import BlendRetriever as BlendRetriever
+from .interfaces import BlendRetrieverResult as BlendRetrieverResult
+from .interfaces import BlendRetrieverTask as BlendRetrieverTask
+from .retriever import StoreRetriever as StoreRetriever
+from .selective import SelectiveBlend as SelectiveBlend
+from .turn import Turn as Turn

@@ -1,0 +1,110 @@
+"""The retriever over the store: segments of prompts by their exact tokens, layers as they load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, StoreMiss
+from ..kv.identity import Identity
+from ..store.address import DTYPES, Form
+from ..store.loading import Loading
+from ..store.store import Store
+from .interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One segment: where it stands among all tokens, and its KV on its way."""
+
+    start: int
+    stop: int
+    loading: Loading
+
+
+class StoredTask(BlendRetrieverTask):
+    """Segments on their way out of the store. Keys come unrotated, so their original positions are 0."""
+
+    def __init__(self, pieces: Sequence[_Piece], total: int, form: Form, device: torch.device) -> None:
+        self._pieces = pieces
+        self._total = total
+        self._form = form
+        self._device = device
+        self._hits: list[_Piece] | None = None
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        """One layer; StoreMiss where a segment whose first layers were there turns out to be damaged or late."""
+        if not 0 <= layer_id < len(self._form):
+            raise InputError(f"layer {layer_id} does not exist; this model has layers 0 to {len(self._form) - 1}")
+        valid = torch.zeros(self._total, dtype=torch.uint8)
+        origins = torch.zeros(self._total, dtype=torch.int64, device=self._device)
+        hits = self._found(layer_id)
+        if not hits:
+            return BlendRetrieverResult(None, None, valid, origins)
+        form = self._form[layer_id]
+        k, v = (self._room(form.heads, dim, form.dtype) for dim in (form.key_dim, form.value_dim))
+        for piece in hits:
+            layer, span = piece.loading.layer(layer_id), slice(piece.start, piece.stop)
+            k[span], v[span], valid[span] = layer.keys.to(k), layer.values.to(v), 1
+        return BlendRetrieverResult(k, v, valid, origins)
+
+    def _room(self, heads: int, dim: int, dtype: str) -> Tensor:
+        return torch.empty((self._total, heads, dim), dtype=DTYPES[dtype], device=self._device)
+
+    def _found(self, layer_id: int) -> list[_Piece]:
+        """The segments that are there; settled by the first layer that is asked for."""
+        if self._hits is None:
+            self._hits = [piece for piece in self._pieces if _has(piece.loading, layer_id)]
+        return self._hits
+
+
+class StoreRetriever(BlendRetriever):
+    """Segments of one model's prompts from one store."""
+
+    def __init__(self, store: Store, identity: Identity, form: Form, device: torch.device = _CPU) -> None:
+        if any(one.scaled for one in form):
+            raise InputError("chunks are kept as floats; give the form of a float dtype")
+        self._store = store
+        self._identity = identity
+        self._form = form
+        self._device = device
+
+    def new_request(self, full_prompts: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> StoredTask:
+        if len(full_prompts) != len(indices):
+            raise InputError(f"{len(indices)} lists of indices were given for {len(full_prompts)} prompts")
+        pieces, total = [], 0
+        for prompt, starts in zip(full_prompts, indices, strict=True):
+            ids = _ids(prompt)
+            for start, stop in _segments(starts, len(ids)):
+                loading = self._store.open_chunk(self._identity, ids[start:stop], self._form)
+                pieces.append(_Piece(total + start, total + stop, loading))
+            total += len(ids)
+        return StoredTask(pieces, total, self._form, self._device)
+
+
+def _has(loading: Loading, layer_id: int) -> bool:
+    try:
+        loading.layer(layer_id)
+    except StoreMiss:
+        return False
+    return True
+
+
+def _ids(prompt: Tensor) -> list[int]:
+    if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+        raise InputError("a prompt is a 1-D tensor of token ids")
+    return [int(token) for token in prompt.tolist()]
+
+
+def _segments(starts: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Where the segments of a prompt begin and end; empty ones are left out."""
+    cuts = [0, *starts, length]
+    if any(b < a for a, b in pairwise(cuts)):
+        raise InputError(f"segments must start in order and inside the {length} tokens of the prompt, not at {starts}")
+    return [(a, b) for a, b in pairwise(cuts) if b > a]

@@ -1,0 +1,117 @@
+"""The paper's blender on long tensors: fresh values up to a check layer, a choice there, retrieved values behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, ParamError
+from ..models.spec import Rope
+from .interfaces import BlendExecutor, BlendOutput
+from .select import deviations, merge, select
+from .turn import Turn, as_turns
+
+
+class SelectiveBlend(BlendExecutor):
+    """Selects by deviation of values at `check_layer`. One object for each forward batch."""
+
+    def __init__(
+        self, ropes: Sequence[Turn | Rope], ratio: float = 0.15, check_layer: int = 1, unrotated: bool = False
+    ) -> None:
+        """`ropes` has one entry for each layer; `unrotated` says that retrieved keys were never rotated."""
+        if not 0 <= ratio <= 1:
+            raise ParamError("ratio", f"must be between 0 and 1, not {ratio!r}")
+        if not 0 <= check_layer < len(ropes):
+            raise ParamError("check_layer", f"must be one of the layers 0 to {len(ropes) - 1}, not {check_layer!r}")
+        self._turns = as_turns(ropes)
+        self._ratio = ratio
+        self._check_layer = check_layer
+        self._unrotated = unrotated
+        self._layer = -1
+        self._places = torch.empty(0, dtype=torch.int64)  # of all tokens, in the input
+        self._chosen = torch.empty(0, dtype=torch.int64)  # rows of the selected tokens among all of them
+
+    def blend(
+        self,
+        layer_id: int,
+        retrieved_k: Tensor | None,
+        retrieved_v: Tensor | None,
+        valid_mask: Tensor,
+        original_positions: Tensor,
+        fresh_q: Tensor,
+        fresh_k: Tensor,
+        fresh_v: Tensor,
+        positions: Tensor,
+        query_start_loc: Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        self._check(layer_id, positions, valid_mask, (fresh_q, fresh_k, fresh_v), token_dim)
+        everything = torch.arange(len(positions), device=fresh_q.device)
+        if layer_id < self._check_layer:
+            return BlendOutput(fresh_q, fresh_k, fresh_v, positions, everything, None)
+        valid = valid_mask.bool() if retrieved_k is not None else torch.zeros(len(valid_mask), dtype=torch.bool)
+        if layer_id == self._check_layer:
+            return self._select(retrieved_v, valid, fresh_q, fresh_k, fresh_v, query_start_loc, token_dim)
+        missing = ~valid
+        missing[self._chosen.cpu()] = False
+        if bool(missing.any()):
+            raise InputError(f"layer {layer_id} lacks KV that the check layer had; compute this batch again without it")
+        k, v = fresh_k, fresh_v
+        if retrieved_k is not None and retrieved_v is not None:
+            moved = self._moved(layer_id, retrieved_k, original_positions)
+            k, v = (self._long(*pair, token_dim) for pair in ((moved, fresh_k), (retrieved_v, fresh_v)))
+        return BlendOutput(fresh_q, k, v, positions, everything, None)
+
+    def _select(
+        self,
+        retrieved_v: Tensor | None,
+        valid: Tensor,
+        fresh_q: Tensor,
+        fresh_k: Tensor,
+        fresh_v: Tensor,
+        query_start_loc: Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        scores = torch.zeros(len(valid))
+        if retrieved_v is not None:
+            fresh = fresh_v.movedim(token_dim, 0)
+            scores = deviations(fresh, retrieved_v.reshape(fresh.shape), valid).cpu()
+        starts = query_start_loc.tolist()
+        self._chosen = select(scores, valid, self._ratio, starts).to(fresh_q.device)
+        counts = [int(((self._chosen >= a) & (self._chosen < b)).sum()) for a, b in pairwise(starts)]
+        short = torch.tensor([0, *counts]).cumsum(0).to(query_start_loc)
+        q = fresh_q.index_select(token_dim, self._chosen)
+        at = self._chosen.to(self._places.device)
+        return BlendOutput(q, fresh_k, fresh_v, self._places[at], self._chosen, short)
+
+    def _moved(self, layer_id: int, keys: Tensor, original: Tensor) -> Tensor:
+        places, turn = self._places.to(keys.device), self._turns[layer_id]
+        if self._unrotated:
+            return turn.place(keys, places)
+        return turn.move(keys, original.to(keys.device), places)
+
+    def _long(self, retrieved: Tensor, fresh: Tensor, token_dim: int) -> Tensor:
+        short = fresh.movedim(token_dim, 0)
+        long = merge(retrieved.reshape(len(retrieved), *short.shape[1:]).to(fresh), short, self._chosen)
+        return long.movedim(0, token_dim)
+
+    def _check(
+        self, layer_id: int, positions: Tensor, valid: Tensor, fresh: tuple[Tensor, Tensor, Tensor], token_dim: int
+    ) -> None:
+        if layer_id != self._layer + 1 or layer_id >= len(self._turns):
+            raise InputError(f"layers are blended in order: {self._layer + 1} comes next, not {layer_id}")
+        self._layer = layer_id
+        if layer_id == 0:
+            self._places = positions.clone()
+        expected = self._places
+        if layer_id > self._check_layer:
+            expected = self._places[self._chosen.to(self._places.device)]
+        if not torch.equal(positions, expected):
+            raise InputError("positions must be those that the last layer handed out")
+        if len(valid) != len(self._places):
+            raise InputError(f"the mask has {len(valid)} tokens and the batch {len(self._places)}")
+        if any(one.shape[token_dim] != len(positions) for one in fresh):
+            raise InputError(f"fresh tensors must have {len(positions)} tokens on axis {token_dim}")

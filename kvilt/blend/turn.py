@@ -1,0 +1,74 @@
+"""Keys brought to another position: rotation with a model's own tables, for every kind of rope.
+
+Keys that were never rotated are turned once. Keys that were rotated elsewhere are turned on by the difference, and keep
+the magnitude that YaRN and longrope gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models.rope import frequencies, magnitude
+from ..models.spec import ModelSpec, NoRope, Rope, RopeSpec
+from ..ops.contract import Ops, Rotation
+from ..ops.reference import ReferenceOps
+
+_MATH = ReferenceOps()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How one layer rotates its keys."""
+
+    rope: Rope
+    last: bool = False  # the rotated dimensions are the last ones of a key, as in latent attention
+
+    def place(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [tokens, heads, dim] that were never rotated, as they are at `positions`."""
+        if isinstance(self.rope, NoRope):
+            return keys
+        angles = _angles(self.rope, positions).float()
+        return self._rotate(keys, angles, magnitude(self.rope))
+
+    def move(self, keys: Tensor, original: Tensor, positions: Tensor) -> Tensor:
+        """Keys that were rotated at `original`, as they are at `positions`."""
+        if isinstance(self.rope, NoRope):
+            return keys
+        return self._rotate(keys, _angles(self.rope, positions) - _angles(self.rope, original), 1.0)
+
+    def _rotate(self, keys: Tensor, angles: Tensor, growth: float) -> Tensor:
+        assert isinstance(self.rope, RopeSpec)
+        cos, sin = ((angle * growth).float() for angle in (angles.cos(), angles.sin()))
+        rotation = Rotation(cos, sin, self.rope.pairing)
+        if not self.last:
+            return _MATH.rotate(keys.float(), rotation).to(keys.dtype)
+        still, turned = keys[..., : -self.rope.dims], keys[..., -self.rope.dims :]
+        return torch.cat((still, _MATH.rotate(turned.float(), rotation).to(keys.dtype)), dim=-1)
+
+
+def turns(spec: ModelSpec) -> tuple[Turn, ...]:
+    """How each layer of a model rotates."""
+    return tuple(Turn(layer.attention.rope) for layer in spec.layers)
+
+
+def rotations(spec: ModelSpec, positions: Tensor, ops: Ops) -> Mapping[Rope, Rotation]:
+    """What a backend's `write` needs to place keys: the same tables as in a forward."""
+    ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
+    return {
+        rope: ops.rotation(positions, frequencies(rope), magnitude(rope), rope.pairing)
+        for rope in ropes
+        if isinstance(rope, RopeSpec)
+    }
+
+
+def as_turns(ropes: Sequence[Turn | Rope]) -> tuple[Turn, ...]:
+    return tuple(one if isinstance(one, Turn) else Turn(one) for one in ropes)
+
+
+def _angles(rope: RopeSpec, positions: Tensor) -> Tensor:
+    """The angles a model rotates by, as it rounds them, in float64: so that differences of them are exact."""
+    return (positions.float().unsqueeze(1) * frequencies(rope).to(positions.device)).double()
