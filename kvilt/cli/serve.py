@@ -15,16 +15,16 @@ from .progress import bars
 
 if TYPE_CHECKING:
     from ..server.listen import Listener
+    from ..server.settings import ServeConfig
 
 
 def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: dict[str, Any]) -> None:
     """Load a model and serve it until a signal ends the process."""
     try:
         from ..server.listen import serve as listen
-        from ..server.settings import ServeConfig
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
-    settings = ServeConfig(**_settings(model, options))
+    settings = settings_of(model, options)
     chosen = EngineConfig(**{name: value for name, value in engine.items() if value is not None})
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
@@ -41,19 +41,21 @@ def _ready(listener: Listener) -> None:
     print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
 
 
-def _settings(model: str, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(model: str, options: dict[str, Any]) -> ServeConfig:
     """The options as the server's settings, with keys from files and the environment."""
+    from ..server.settings import ServeConfig
+
     names = tuple(options["served_model_name"]) or (default_name(model),)
     keys = (*options["api_key"], *_read_keys(options["api_key_file"]), *env_api_keys())
     same = ("host", "port", "admin_key", "grace_s", "max_body_bytes", "max_connections", "keep_alive_s")
-    return {
-        "names": names,
-        "api_keys": tuple(dict.fromkeys(keys)),
-        "allowed_hosts": tuple(options["allowed_host"]),
-        "cors_origins": tuple(options["cors_origin"]),
-        "kv_dir": Path(options["kv_dir"]) if options["kv_dir"] else None,
+    return ServeConfig(
+        names=names,
+        api_keys=tuple(dict.fromkeys(keys)),
+        allowed_hosts=tuple(options["allowed_host"]),
+        cors_origins=tuple(options["cors_origin"]),
+        kv_dir=Path(options["kv_dir"]) if options["kv_dir"] else None,
         **{name: options[name] for name in same},
-    }
+    )
 
 
 def default_name(model: str) -> str:

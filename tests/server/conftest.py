@@ -30,7 +30,9 @@ def executor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = write_tiny(
         tmp_path_factory.mktemp("served"), vocab_size=tokenizer.vocab_size, max_position_embeddings=CONTEXT
     )
-    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend="reference", threads=1))
+    made = load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+    made.close = lambda: None  # type: ignore[method-assign]  # it outlives each server
+    return made
 
 
 @pytest.fixture(scope="module")

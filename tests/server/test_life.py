@@ -132,7 +132,7 @@ def test_a_full_queue_says_when_to_ask_again(start: Start, slowed: threading.Eve
 def test_a_pool_that_is_too_small_preempts_and_says_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Eight requests whose KV does not fit at once: all are answered, as each is alone."""
     folder = write_tiny(tmp_path, vocab_size=tokenizer.vocab_size, max_position_embeddings=512)
-    small = load_executor(folder, RunConfig(kv_memory=1 << 18, backend="reference", threads=1))
+    small = load_executor(folder, RunConfig(kv_memory=1 << 18, backend="native", threads=1))
     asked = [{**LONG, "prompt": [7 + i] * 100, "max_tokens": 120, "temperature": 0} for i in range(16)]
     assert small.pool.pages * small.layout.page_tokens < 16 * 220
     with running(small, tokenizer) as server:

@@ -1,0 +1,219 @@
+"""`kvilt serve` as a process: it drains on SIGTERM, loses no request, and a killed one leaves nothing in the way."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from running import until
+from tiny import write_tiny
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from kvilt.cli.main import app
+from kvilt.cli.options import SERVER
+from kvilt.cli.serve import default_name, settings_of
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder, with a vocabulary of bytes."""
+    folder = write_tiny(tmp_path_factory.mktemp("model"), vocab_size=256, max_position_embeddings=1024)
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Core(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Process:
+    """A server that runs by itself."""
+
+    def __init__(self, *options: str, port: int = 0) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "kvilt.cli.main",
+            "serve",
+            "--port",
+            str(port),
+            "--threads",
+            "1",
+            "--backend",
+            "reference",
+            *options,
+        ]
+        self.own = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.own.stderr is not None
+        self.said: list[str] = []
+        for line in self.own.stderr:
+            self.said.append(line)
+            if found := re.search(r"is served at (http://\S+)", line):
+                self.url = found[1]
+                break
+        else:
+            self.own.wait()
+            self.own.stderr.close()
+            raise AssertionError("".join(self.said))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.own.stderr is not None
+        self.said.extend(self.own.stderr)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def wait(self) -> int:
+        code = self.own.wait(120)
+        self._reader.join(10)
+        assert self.own.stderr is not None
+        self.own.stderr.close()
+        return code
+
+
+@contextmanager
+def process(*options: str, port: int = 0) -> Iterator[Process]:
+    one = Process(*options, port=port)
+    try:
+        yield one
+    finally:
+        if one.own.poll() is None:
+            one.own.kill()
+        one.wait()
+
+
+def test_sigterm_under_load_loses_no_request(model: Path) -> None:
+    """Eight clients in flight, streaming or not: after the signal all of them get all of their tokens, and it ends."""
+    with process("--model", str(model), "--grace-s", "60") as server:
+        answers: list[httpx.Response] = []
+        streaming = threading.Semaphore(0)
+
+        def ask(stream: bool) -> None:
+            with server.http() as http, http.stream("POST", "/v1/completions", json={**LONG, "stream": stream}) as got:
+                streaming.release()
+                got.read()
+                answers.append(got)
+
+        threads = [threading.Thread(target=ask, args=(index % 2 == 0,)) for index in range(8)]
+        with server.http() as http:
+            for thread in threads:
+                thread.start()
+            until(lambda: running(http) >= 8)
+            server.own.send_signal(signal.SIGTERM)
+            for thread in threads:
+                thread.join(60)
+        assert [answer.status_code for answer in answers] == [200] * 8
+        for answer in answers:
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                chunks = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+                assert chunks[-1] == "[DONE]"
+                assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+            else:
+                assert answer.json()["usage"]["completion_tokens"] == 200
+        assert server.wait() == 0
+        assert "Traceback" not in "".join(server.said)
+
+
+def running(http: httpx.Client) -> int:
+    return int(float(re.search(r"^kvilt_num_requests_running (\S+)", http.get("/metrics").text, re.M)[1]))  # type: ignore[index]
+
+
+def test_a_second_signal_ends_at_once(model: Path) -> None:
+    with process("--model", str(model), "--grace-s", "600") as server:
+        thread = threading.Thread(target=abandoned, args=(server,))
+        thread.start()
+        with server.http() as http:
+            until(lambda: running(http) >= 1)
+        server.own.send_signal(signal.SIGINT)
+        until(lambda: "shutting down" in "".join(server.said))
+        server.own.send_signal(signal.SIGINT)
+        server.wait()
+        thread.join(30)
+
+
+def abandoned(server: Process) -> None:
+    try:
+        with server.http() as http:
+            http.post("/v1/completions", json={**LONG, "max_tokens": 900, "n": 64})
+    except httpx.HTTPError:
+        pass
+
+
+def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path) -> None:
+    """Same port, same folder of saved KV: what was saved is there, and what was being written is not in the way."""
+    options = ("--model", str(model), "--kv-dir", str(tmp_path), "--api-key", "k1")
+    headers = {"authorization": "Bearer k1"}
+    with process(*options) as server:
+        port = server.port
+        with server.http() as http:
+            made = http.post("/v1/kv", json={"prompt": "Once upon a time " * 20}, headers=headers).json()
+            assert http.post(f"/v1/kv/{made['id']}/save", json={"name": "a"}, headers=headers).status_code == 200
+        thread = threading.Thread(target=abandoned, args=(server,))
+        thread.start()
+        server.own.kill()
+        assert server.wait() == -signal.SIGKILL
+        thread.join(30)
+    with process(*options, port=port) as again, again.http() as http:
+        assert again.port == port
+        back = http.post("/v1/kv/restore", json={"name": "a"}, headers=headers).json()
+        assert back["tokens"] == made["tokens"]
+        assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}, headers=headers).status_code == 200
+
+
+def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("# ours\nsk-file  # alice\n\nsk-option\n")
+    monkeypatch.setenv("KVILT_API_KEY", "sk-env, sk-other")
+    given = {name: option.default for name, option in SERVER.options.items()}
+    made = settings_of("smollm2", {**given, "api_key": ["sk-option"], "api_key_file": str(tmp_path / "keys")})
+    assert made.api_keys == ("sk-option", "sk-file", "sk-env", "sk-other")
+    assert made.names == ("smollm2",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "99999"], "port"),
+        (["--grace-s", "-1"], "grace_s"),
+        (["--log-level", "loud"], "log_level"),
+        (["--api-key", "a b"], "api_key"),
+        (["--api-key-file", "/nonexistent"], "api_key_file"),
+        (["--allowed-host", "http://x"], "allowed_host"),
+        (["--max-rows", "0"], "max_rows"),
+    ],
+)
+def test_wrong_options_are_named_before_a_model_is_loaded(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "--model", "/nonexistent", *options])
+    assert done.exit_code != 0
+    assert message in done.output
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2", "smollm2"),
+        ("/home/me/Tiny-1.Q4.gguf", "Tiny-1.Q4"),
+        ("hf:org/name", "org/name"),
+        ("./a/", "a"),
+    ],
+)
+def test_a_model_is_never_called_by_its_path(model: str, name: str) -> None:
+    assert default_name(model) == name
