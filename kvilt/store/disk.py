@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -125,6 +125,10 @@ class Disk:
     def discard(self, key: bytes) -> None:
         self._files.unlink(self._place(key))
         self._with_index(lambda index: index.remove([key]))
+
+    def every_key(self) -> Iterator[bytes]:
+        for shard in range(256):
+            yield from sorted(self._listed(shard))
 
     def usage(self) -> Usage:
         return self._with_index(lambda index: index.usage())

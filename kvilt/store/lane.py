@@ -85,13 +85,15 @@ class Lane:
             threading.Thread(target=self._probe, args=(direction,), name="kvilt-store-probe", daemon=True).start()
         return False
 
-    def read(self, priority: int, work: Callable[[], None]) -> None:
-        """Let a reader thread do this, smaller priorities first."""
+    def read(self, priority: int, work: Callable[[], None]) -> bool:
+        """Let a reader thread do this, smaller priorities first; False once the lane is closed."""
         with self._change:
-            if not self._closed:
-                heapq.heappush(self._reads, (priority, next(self._order), work))
-                self._start()
-                self._change.notify_all()
+            if self._closed:
+                return False
+            heapq.heappush(self._reads, (priority, next(self._order), work))
+            self._start()
+            self._change.notify_all()
+            return True
 
     def ask(self, question: Callable[[Tier], T]) -> Future[T]:
         """The answer of the tier to a question, from a reader thread."""
@@ -104,7 +106,8 @@ class Lane:
                 except BaseException as error:
                     future.set_exception(error)
 
-        self.read(-1, work)
+        if not self.read(-1, work):
+            future.set_exception(StoreError("closed", "the store is closed"))
         return future
 
     def guarded(self, direction: str, work: Callable[[], T]) -> T:

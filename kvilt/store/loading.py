@@ -168,11 +168,13 @@ class Loading:
         while self._lane + 1 < len(self._terms.lanes):
             self._lane += 1
             lane = self._terms.lanes[self._lane]
+            reason = "down"
             if lane.open_to("read"):
-                lane.read(self._next, self._step)
-                return
-            self._doubt = self._doubt or "down"
-            self._terms.metrics.add(REFUSED, tier=lane.name, reason="down")
+                if lane.read(self._next, self._step):
+                    return
+                reason = "closed"
+            self._doubt = self._doubt or reason
+            self._terms.metrics.add(REFUSED, tier=lane.name, reason=reason)
         self._fail(self._doubt or "absent")
 
     def _step(self) -> None:
@@ -191,10 +193,10 @@ class Loading:
         else:
             if not more:
                 self._next_lane()
-            elif self._next < len(self._layers):
-                lane.read(self._next, self._step)
-            else:
+            elif self._next == len(self._layers):
                 self._close_reader()
+            elif not lane.read(self._next, self._step):
+                self._refused(lane, StoreError("closed", "the store is closed"))
 
     def _begin(self) -> bool:
         """Open the record and settle every doubt about its header; False where there is none."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ..errors import BlobError
-from .address import FORMAT, Address, Form, LayerForm
+from ..kv.identity import Identity
+from .address import FORMAT, Address, Form, Kind, LayerForm, tenant_of
 from .codecs import Codec, Data
 from .layer import LayerKV
 
@@ -120,6 +121,14 @@ def read_content(read: Read, header: Header, address: Address) -> None:
     if any(first > needed for first, needed in zip(header.firsts, address.firsts, strict=True)):
         raise BlobError("span", "a part of what is asked for is not in this record")
     _same("tokens", bytes(read_piece(read, header.content)), address.content)
+
+
+def read_tokens(read: Read, header: Header, kind: Kind, identity: Identity) -> bytes | None:
+    """The tokens of a record, if it is of this kind and identity."""
+    names = tuple(getattr(identity, name) for name in _IDENTITY)
+    if (header.kind, header.names, header.tenant) != (kind.value, names, tenant_of(identity.salt)):
+        return None
+    return bytes(read_piece(read, header.content))
 
 
 def read_layer(read: Read, header: Header, codec: Codec, layer: int) -> tuple[Data, LayerKV]:

@@ -212,6 +212,12 @@ class Redis:
         with explained():
             self._forget([self._prefix], [key.hex()])
 
+    def every_key(self) -> Iterator[bytes]:
+        with explained():
+            for text in self._texts():
+                with suppress(ValueError):
+                    yield bytes.fromhex(text.decode("ascii"))
+
     def usage(self) -> Usage:
         return Usage(*self._numbers(lambda: self._usage([self._prefix])))
 
@@ -224,8 +230,8 @@ class Redis:
         """Let the index know all records that are there."""
         with explained():
             found: list[bytes] = []
-            for name in self._client.scan_iter(match=_literal(self._prefix) + "r:*", count=1000):
-                found.append(name[len(self._prefix) + 2 :])
+            for text in self._texts():
+                found.append(text)
                 if len(found) == 256:
                     self._know(found)
                     found = []
@@ -236,6 +242,11 @@ class Redis:
         for pool in (self._read_pool, self._write_pool):
             with suppress(Exception):
                 pool.disconnect()
+
+    def _texts(self) -> Iterator[bytes]:
+        """The names of all records, without what they have in common."""
+        for name in self._client.scan_iter(match=_literal(self._prefix) + "r:*", count=1000):
+            yield name[len(self._prefix) + 2 :]
 
     def _know(self, keys: Sequence[bytes]) -> None:
         """Add records to the index; whose they are stands in their headers."""

@@ -7,7 +7,7 @@ and counted; what cannot be trusted is a miss and counted. Refuses to know model
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ParamError, StoreError
+from ..errors import BlobError, ParamError, StoreError
 from ..kv.cache import KVCache
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
@@ -25,14 +25,14 @@ from ..kv.prefix import Evicted
 from ..kv.row import RowImage, Token
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
-from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address
+from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
 from .codecs import Codec, Raw, codec_named
 from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, new_metrics
 from .lane import Lane, Write
 from .layer import LayerKV, check_layers, owned
 from .loading import Loading, Terms
 from .memory import Entry, Memory
-from .record import Facts, pack
+from .record import Facts, pack, read_header, read_tokens
 from .tier import Budget, Tier, Usage
 
 _MIN_SECRET_BYTES = 16
@@ -142,6 +142,21 @@ class Store:
             for at, known in zip(unknown, answer or [], strict=False):
                 there[at] = known
         return next((at for at, known in enumerate(there) if not known), len(there))
+
+    def stored(self, kind: Kind, identity: Identity) -> Iterator[list[Token]]:
+        """The tokens of every record of a kind and an identity in the tiers below, each tier's in turn.
+
+        For an index of known chunks or handles after a restart. Reads every header, so it is work for a thread of its
+        own; tokens that two tiers hold come twice, and what cannot be read is left out.
+        """
+        for lane in self._lanes:
+            try:
+                for key in lane.tier.every_key():
+                    content = self._content(lane, key, kind, identity)
+                    if content is not None:
+                        yield tokens_of(content)
+            except StoreError as error:
+                self.metrics.add(REFUSED, tier=lane.name, reason=error.reason)
 
     def discard(self, address: Address) -> None:
         """Forget a record in every tier."""
@@ -272,6 +287,19 @@ class Store:
 
         facts = Facts(address.tenant, address.kind.value, retain)
         lane.write(Write(terms.key(address), entry.nbytes, facts, encode))
+
+    def _content(self, lane: Lane, key: bytes, kind: Kind, identity: Identity) -> bytes | None:
+        if (reader := lane.tier.open(key)) is None:
+            return None
+        try:
+            if reader.nbytes < 0:
+                return None
+            header = read_header(reader.read, reader.nbytes, self._terms[kind].secret)
+            return read_tokens(reader.read, header, kind, identity)
+        except BlobError:
+            return None  # whoever looks it up will say why
+        finally:
+            reader.close()
 
     def _answer(self, lane: Lane, future: Future[T], deadline_s: float) -> T | None:
         """What a tier answers in time; otherwise None, and its breaker hears of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +88,10 @@ class Tier(Protocol):
 
     def discard(self, key: bytes) -> None:
         """This one is not to be trusted, or not wanted."""
+        ...
+
+    def every_key(self) -> Iterator[bytes]:
+        """Every key that is there, in no order; takes as long as it takes."""
         ...
 
     def usage(self) -> Usage: ...

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvilt.errors import StoreError
+from kvilt.store.address import Kind
 from kvilt.store.files import Files
 from kvilt.store.record import Facts
 from kvilt.store.tier import Budget, Usage
@@ -48,6 +49,11 @@ def test_a_restart_finds_what_was_put(kit: Any, tmp_path: Path) -> None:
         assert store.usage()["disk"].records == 1
 
 
+def test_the_tokens_of_all_records_can_be_listed_after_a_restart(kit: Any, tmp_path: Path, three: Usage) -> None:
+    with kit.store(kit.disk(tmp_path)) as store:
+        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0, 1, 2], [1, 1, 2], [2, 1, 2]]
+
+
 def test_only_the_owner_may_read(kit: Any, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with kit.store(kit.disk(folder)) as store:
@@ -66,6 +72,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from conftest import Kit
+from kvilt.store.address import Kind
 from kvilt.store.files import Files
 
 class Dying(Files):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvilt.errors import StoreError
+from kvilt.store.address import Kind
 from kvilt.store.record import Facts
 from kvilt.store.redis import Redis
 from kvilt.store.store import Store
@@ -366,6 +367,13 @@ def test_a_full_server_drops_what_comes(kit: Any, redis_server: Any) -> None:
         kit.put(store, [2])
         assert kit.count(store, "dropped_total", tier="redis", reason="disk_full") == 1
         assert kit.served(kit.open(store, [2]))
+
+
+def test_the_tokens_of_all_records_can_be_listed(kit: Any, redis_server: Any) -> None:
+    with kit.store(tier(redis_server.url)) as store:
+        for seed in range(3):
+            kit.put(store, [seed], seed)
+        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0], [1], [2]]
 
 
 def test_a_namespace_is_a_world_of_its_own(kit: Any, redis_server: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvilt.errors import InputError, ParamError, StoreError, StoreMiss
-from kvilt.store.address import LayerForm
+from kvilt.store.address import Kind, LayerForm
 from kvilt.store.layer import LayerKV
 from kvilt.store.record import Facts
 from kvilt.store.store import Limits
@@ -59,6 +59,10 @@ class Shelfware:
     def discard(self, key: bytes) -> None:
         self._check(self.writes, ("discard", key))
         self.records.pop(key, None)
+
+    def every_key(self) -> Iterator[bytes]:
+        self._check(self.reads, "keys")
+        yield from list(self.records)
 
     def usage(self) -> Usage:
         return Usage(len(self.records), sum(map(len, self.records.values())))
@@ -392,6 +396,32 @@ def test_reach_counts_from_the_first_on(kit: Any, fake: Shelfware) -> None:
         assert store.reach(addresses) == 3
         fake.error = StoreError("down", "ordered")
         assert store.reach(addresses) == 0
+
+
+def test_what_is_stored_can_be_listed_for_an_index(kit: Any, fake: Shelfware) -> None:
+    with kit.store(fake) as store:
+        for seed in range(3):
+            kit.put(store, [seed, 7])
+        other = dataclasses.replace(kit.identity, salt="somebody else")
+        store.put_chunk(other, [99], kit.layers(1))
+        store.flush()
+        fake.records[bytes(32)] = b"noise"
+        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0, 7], [1, 7], [2, 7]]
+        assert list(store.stored(Kind.CHUNK, other)) == [[99]]
+        assert list(store.stored(Kind.HANDLE, kit.identity)) == []
+        fake.error = StoreError("down", "ordered")
+        assert list(store.stored(Kind.CHUNK, kit.identity)) == []
+        assert kit.count(store, "refused_total", tier="fake", reason="down") == 1
+
+
+def test_a_closed_store_misses(kit: Any, fake: Shelfware) -> None:
+    store = kit.store(fake)
+    address = kit.put(store).address
+    store.close()
+    found = store.open(address)
+    assert not found.wait()
+    assert found.reason == "closed"
+    assert store.reach([address]) == 0
 
 
 def test_memory_keeps_its_budget(kit: Any) -> None:
