@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -82,12 +82,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class HiddenOut:
-    """The hidden states after the last layer of the span."""
+    """The hidden states after the last layer of the span, and what some of its layers write, before rotation."""
+
+    kv_layers: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMass:
-    """Attention that each key receives, for query-driven selection."""
+    """Attention that each key receives from the row's tokens, for query-driven selection."""
+
+    layers: Sequence[int] = ()  # averaged over these; over all of the span if there are none
 
 
 Want = Nothing | Last | Score | HiddenOut | KeyMass
@@ -202,6 +206,14 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrotated:
+    """What a layer's attention made of a row, before keys were rotated."""
+
+    keys: Tensor  # [tokens, kv_heads, key_dim]
+    values: Tensor  # [tokens, kv_heads, value_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class Logits:
     """Results of a step. Rows of `values` stand in batch order."""
 
@@ -209,6 +221,8 @@ class Logits:
     starts: tuple[int, ...]  # rows + 1 offsets into values
     scores: Mapping[int, Scores]  # by row
     hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]
+    kv: Mapping[int, Mapping[int, Unrotated]] = field(default_factory=dict)  # by row and layer
+    mass: Mapping[int, Tensor] = field(default_factory=dict)  # by row, [last position + 1] float32
 
     def of_row(self, row: int) -> Tensor:
         """[k, vocab] of one row."""
@@ -245,13 +259,15 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError(f"layers {span.start} to {span.stop} are not a span of this model's {layers} layers")
     if isinstance(row.source, Hidden) != (span.start > 0):
         raise InputError("a row that starts at a later layer needs Hidden states, and only such a row takes them")
-    if span.stop < layers and not isinstance(row.want, Nothing | HiddenOut):
-        raise InputError("a row that ends before the last layer has no logits; want HiddenOut or Nothing")
+    if span.stop < layers and not isinstance(row.want, Nothing | HiddenOut | KeyMass):
+        raise InputError("a row that ends before the last layer has no logits; want HiddenOut, KeyMass or Nothing")
     match row.want:
         case Last(k) if not 0 < k <= tokens:
             raise InputError(f"the last {k} of {tokens} positions do not exist")
         case Score(targets) if len(targets) != tokens:
             raise InputError(f"{len(targets)} targets were given for {tokens} positions")
+        case HiddenOut(wanted) | KeyMass(wanted) if any(not span.start <= i < min(span.stop, layers) for i in wanted):
+            raise InputError(f"a row through layers {span.start} to {span.stop} sees nothing of layers {list(wanted)}")
 
 
 def _starts(rows: Sequence[Row]) -> tuple[int, ...]:

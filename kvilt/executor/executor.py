@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..batch import Adapted, Batch, Ids, KeyMass, Last, Logits, Nothing, Row, Score, Scores
+from ..batch import Adapted, Batch, Ids, Last, Logits, Nothing, Row, Score, Scores
 from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ModelClosed, ParamError, Unsupported
 from ..kv.cache import KVCache, positive, read_file, read_images
 from ..kv.identity import Identity
@@ -95,8 +95,6 @@ class Executor:
         for row in batch.rows:
             if isinstance(row.adapter, Adapted):
                 raise Unsupported("LoRA adapters are not supported in this version")
-            if isinstance(row.want, KeyMass):
-                raise Unsupported("attention mass per key is not supported in this version")
             check_row(row, self.spec.vocab_size, self.spec.hidden_size)
         with self.call() as stop, batch.lease(), torch.no_grad():
             logits = self._replay.run(batch, lambda: _observe(stop))

@@ -41,6 +41,9 @@ class Attention:
         if rotation is not None:
             q = ops.rotate(q, rotation)
         ops.write(store, self.place.layer, paging.slots, k, v, rotation)
+        if context.tap is not None:
+            context.tap.written(k, v)
+            context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
         mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
         return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops, onto)
 

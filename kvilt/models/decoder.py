@@ -6,7 +6,8 @@ Prefill, decode, verification and blending are batches with different rows; noth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from .attention import Attention
 from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
+from .tap import LayerTap, Seen, layer_taps
 
 SCORE_BLOCK_BYTES = 16 << 20  # logits held at a time while scoring
+NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,16 @@ class Decoder:
     def __call__(self, batch: Batch, before_layer: Callable[[int], None]) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
+        seen = Seen()
         for segment in batch.segments:
             part = x if segment.tokens is None else x[segment.tokens]
-            part = self._through(part, segment, batch.pool.stores, before_layer)
+            taps = layer_taps(batch, segment, len(self.layers), seen)
+            part = self._through(part, segment, batch.pool.stores, before_layer, taps)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
-        return self._leave(batch, x)
+        return self._leave(batch, x, seen)
 
     def decode(self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...]) -> Tensor:
         """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
@@ -84,14 +89,19 @@ class Decoder:
         return sum(linear.weight.nbytes for linear in linears)
 
     def _through(
-        self, x: Tensor, segment: Segment, stores: tuple[PageStore, ...], before_layer: Callable[[int], None]
+        self,
+        x: Tensor,
+        segment: Segment,
+        stores: tuple[PageStore, ...],
+        before_layer: Callable[[int], None],
+        taps: Mapping[int, LayerTap] = NO_TAPS,
     ) -> Tensor:
         """The layers of a segment."""
         rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
         context = Context(self.ops, stores, segment.paging, rotations)
         for index in range(segment.start, segment.stop):
             before_layer(index)
-            x = self.layers[index](x, context)
+            x = self.layers[index](x, replace(context, tap=taps[index]) if index in taps else context)
         return x
 
     def _enter(self, source: Source, device: torch.device) -> Tensor:
@@ -111,7 +121,7 @@ class Decoder:
     def _embed(self, ids: Tensor) -> Tensor:
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
-    def _leave(self, batch: Batch, x: Tensor) -> Logits:
+    def _leave(self, batch: Batch, x: Tensor, seen: Seen) -> Logits:
         """What each row wants of its last hidden states."""
         wanted: list[Tensor] = []
         starts, scores, hidden = [0], {}, {}
@@ -128,7 +138,7 @@ class Decoder:
                     hidden[index] = states
             starts.append(starts[-1] + kept)
         values = self.logits(torch.cat(wanted)) if wanted else x.new_empty((0, self.spec.vocab_size))
-        return Logits(values, tuple(starts), scores, hidden)
+        return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass)
 
     def logits(self, states: Tensor) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from ..ops.contract import LinearMap, Ops, PageStore, Paging, Prepared, Rotation
+from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, Rotation
 from .spec import FeedForwardSpec, RopeSpec
+
+
+class Tap(Protocol):
+    """Sees the inside of one layer's attention, and changes nothing."""
+
+    def written(self, keys: Tensor, values: Tensor) -> None:
+        """Keys before rotation, and values, of all tokens of the segment."""
+        ...
+
+    def attended(
+        self, ops: Ops, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
+    ) -> None:
+        """Rotated queries, and where they look."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +37,7 @@ class Context:
     stores: tuple[PageStore, ...]  # one per layer group
     paging: tuple[Paging, ...]  # one per layer group
     rotations: Mapping[RopeSpec, Rotation]
+    tap: Tap | None = None  # somebody wants to see what this layer's attention does
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,15 @@ class Ops(Protocol):
         """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
         ...
 
+    def key_mass(
+        self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        """Attention that each key of one row receives from `query` [tokens, heads, dim] at `positions`.
+
+        Summed over queries, averaged over heads: float32 [last position + 1]. `table` [pages] is the row's.
+        """
+        ...
+
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
         """Room for `pages` pages; their content is noise until written."""
         ...

@@ -29,6 +29,7 @@ from .contract import (
     Prepared,
     Rotation,
 )
+from .mass import first_seen, key_mass
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
 
@@ -125,6 +126,17 @@ class ReferenceOps:
                     query[block], pages, layer, paging.tables[row], paging.positions[block], mask
                 )
         return out
+
+    def key_mass(
+        self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        pages, first = _own(store), first_seen(positions, mask)
+        at = torch.arange(first, int(positions.max()) + 1, device=query.device)
+        slots = table[at // pages.shape.page_tokens] * pages.shape.page_tokens + at % pages.shape.page_tokens
+        keys = pages.keys[layer, slots].float()
+        if pages.shape.scales:
+            keys = keys * pages.key_scales[layer, slots]
+        return key_mass(query, keys, first, positions, mask)
 
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> ReferencePages:
         slots = (shape.layers, pages * shape.page_tokens, shape.kv_heads)

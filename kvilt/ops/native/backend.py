@@ -150,6 +150,11 @@ class NativeOps:
     def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
         return paged.attend(self._engine, self.buffers, query, store, layer, paging, mask)
 
+    def key_mass(
+        self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        return paged.key_mass(self._engine, query, store, layer, table, positions, mask)
+
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
         return paged.new_pages(self._module, shape, pages, device)
 

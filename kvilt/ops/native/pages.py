@@ -5,6 +5,7 @@ Refuses to know weights: kernels see pages, slots, positions and queries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ..contract import AttentionMask, KeysValues, PageShape, PageStore, Paging, Rotation
+from ..mass import first_seen
+from ..mass import key_mass as attention_mass
 from .memory import Buffers
 
 _DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3})
@@ -58,6 +61,20 @@ def attend(
     return out
 
 
+def key_mass(
+    engine: Any, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+) -> Tensor:
+    """Attention that each key of one row receives. In plain torch, on a copy of the row's keys in this layer."""
+    pages, first = own(store), first_seen(positions, mask)
+    size = pages.shape.page_tokens
+    at = torch.arange(first, int(positions.max()) + 1)
+    kv = _read(engine, pages, [layer], table[at // size] * size + at % size)
+    keys = kv.keys[0].float()
+    if pages.shape.scales:
+        keys = keys * kv.key_scales[0].unsqueeze(-1)
+    return attention_mass(query, keys, first, positions, mask)
+
+
 def write(
     engine: Any,
     store: PageStore,
@@ -85,14 +102,18 @@ def copy_pages(source: PageStore, sources: list[int], target: PageStore, targets
 
 def read_slots(engine: Any, store: PageStore, slots: Tensor) -> KeysValues:
     """The KV in `slots`, all layers, in canonical order."""
-    pages, slots = own(store), slots.contiguous()
-    shape = pages.shape
-    each = (shape.layers, len(slots), shape.kv_heads)
+    pages = own(store)
+    return _read(engine, pages, range(pages.shape.layers), slots)
+
+
+def _read(engine: Any, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
+    shape, slots = pages.shape, slots.contiguous()
+    each = (len(layers), len(slots), shape.kv_heads)
     keys, values = (torch.empty((*each, dim), dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim))
     kv = KeysValues(keys, values)
     if shape.scales:
         kv = KeysValues(keys, values, torch.empty(each), torch.empty(each))
-    engine.read_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
+    engine.read_slots([pages.layers[layer] for layer in layers], slots.data_ptr(), len(slots), *_addresses(kv))
     return kv
 
 

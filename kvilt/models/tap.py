@@ -1,0 +1,85 @@
+"""What some rows want to see of the layers they go through: keys and values before rotation, attention on keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..batch import Batch, HiddenOut, KeyMass, Row, Segment, Unrotated
+from ..ops.contract import AttentionMask, Ops, PageStore, Paging
+
+
+@dataclass(slots=True)
+class Seen:
+    """All that was seen in one forward."""
+
+    kv: dict[int, dict[int, Unrotated]] = field(default_factory=dict)  # by row and layer
+    mass: dict[int, Tensor] = field(default_factory=dict)  # by row
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A row that wants to see a layer: its place in the batch and in the segment, and its share of an average."""
+
+    row: int
+    place: int
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTap:
+    """The rows that want to see one layer."""
+
+    layer: int
+    writing: Sequence[Watched]
+    attending: Sequence[Watched]
+    starts: tuple[int, ...]  # of the segment's rows
+    seen: Seen
+
+    def written(self, keys: Tensor, values: Tensor) -> None:
+        for one in self.writing:
+            span = slice(self.starts[one.place], self.starts[one.place + 1])
+            # Copies: the backend uses this memory again.
+            self.seen.kv.setdefault(one.row, {})[self.layer] = Unrotated(keys[span].clone(), values[span].clone())
+
+    def attended(
+        self, ops: Ops, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
+    ) -> None:
+        for one in self.attending:
+            span = slice(self.starts[one.place], self.starts[one.place + 1])
+            mass = ops.key_mass(query[span], store, layer, paging.tables[one.place], paging.positions[span], mask)
+            mass *= one.share
+            self.seen.mass[one.row] = self.seen.mass[one.row] + mass if one.row in self.seen.mass else mass
+
+
+def layer_taps(batch: Batch, segment: Segment, layers: int, seen: Seen) -> dict[int, LayerTap]:
+    """For each layer of a segment that somebody wants to see, who does."""
+    inside = [
+        i
+        for i, row in enumerate(batch.rows)
+        if row.layers.start <= segment.start and segment.stop <= min(row.layers.stop, layers)
+    ]
+    if not any(isinstance(batch.rows[i].want, HiddenOut | KeyMass) for i in inside):
+        return {}
+    taps = {}
+    for layer in range(segment.start, segment.stop):
+        writing = [Watched(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
+        wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
+        attending = [Watched(i, n, 1 / len(span)) for i, n, span in wanted if layer in span]
+        if writing or attending:
+            taps[layer] = LayerTap(layer, writing, attending, segment.paging[0].starts, seen)
+    return taps
+
+
+def _written(row: Row) -> Sequence[int]:
+    return row.want.kv_layers if isinstance(row.want, HiddenOut) else ()
+
+
+def _attended(row: Row, layers: int) -> Sequence[int]:
+    match row.want:
+        case KeyMass(wanted):
+            return wanted or range(row.layers.start, min(row.layers.stop, layers))
+        case _:
+            return ()

@@ -1,0 +1,42 @@
+"""How much attention keys receive, in plain torch, for every backend: a question is short, so nobody waits for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .contract import AttentionMask
+
+QUERY_BLOCK = 128  # bounds the score matrix: heads * 128 * keys floats
+
+
+def first_seen(positions: Tensor, mask: AttentionMask) -> int:
+    """The oldest key that any of these queries sees."""
+    return max(0, int(positions.min()) - mask.window + 1) if mask.window else 0
+
+
+def key_mass(query: Tensor, keys: Tensor, first: int, positions: Tensor, mask: AttentionMask) -> Tensor:
+    """Attention of `query` [tokens, heads, dim] on `keys` [n, kv_heads, dim] that stand at `first` and behind.
+
+    Summed over queries, averaged over heads: float32 [first + n].
+    """
+    at = torch.arange(first, first + len(keys), device=keys.device)
+    mass = torch.zeros(first + len(keys), device=keys.device)
+    by_head = keys.float().permute(1, 2, 0)  # [kv_heads, dim, n]
+    for start in range(0, len(query), QUERY_BLOCK):
+        block = slice(start, start + QUERY_BLOCK)
+        mass[first:] += _block(query[block], by_head, at, positions[block], mask)
+    return mass / query.shape[1]
+
+
+def _block(query: Tensor, keys: Tensor, at: Tensor, positions: Tensor, mask: AttentionMask) -> Tensor:
+    tokens, heads, dim = query.shape
+    kv_heads = keys.shape[0]
+    q = query.float().view(tokens, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores = torch.matmul(q, keys).view(kv_heads, -1, tokens, len(at)) * mask.scale
+    if mask.soft_cap:
+        scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
+    hidden = at > positions.unsqueeze(1)
+    if mask.window:
+        hidden |= at <= positions.unsqueeze(1) - mask.window
+    return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1).sum((0, 1, 2))

@@ -1,0 +1,46 @@
+"""Attention that keys receive, against attention itself: values that name their key come out as its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvilt.ops import mass as mass_module
+from kvilt.ops.contract import AttentionMask, Ops, PageShape, PageStore, Paging
+
+KEYS = 16
+MASKS = {
+    "plain": AttentionMask(0.35),
+    "window": AttentionMask(0.35, window=5),
+    "capped": AttentionMask(0.5, soft_cap=2.0),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("at", [[15], [0, 3, 9, 14], list(range(9, 13))], ids=str)
+def test_mass_is_the_sum_of_weights(
+    ops: Ops,
+    noisy_pages: Callable[[PageShape, int], PageStore],
+    paging_of: Callable[..., Paging],
+    random_of: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    mask: AttentionMask,
+    dtype: torch.dtype,
+    at: list[int],
+) -> None:
+    monkeypatch.setattr(mass_module, "QUERY_BLOCK", 3)
+    table, query = [5, 0, 7, 2], random_of(len(at), 4, 16)
+    store = noisy_pages(PageShape(2, 4, 2, 16, KEYS, dtype), 8)
+    names = torch.eye(KEYS).unsqueeze(1).expand(KEYS, 2, KEYS).contiguous()
+    written = paging_of(4, (table, list(range(KEYS))))
+    ops.write(store, 1, written.slots, random_of(KEYS, 2, 16, seed=1), names)
+    paging = paging_of(4, (table, at))
+    weights = ops.attend(query, store, 1, paging, mask)  # [tokens, heads, keys]
+    found = ops.key_mass(query, store, 1, paging.tables[0], paging.positions, mask)
+    assert found.shape == (max(at) + 1,)
+    torch.testing.assert_close(found, weights.mean(1).sum(0)[: max(at) + 1], rtol=0, atol=2e-3)
+    torch.testing.assert_close(found.sum(), torch.tensor(float(len(at))))
