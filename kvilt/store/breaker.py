@@ -28,6 +28,8 @@ class Breaker:
 
     def failed(self) -> None:
         with self._lock:
+            if self._wait_s and not self._asking:
+                return  # something that began before: it says nothing new
             self._failed += 1
             self._asking = False
             if self._failed >= self._most:

@@ -63,7 +63,7 @@ class Disk:
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).expanduser()
         self._records = self._folder / "records"
         self._scratch = self._folder / "tmp"
         self._path = self._folder / "index.sqlite3"

@@ -236,11 +236,11 @@ class Lane:
                 self._pending_bytes -= write.nbytes
 
     def _put(self, write: Write) -> int:
-        if self.tier.has([write.key])[0]:
-            self.tier.touch([write.key])
-            return 0
         with self._change:
             retain = self._pending[write.key]
+        if not retain and self.tier.has([write.key])[0]:  # a bias to stay is worth another write
+            self.tier.touch([write.key])
+            return 0
         facts = Facts(write.facts.tenant, write.facts.kind, retain)
         evicted = self.tier.put(write.key, write.encode(), facts)
         self._metrics.add(WRITTEN, tier=self.name)

@@ -23,7 +23,7 @@ local function forget(key)
       if kept == '1' then redis.call('DECRBY', P .. 'kept', nbytes) end
     end
   end
-  return redis.call('DEL', P .. 'r:' .. key)
+  return redis.call('UNLINK', P .. 'r:' .. key)
 end
 
 local function note(key, tenant, nbytes, kept)

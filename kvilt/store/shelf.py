@@ -68,13 +68,10 @@ class Shelf:
             self._retain(key)
         return gone
 
-    def touch(self, key: bytes, retain: bool = False) -> None:
-        """This one was of use."""
-        if (entry := self._entries.get(key)) is None:
-            return
-        self._tenants[entry.tenant].line(entry.retained).move_to_end(key)
-        if retain and not entry.retained:
-            self._retain(key)
+    def touch(self, key: bytes) -> None:
+        """This one was of use; fine if it is not there."""
+        if (entry := self._entries.get(key)) is not None:
+            self._tenants[entry.tenant].line(entry.retained).move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         """Take an entry off; fine if it is not there."""

@@ -13,6 +13,7 @@ import torch
 
 from kvilt.errors import InputError, ParamError, StoreError, StoreMiss
 from kvilt.store.address import Kind, LayerForm
+from kvilt.store.breaker import Breaker
 from kvilt.store.layer import LayerKV
 from kvilt.store.record import Facts
 from kvilt.store.store import Limits
@@ -374,6 +375,37 @@ def test_retention_reaches_every_tier(kit: Any, fake: Shelfware) -> None:
     with kit.store(fake) as store:
         kit.put(store, retain=True)
     assert [facts.retain for facts in fake.facts.values()] == [True]
+
+
+def test_retention_can_be_asked_for_later(kit: Any, fake: Shelfware) -> None:
+    with kit.store(fake) as store:
+        kit.put(store)
+        kit.put(store)
+        assert kit.count(store, "written_total") == 1  # what is there is not written again
+        kit.put(store, retain=True)
+    assert [facts.retain for facts in fake.facts.values()] == [True]
+
+
+def test_a_breaker_waits_twice_as_long_after_each_failed_question() -> None:
+    now_s = 0.0
+    breaker = Breaker(lambda: now_s, failures=2, cooldown_s=1, longest_s=3)
+    breaker.failed()
+    assert breaker.closed
+    assert not breaker.should_ask()
+    breaker.failed()
+    breaker.failed()  # from before it opened: changes nothing
+    for wait_s in (1, 2, 3, 3):
+        assert not breaker.closed
+        now_s += wait_s - 0.01
+        assert not breaker.should_ask()
+        now_s += 0.02
+        assert breaker.should_ask()
+        assert not breaker.should_ask()  # one is enough
+        breaker.failed()
+    breaker.worked()
+    assert breaker.closed
+    breaker.failed()
+    assert breaker.closed  # it begins to count anew
 
 
 def test_what_is_discarded_is_gone_everywhere(kit: Any, fake: Shelfware) -> None:
