@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -142,11 +143,16 @@ def rounds(peers: list[Peer], asked: argparse.Namespace, clients: int) -> Iterat
             seed=1000 * clients + number,
         )
         for peer in peers if number % 2 else peers[::-1]:
-            print(f"\r{clients} clients, round {number}/{asked.rounds}, {peer.name:<12}", end="", file=sys.stderr)
+            _progress(f"{clients} clients, round {number}/{asked.rounds}, {peer.name}")
             taken = sample(peer, shape, asked.chat, asked.retries if number else 0)
             if number:
                 yield taken
-    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    _progress("")
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:<60}\r", end="", file=sys.stderr, flush=True)
 
 
 def report(samples: list[Sample], clients: list[int]) -> None:
@@ -196,6 +202,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended, too
     model = MODELS.get(asked.model, Path(asked.model))
     clients = [int(count) for count in asked.clients.split(",")]
     for path, advice in ((model, "give a .gguf file"), (asked.xllama, "see the top of this file")):
