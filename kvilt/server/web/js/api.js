@@ -1,0 +1,60 @@
+// The server's API over fetch: keys, errors as they were told, and nothing of the page.
+
+/** What the server refused, or a server that cannot be reached (status 0). */
+export class ApiError extends Error {
+  constructor(status, error = {}, requestId = null, retryAfterS = null) {
+    super(error.message || `The server answered ${status}.`);
+    this.name = 'ApiError';
+    this.status = status;
+    this.code = error.code ?? null;
+    this.index = error.index ?? null;
+    this.requestId = requestId;
+    this.retryAfterS = retryAfterS;
+  }
+}
+
+export class Api {
+  /** `keys` has `current()` and `ask(why)`, which resolves to a key, or to null if nobody gave one. */
+  constructor(keys) {
+    this.keys = keys;
+  }
+
+  /** A JSON answer. */
+  async call(method, path, body, signal) {
+    const answer = await this.request(method, path, body, signal);
+    return answer.json();
+  }
+
+  /** An answer whose body is a stream. */
+  async stream(path, body, signal) {
+    return (await this.request('POST', path, body, signal)).body;
+  }
+
+  async request(method, path, body, signal) {
+    for (;;) {
+      const answer = await this.send(method, path, body, signal);
+      if (answer.ok) return answer;
+      const error = await refusal(answer);
+      if (error.status !== 401 || (await this.keys.ask(error.message)) === null) throw error;
+    }
+  }
+
+  async send(method, path, body, signal) {
+    const headers = {};
+    const key = this.keys.current();
+    if (key) headers.authorization = `Bearer ${key}`;
+    if (body !== undefined) headers['content-type'] = 'application/json';
+    try {
+      return await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: 'no-store' });
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      throw new ApiError(0, { message: 'The server cannot be reached.', code: 'unreachable' });
+    }
+  }
+}
+
+async function refusal(answer) {
+  const body = await answer.json().catch(() => ({}));
+  const retry = Number(answer.headers.get('retry-after'));
+  return new ApiError(answer.status, body?.error, answer.headers.get('x-request-id'), retry || null);
+}

@@ -1,0 +1,85 @@
+// One answer: what is sent for it, and what its stream adds to the message. Refuses to know how a message looks.
+
+import { ApiError } from './api.js';
+import { events } from './sse.js';
+
+const GONE = new Set(['kv_mismatch', 'kv_not_found', 'kv_expired']);
+
+/** The messages that lead to an answer, as the server takes them. */
+export function conversation(path, settings) {
+  const system = settings.system.trim() ? [{ role: 'system', content: settings.system }] : [];
+  return [...system, ...path.map(({ role, text }) => ({ role, content: text }))];
+}
+
+/** Fill `node` with the answer to `question`. Throws what went wrong; what arrived until then stays in the node. */
+export async function ask({ api, book, tree, model, settings }, question, node, onChange, signal) {
+  const messages = conversation(tree.upTo(question), settings);
+  const parent = await book.before(question);
+  const body = {
+    messages,
+    ...(model ? { model } : {}),
+    temperature: settings.temperature,
+    ...(settings.maxTokens ? { max_tokens: settings.maxTokens } : {}),
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_progress: true,
+    kv_out: true,
+  };
+  Object.assign(node, { clock: { asked: performance.now() }, miss: null, parentKv: null });
+  const stream = await open(api, book, body, parent, node, signal);
+  for await (const chunk of events(stream)) {
+    take(chunk, node, book);
+    onChange();
+  }
+}
+
+/** Begin with the parent's KV. A handle that does not fit is no reason to fail: the answer is computed without it. */
+async function open(api, book, body, parent, node, signal) {
+  if (parent) {
+    try {
+      const stream = await api.stream('v1/chat/completions', { ...body, kv: parent.id }, signal);
+      book.touch(parent.id);
+      node.parentKv = { id: parent.id, tokens: parent.tokens };
+      return stream;
+    } catch (error) {
+      if (!GONE.has(error.code)) throw error;
+      if (error.code !== 'kv_mismatch') book.forget(parent.id);
+      node.miss = { code: error.code, index: error.index };
+    }
+  }
+  return api.stream('v1/chat/completions', body, signal);
+}
+
+function take(chunk, node, book) {
+  if (chunk.error) return fail(chunk.error, node);
+  if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
+  if (chunk.usage?.prompt_tokens) node.usage = chunk.usage;
+  for (const { delta, finish_reason: reason, kv } of chunk.choices ?? []) {
+    if (delta?.content || delta?.reasoning_content) heard(delta, node);
+    if (reason) node.finish = reason;
+    if (kv) node.kv = book.keep(kv);
+  }
+  node.clock.last = performance.now();
+}
+
+function heard(delta, node) {
+  node.clock.first ??= performance.now();
+  node.text += delta.content ?? '';
+  if (delta.reasoning_content) node.reasoning = (node.reasoning ?? '') + delta.reasoning_content;
+}
+
+function fail(error, node) {
+  // The answer is whole; only its KV found no place.
+  if (error.code === 'kv_limit' && node.text) return;
+  throw new ApiError(error.type === 'server_error' ? 503 : 400, error);
+}
+
+/** Times and speeds of an answer; null for what is not known yet. */
+export function speeds(node) {
+  const { asked, first, last } = node.clock ?? {};
+  const drawn = node.usage?.completion_tokens ?? 0;
+  return {
+    firstS: first === undefined ? null : (first - asked) / 1000,
+    perSecond: drawn > 1 && last > first ? (drawn - 1) / ((last - first) / 1000) : null,
+  };
+}

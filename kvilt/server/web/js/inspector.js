@@ -1,0 +1,146 @@
+// The panel that shows KV at work: what the server holds for this key, and the last prompt as a strip.
+
+import { advice } from './advice.js';
+import { byId, el, iconButton, set } from './dom.js';
+import { forest, handleRow, pool, running } from './inspector_rows.js';
+import { count } from './numbers.js';
+import { strip } from './strip.js';
+
+const EVERY_MS = 2000;
+const PIN_S = 3600;
+
+export class Inspector {
+  /** `last` returns the last request as `{messages, usage, model}`, or null. */
+  constructor({ api, book, tree, last }) {
+    Object.assign(this, { api, book, tree, last });
+    this.panel = byId('inspector');
+    this.button = byId('inspect');
+    this.button.addEventListener('click', () => (this.panel.hidden ? this.open() : this.close()));
+    const part = (title, name) => [el('h3', {}, title), (this[name] = el('div', { class: 'part' }))];
+    this.note = el('p', { class: 'trouble', role: 'alert', hidden: true });
+    this.panel.append(
+      el('div', { class: 'panel-head' }, el('h2', {}, 'KV inspector'), iconButton('close', 'Close the inspector', () => this.close())),
+      this.note,
+      ...part('Last prompt', 'prompt'), ...part('Page pool', 'pool'),
+      (this.runningTitle = el('h3', {}, 'In progress')), (this.running = el('div', { class: 'part' })),
+      ...part('Prefixes and handles', 'tree_'));
+    this.stripOf = null;
+  }
+
+  contains(element) {
+    return this.panel.contains(element);
+  }
+
+  open() {
+    this.panel.hidden = false;
+    set(this.button, 'aria-expanded', 'true');
+    this.refresh();
+    this.timer = setInterval(() => document.hidden || this.refresh(), EVERY_MS);
+  }
+
+  close() {
+    this.panel.hidden = true;
+    set(this.button, 'aria-expanded', 'false');
+    clearInterval(this.timer);
+    this.button.focus();
+  }
+
+  /** Ask the server again; nothing while the panel is closed or another question is under way. */
+  async refresh() {
+    if (this.panel.hidden || this.asking) return;
+    this.asking = true;
+    try {
+      await this.showStrip();
+      this.show(await this.api.call('GET', 'v1/kv/state'));
+      this.note.hidden = true;
+    } catch (error) {
+      this.complain(error);
+    } finally {
+      this.asking = false;
+    }
+  }
+
+  complain(error) {
+    const { what, next } = advice(error);
+    this.note.hidden = false;
+    this.note.replaceChildren(el('strong', {}, what), ' ', next);
+  }
+
+  async showStrip() {
+    const last = this.last();
+    if (last && last === this.stripOf) return;
+    this.stripOf = last;
+    if (!last) {
+      this.prompt.replaceChildren(el('p', { class: 'empty' }, 'Send a message to see what of its prompt is computed.'));
+      return;
+    }
+    const { token_strs: strs } = await this.api.call('POST', 'tokenize', { messages: last.messages, return_token_strs: true });
+    const reused = last.usage.prompt_tokens_details.cached_tokens;
+    this.prompt.replaceChildren(strip(strs, reused), el('div', { class: 'legend' },
+      el('span', { class: 'key reused' }, `${count(reused)} reused`),
+      el('span', { class: 'key computed' }, `${count(strs.length - reused)} computed`)));
+  }
+
+  show(state) {
+    this.state = state;
+    this.pool.replaceChildren(...pool(state.pages));
+    this.running.replaceChildren(...running(state.samples));
+    this.runningTitle.hidden = state.samples.length === 0;
+    // Made anew only where something changed, and never under somebody's fingers.
+    const seen = JSON.stringify([state.prefixes, state.handles.map(({ expires_in_s: left, ...one }) => [one, Math.round(left / 60)])]);
+    if (seen === this.seen || this.tree_.querySelector('form')) return;
+    this.seen = seen;
+    this.keepingFocus(() => {
+      const empty = state.prefixes.length + state.handles.length === 0;
+      this.tree_.replaceChildren(empty ? el('p', { class: 'empty' }, 'Nothing is held for this key.') : forest(state, (one) => this.handle(one)));
+    });
+  }
+
+  keepingFocus(change) {
+    const had = document.activeElement;
+    const label = this.tree_.contains(had) ? had.getAttribute('aria-label') : null;
+    const top = this.panel.scrollTop;
+    change();
+    this.panel.scrollTop = top;
+    if (label) [...this.tree_.querySelectorAll('button')].find((one) => one.getAttribute('aria-label') === label)?.focus();
+  }
+
+  handle(one) {
+    return handleRow(one, this.whose(one.id), {
+      fork: () => this.act('POST', `v1/kv/${one.id}/fork`, {}),
+      pin: () => this.act('POST', `v1/kv/${one.id}/pin`, { ttl_s: PIN_S }),
+      truncate: (_, length) => this.truncate(one, length),
+      remove: () => this.remove(one),
+    });
+  }
+
+  /** Which message of this conversation a handle belongs to. */
+  whose(id) {
+    for (const node of this.tree().nodes.values()) {
+      const turn = Math.ceil(this.tree().upTo(node).length / 2);
+      if (node.kv?.id === id) return `answer ${turn}.${this.tree().placeOf(node).at + 1}`;
+      if (node.promptKv?.id === id) return `question ${turn}`;
+    }
+    return null;
+  }
+
+  truncate(one, length) {
+    this.book.forget(one.id); // a message's handle that is shorter now is not the message's any more
+    return this.act('POST', `v1/kv/${one.id}/truncate`, { length });
+  }
+
+  remove(one) {
+    this.book.forget(one.id);
+    return this.act('DELETE', `v1/kv/${one.id}`);
+  }
+
+  async act(method, path, body) {
+    try {
+      await this.api.call(method, path, body);
+      this.seen = null;
+      await this.refresh();
+    } catch (error) {
+      this.complain(error);
+    }
+  }
+}

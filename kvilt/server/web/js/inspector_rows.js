@@ -1,0 +1,93 @@
+// The parts of the inspector as elements: pages, answers in progress, the tree of prefixes, handles.
+
+import { el, iconButton } from './dom.js';
+import { bytes, count, seconds, tokens } from './numbers.js';
+
+const DEEPEST = 12;
+
+/** How full the page pool is. */
+export function pool(pages) {
+  const { total, used, kept, free, shared } = pages;
+  const bar = el('div', { class: 'track tall', role: 'img', 'aria-label': `${count(used)} of ${count(total)} pages in use` });
+  for (const [kind, n] of [['held', used], ['kept', kept]]) {
+    const part = el('span', { class: n ? `${kind} some` : kind });
+    part.style.width = `${(100 * n) / total}%`;
+    bar.append(part);
+  }
+  const facts = [
+    ['key held', `${count(used)} in use`], ['key kept', `${count(kept)} kept for later`], ['', `${count(free - kept)} empty`],
+    ['', `${count(shared)} shared`], ['', bytes(pages.used_bytes)], ['', `${pages.page_tokens} tokens a page`],
+  ];
+  return [bar, el('div', { class: 'legend' }, facts.map(([kind, text]) => el('span', { class: kind }, text)))];
+}
+
+/** Answers in progress. */
+export function running(samples) {
+  return samples.map((one) => el('div', { class: 'entry' },
+    el('div', { class: 'entry-head' }, el('span', { class: 'name' }, one.request.slice(0, 17)), el('span', { class: 'tag' }, one.state)),
+    el('p', {}, `${tokens(one.tokens)}, ${count(one.cached)} of the prompt reused; ${count(one.pages)} pages, ${count(one.shared_pages)} shared`)));
+}
+
+/** Prefixes as a tree, each with the handles that end in it. `handle` makes a handle's element. */
+export function forest(state, handle) {
+  const under = Map.groupBy(state.prefixes, (one) => one.parent);
+  const ending = Map.groupBy(state.handles, (one) => one.prefix);
+  const branch = (one, depth) => el('li', {},
+    prefix(one),
+    (ending.get(one.id) ?? []).map(handle),
+    (under.get(one.id) ?? []).length && depth < DEEPEST ? el('ul', {}, under.get(one.id).map((next) => branch(next, depth + 1))) : null);
+  const loose = (ending.get(null) ?? []).map(handle);
+  const trees = (under.get(null) ?? []).map((one) => branch(one, 0));
+  return el('ul', { class: 'forest' }, trees, loose.length ? el('li', {}, el('p', { class: 'loose' }, 'Not in a known prefix'), loose) : null);
+}
+
+function prefix(one) {
+  const end = one.start + one.tokens;
+  const who = one.caches === 0 ? 'kept, held by nobody' : one.caches === 1 ? 'held by one' : `shared by ${count(one.caches)}`;
+  return el('div', { class: 'entry prefix' },
+    el('div', { class: 'entry-head' },
+      el('span', { class: 'name' }, `tokens ${count(one.start)}–${count(end)}`),
+      el('span', { class: one.caches > 1 ? 'tag shared' : 'tag' }, who),
+      el('span', { class: 'tag' }, `${count(one.hits)} ${one.hits === 1 ? 'hit' : 'hits'}`)),
+    el('p', { class: 'excerpt' }, one.text.replace(/\s+/g, ' ')));
+}
+
+/** A handle with its verbs. `acts` has fork, truncate, pin and remove; `whose` says which message it belongs to. */
+export function handleRow(one, whose, acts) {
+  const facts = [tokens(one.tokens), one.resident ? bytes(one.kv_bytes) : 'not in memory', `${seconds(one.expires_in_s)} left`];
+  const row = el('div', { class: 'entry handle', 'data-handle': one.id },
+    el('div', { class: 'entry-head' },
+      el('span', { class: 'name mono' }, one.id.slice(0, 8)),
+      whose ? el('span', { class: 'tag mine' }, whose) : null,
+      one.pinned ? el('span', { class: 'tag shared' }, 'pinned') : null,
+      el('span', { class: 'verbs' },
+        iconButton('fork', `Fork ${one.id.slice(0, 8)}`, () => acts.fork(one)),
+        iconButton('cut', `Truncate ${one.id.slice(0, 8)}`, () => cutting(row, one, acts)),
+        iconButton('pin', `Pin ${one.id.slice(0, 8)} for an hour`, () => acts.pin(one)),
+        iconButton('bin', `Delete ${one.id.slice(0, 8)}`, () => acts.remove(one)))),
+    el('p', {}, facts.join(' · ')));
+  return row;
+}
+
+/** Ask where to cut, in the row itself. */
+function cutting(row, one, acts) {
+  if (row.querySelector('form')) return;
+  const input = el('input', { type: 'number', min: 1, max: one.tokens, required: true, 'aria-label': 'Tokens to keep' });
+  input.value = one.tokens;
+  const form = el('form', { class: 'cutting' }, 'Keep', input, 'tokens',
+    el('button', { type: 'submit', class: 'plain main' }, 'Cut'),
+    el('button', { type: 'button', class: 'plain', on: { click: () => form.remove() } }, 'Cancel'));
+  form.addEventListener('submit', (event) => {
+    event.preventDefault();
+    form.remove();
+    acts.truncate(one, input.valueAsNumber);
+  });
+  form.addEventListener('keydown', (event) => {
+    if (event.key !== 'Escape') return;
+    event.preventDefault();
+    form.remove();
+  });
+  row.append(form);
+  input.focus();
+  input.select();
+}

@@ -1,0 +1,207 @@
+// Puts the page together: one conversation, one answer at a time.
+
+import { advice } from './advice.js';
+import { Api } from './api.js';
+import { ask, conversation, speeds } from './ask.js';
+import { Composer } from './composer.js';
+import { byId, el, icon, set } from './dom.js';
+import { Gauge } from './gauge.js';
+import { HandleBook } from './handles.js';
+import { Inspector } from './inspector.js';
+import { Keys } from './key.js';
+import { listen } from './keyboard.js';
+import { told } from './message.js';
+import { Settings } from './settings.js';
+import { session } from './storage.js';
+import { themeButton } from './theme.js';
+import { Thread } from './thread.js';
+import { Tree } from './tree.js';
+
+class App {
+  constructor() {
+    this.keys = new Keys();
+    this.api = new Api(this.keys);
+    this.tree = Tree.from(session.get('chat'));
+    this.models = [];
+    this.running = null;
+    this.lastRequest = null;
+    const tree = () => this.tree;
+    this.book = new HandleBook(this.api, tree);
+    this.book.used = session.get('handles', []);
+    this.acts = {
+      start: (text) => this.send(text),
+      edit: (node, text) => this.branch(node, text),
+      regenerate: (node) => this.answer(this.tree.parent(node)),
+      retry: (node) => this.retry(node),
+      walk: (node, by) => this.walk(node, by),
+    };
+    this.thread = new Thread(tree, this.acts);
+    this.composer = new Composer({ send: (text) => this.send(text), stop: () => this.stop() });
+    this.gauge = new Gauge(byId('gauge'));
+    this.settings = new Settings(this.keys);
+    this.inspector = new Inspector({ api: this.api, book: this.book, tree, last: () => this.lastRequest });
+    this.buttons();
+    listen(this);
+    addEventListener('pagehide', () => this.save());
+  }
+
+  buttons() {
+    const dress = (id, name, label) => {
+      const button = byId(id);
+      button.append(icon(name));
+      set(button, 'aria-label', label);
+      set(button, 'title', label);
+      return button;
+    };
+    dress('new-chat', 'plus', 'New chat').addEventListener('click', () => this.restart());
+    dress('settings-open', 'sliders', 'Settings').addEventListener('click', () => this.settings.open());
+    dress('inspect', 'layers', 'KV inspector');
+    themeButton(byId('theme'));
+  }
+
+  get busy() {
+    return this.running !== null;
+  }
+
+  /** Find out what is served; until then messages can be written, not sent. */
+  async begin() {
+    this.render();
+    try {
+      const { data } = await this.api.call('GET', 'v1/models');
+      this.models = data;
+      this.showModels();
+      this.notify(null);
+    } catch (error) {
+      this.notify(error, () => this.begin());
+    }
+    this.render();
+    this.composer.focus();
+  }
+
+  showModels() {
+    const names = this.models.map((one) => one.id);
+    document.title = names.length ? `${names[0]} · kvilt` : 'kvilt';
+    if (names.length === 1) return byId('model').replaceChildren(el('span', { title: names[0] }, names[0]));
+    const options = names.map((name) => el('option', { value: name }, name));
+    const choice = el('select', { 'aria-label': 'Model', on: { change: () => this.render() } }, options);
+    return byId('model').replaceChildren(choice);
+  }
+
+  get model() {
+    const chosen = byId('model').querySelector('select')?.value;
+    return this.models.find((one) => one.id === chosen) ?? this.models[0] ?? null;
+  }
+
+  render() {
+    this.thread.render(this.busy);
+    const answered = this.tree.path().findLast((node) => node.usage);
+    this.gauge.show(answered?.usage, this.model?.max_model_len);
+  }
+
+  /** An error that belongs to no message; null takes it away. */
+  notify(error, retry) {
+    const box = byId('notice');
+    box.hidden = error === null;
+    if (error === null) return;
+    const { what, next } = advice(error);
+    const again = el('button', { type: 'button', class: 'plain', on: { click: retry } }, 'Try again');
+    box.replaceChildren(el('p', {}, el('strong', {}, what), ' ', next), again);
+  }
+
+  send(text) {
+    if (this.busy) return;
+    const parent = this.tree.last ?? this.tree.root;
+    this.thread.goToEnd();
+    this.answer(this.tree.add(parent, 'user', text));
+    this.composer.focus();
+  }
+
+  branch(node, text) {
+    this.answer(this.tree.add(this.tree.parent(node), 'user', text));
+    this.composer.focus();
+  }
+
+  retry(node) {
+    Object.assign(node, { text: '', reasoning: null, error: null, usage: null, progress: null, finish: null, speeds: null });
+    this.answer(this.tree.parent(node), node);
+  }
+
+  async answer(question, node = this.tree.add(question, 'assistant', '')) {
+    if (this.busy) return;
+    node.state = 'streaming';
+    const { tree } = this;
+    const running = { node, control: new AbortController() };
+    this.setRunning(running);
+    try {
+      const given = { api: this.api, book: this.book, tree, model: this.model?.id, settings: this.settings.values };
+      await ask(given, question, node, () => this.changed(node), running.control.signal);
+      node.state = 'done';
+    } catch (error) {
+      const stopped = running.control.signal.aborted;
+      node.state = stopped ? 'stopped' : 'failed';
+      node.error = stopped ? null : told(error);
+    }
+    if (tree === this.tree) this.finished(question, node);
+  }
+
+  /** At most once a frame, however fast tokens come. */
+  changed(node) {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      if (node.state !== 'streaming') return;
+      this.thread.refresh(node);
+      this.gauge.show(node.usage, this.model?.max_model_len);
+    });
+  }
+
+  finished(question, node) {
+    node.speeds = speeds(node);
+    if (node.usage) {
+      const messages = conversation(this.tree.upTo(question), this.settings.values);
+      this.lastRequest = { messages, usage: node.usage };
+    }
+    byId('status').textContent = { done: 'Answer complete', stopped: 'Stopped', failed: 'The answer failed' }[node.state];
+    this.setRunning(null);
+    this.save();
+    this.inspector.refresh();
+  }
+
+  setRunning(running) {
+    this.running = running;
+    this.composer.setBusy(running !== null);
+    this.render();
+  }
+
+  stop() {
+    this.running?.control.abort();
+  }
+
+  walk(node, by) {
+    const had = this.thread.focused() === node;
+    if (!this.tree.walk(node, by)) return;
+    this.render();
+    const { children, shown } = this.tree.parent(node);
+    if (had) this.thread.focus(this.tree.nodes.get(children[shown]));
+    this.save();
+  }
+
+  restart() {
+    this.stop();
+    this.running = null;
+    this.composer.setBusy(false);
+    this.book.dropAll();
+    this.tree = new Tree();
+    this.lastRequest = null;
+    this.render();
+    this.save();
+    this.composer.focus();
+    this.inspector.refresh();
+  }
+
+  save() {
+    session.set('chat', this.tree);
+    session.set('handles', this.book.used);
+  }
+}
+
+new App().begin();

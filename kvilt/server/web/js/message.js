@@ -1,0 +1,194 @@
+// One message of the conversation on the page. Knows how it looks; what its buttons do is told to it.
+
+import { advice } from './advice.js';
+import { speeds } from './ask.js';
+import { el, icon, iconButton, set } from './dom.js';
+import { copyText, update } from './markdown.js';
+import { count, rate, seconds, tokens } from './numbers.js';
+
+const NAMES = { user: 'You', assistant: 'Answer' };
+
+export class Message {
+  /** `acts` has edit, regenerate, retry and walk; `tree` returns the conversation. */
+  constructor(node, tree, acts) {
+    this.node = node;
+    this.tree = tree;
+    this.acts = acts;
+    this.body = el('div', { class: 'body' });
+    this.bar = el('div', { class: 'bar' });
+    this.element = el('article', { class: `message ${node.role}`, tabindex: -1, 'data-id': node.id }, this.body, this.bar);
+    this.editing = false;
+    this.build();
+  }
+
+  build() {
+    if (this.node.role === 'assistant') {
+      this.thought = el('details', { class: 'thought', hidden: true }, el('summary', {}, 'Reasoning'));
+      this.thoughtText = el('div', { class: 'md' });
+      this.thought.append(this.thoughtText);
+      this.text = el('div', { class: 'md' });
+      this.waiting = el('div', { class: 'waiting', hidden: true });
+      this.trouble = el('div', { class: 'trouble', role: 'alert', hidden: true });
+      this.body.append(this.thought, this.text, this.waiting, this.trouble);
+    }
+    this.update();
+  }
+
+  /** Bring everything up to date with the node. */
+  update(busy = false) {
+    const { node } = this;
+    const { at, of } = this.tree().placeOf(node);
+    const which = of > 1 ? `, branch ${at + 1} of ${of}` : '';
+    set(this.element, 'aria-label', `${NAMES[node.role]}${which}`);
+    set(this.element, 'aria-busy', node.state === 'streaming' ? 'true' : null);
+    if (node.role === 'assistant') this.updateAnswer();
+    else if (!this.editing) this.body.replaceChildren(el('div', { class: 'said' }, node.text));
+    if (!this.editing) this.updateBar(busy, at, of);
+  }
+
+  updateAnswer() {
+    const { node } = this;
+    update(this.text, node.text);
+    this.thought.hidden = !node.reasoning;
+    if (node.reasoning) update(this.thoughtText, node.reasoning);
+    const isWaiting = node.state === 'streaming' && !node.text && !node.reasoning;
+    this.waiting.hidden = !isWaiting;
+    if (isWaiting) this.updateWaiting();
+    this.updateTrouble();
+  }
+
+  /** How far the prompt is read, or that nothing is known yet. */
+  updateWaiting() {
+    const { progress } = this.node;
+    if (!progress || progress.processed >= progress.total) {
+      if (!this.waiting.querySelector('.dots')) {
+        const dots = el('span', { class: 'dots' }, el('i'), el('i'), el('i'));
+        this.waiting.replaceChildren(dots, el('span', { class: 'unseen' }, 'Waiting for the first word'));
+      }
+      return;
+    }
+    const { total, cache, processed } = progress;
+    const label = `Reading the prompt: ${count(processed)} of ${tokens(total)}${cache ? `, ${count(cache)} reused` : ''}`;
+    const reused = el('span', { class: 'reused' });
+    const computed = el('span', { class: 'computed' });
+    reused.style.width = `${(100 * cache) / total}%`;
+    computed.style.width = `${(100 * (processed - cache)) / total}%`;
+    const bar = { class: 'track', role: 'progressbar', 'aria-label': 'Reading the prompt', 'aria-valuemin': 0 };
+    this.waiting.replaceChildren(
+      el('div', { ...bar, 'aria-valuemax': total, 'aria-valuenow': processed }, reused, computed), el('small', {}, label));
+  }
+
+  updateTrouble() {
+    const { node } = this;
+    const told = node.error ?? (node.state === 'dropped' ? DROPPED : null);
+    this.trouble.hidden = !told;
+    if (!told || this.told === told) return;
+    this.told = told;
+    const retry = el('button', { type: 'button', class: 'plain', on: { click: () => this.acts.retry(node) } }, 'Try again');
+    this.trouble.replaceChildren(el('p', {}, el('strong', {}, told.what), ' ', told.next), retry);
+  }
+
+  updateBar(busy, at, of) {
+    const { node } = this;
+    const parts = [];
+    if (of > 1) parts.push(this.branches(at, of));
+    if (node.state !== 'streaming') parts.push(...this.buttons(busy));
+    if (node.role === 'assistant') parts.push(this.facts());
+    const signature = `${at}/${of} ${node.state} ${busy}`;
+    if (signature === this.signature) this.bar.lastChild?.replaceWith(parts.at(-1));
+    else this.keepingFocus(() => this.bar.replaceChildren(...parts));
+    this.signature = signature;
+  }
+
+  /** Buttons are made anew; whoever stood on one still stands on its successor. */
+  keepingFocus(change) {
+    const label = this.bar.contains(document.activeElement) ? document.activeElement.getAttribute('aria-label') : null;
+    change();
+    if (label === null) return;
+    const same = [...this.bar.querySelectorAll('button')].find((one) => one.getAttribute('aria-label') === label && !one.disabled);
+    (same ?? this.element).focus();
+  }
+
+  branches(at, of) {
+    return el('span', { class: 'branches', role: 'group', 'aria-label': `Branch ${at + 1} of ${of}` },
+      iconButton('left', 'Previous branch', () => this.acts.walk(this.node, -1), { disabled: at === 0 }),
+      el('span', { class: 'which' }, `${at + 1}/${of}`),
+      iconButton('right', 'Next branch', () => this.acts.walk(this.node, 1), { disabled: at === of - 1 }));
+  }
+
+  buttons(busy) {
+    const { node, acts } = this;
+    const copy = iconButton('copy', 'Copy', () => copyText(node.text, copy));
+    const change = node.role === 'user'
+      ? iconButton('edit', 'Edit as a new branch', () => this.edit(), { disabled: busy })
+      : iconButton('again', 'Regenerate as a new branch', () => acts.regenerate(node), { disabled: busy });
+    return [copy, change];
+  }
+
+  /** Speed, time to the first token, and what of the prompt's KV was reused. */
+  facts() {
+    const { node } = this;
+    const { firstS, perSecond } = node.speeds ?? speeds(node);
+    const said = [
+      perSecond === null ? null : el('span', { title: 'Speed after the first token' }, rate(perSecond)),
+      firstS === null ? null : el('span', { title: 'Time to the first token' }, `first token ${seconds(firstS)}`),
+      this.reuse(),
+      node.state === 'stopped' ? el('span', {}, 'stopped') : null,
+      node.finish === 'length' ? el('span', { title: 'The limit of tokens was reached' }, 'cut at max tokens') : null,
+    ];
+    return el('span', { class: 'facts' }, said.filter(Boolean));
+  }
+
+  reuse() {
+    const { usage, parentKv, miss } = this.node;
+    if (!usage) return null;
+    const cached = usage.prompt_tokens_details.cached_tokens;
+    const from = parentKv ? `Forked from KV handle ${parentKv.id.slice(0, 8)} (${tokens(parentKv.tokens)})` : 'No handle was used';
+    const why = miss ? `; the handle did not fit${miss.index === null ? '' : ` from token ${miss.index} on`}` : '';
+    const text = `${count(cached)} of ${tokens(usage.prompt_tokens)} reused`;
+    return el('span', { class: cached ? 'reuse some' : 'reuse', title: `${from}${why}` }, parentKv ? icon('fork') : null, text);
+  }
+
+  /** Write the message anew: saving makes a branch beside it. */
+  edit() {
+    if (this.editing) return;
+    this.editing = true;
+    const box = el('textarea', { class: 'rewrite', 'aria-label': 'Edit the message', rows: 2 });
+    box.value = this.node.text;
+    const end = (text) => {
+      this.editing = false;
+      this.signature = null;
+      this.element.classList.remove('editing');
+      this.update();
+      if (text === null) this.element.focus();
+      else this.acts.edit(this.node, text);
+    };
+    const save = () => end(box.value.trim() && box.value !== this.node.text ? box.value : null);
+    box.addEventListener('keydown', (event) => {
+      if (event.isComposing) return;
+      if (event.key === 'Escape') end(null);
+      else if (event.key === 'Enter' && !event.shiftKey) save();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    const grow = () => {
+      box.style.height = 'auto';
+      box.style.height = `${box.scrollHeight}px`;
+    };
+    box.addEventListener('input', grow);
+    this.element.classList.add('editing');
+    this.body.replaceChildren(box);
+    this.bar.replaceChildren(
+      el('button', { type: 'button', class: 'plain', on: { click: () => end(null) } }, 'Cancel'),
+      el('button', { type: 'button', class: 'plain main', on: { click: save } }, 'Send as a branch'));
+    grow();
+    box.focus();
+    box.setSelectionRange(box.value.length, box.value.length);
+  }
+}
+
+const DROPPED = { what: 'This answer was interrupted.', next: 'What arrived is kept.' };
+
+/** An error as a message keeps it. */
+export const told = (error) => advice(error);

@@ -1,0 +1,82 @@
+// Temperature, length, system prompt and key, in a dialog. Numbers that make no sense are put right, not sent.
+
+import { byId, el } from './dom.js';
+import { local } from './storage.js';
+
+const DEFAULTS = { temperature: 0.7, maxTokens: 512, system: '' };
+const KEYS = [
+  ['Enter', 'send'], ['Shift+Enter', 'new line'], ['Esc', 'stop, or leave'],
+  ['↑ in an empty box', 'go to the messages'], ['↑ ↓', 'walk messages'], ['← →', 'walk branches'],
+  ['Alt+arrows', 'the same from anywhere'], ['E, R, C', 'edit, regenerate, copy'],
+];
+
+/** The settings as they were left. */
+export function loaded() {
+  const saved = local.get('settings', {});
+  return checked({ ...DEFAULTS, ...saved });
+}
+
+function checked({ temperature, maxTokens, system }) {
+  const t = Number(temperature);
+  const most = Math.floor(Number(maxTokens));
+  return {
+    temperature: Number.isFinite(t) ? Math.min(2, Math.max(0, t)) : DEFAULTS.temperature,
+    maxTokens: Number.isFinite(most) && most > 0 ? Math.min(most, 2 ** 31 - 1) : null, // none: as much as fits
+    system: String(system ?? ''),
+  };
+}
+
+export class Settings {
+  /** `keys` can be forgotten here; `onChange` hears of new values. */
+  constructor(keys) {
+    this.values = loaded();
+    this.keys = keys;
+    this.dialog = byId('settings');
+    this.build();
+  }
+
+  build() {
+    const number = (id, props) => el('input', { id, type: 'number', ...props });
+    this.temperature = el('input', { id: 'temperature', type: 'range', min: 0, max: 2, step: 0.05 });
+    this.shownTemperature = el('output', { for: 'temperature' });
+    this.maxTokens = number('max-tokens', { min: 1, step: 1, placeholder: 'as much as fits', inputmode: 'numeric' });
+    this.system = el('textarea', { id: 'system', rows: 4, placeholder: "The model's own" });
+    this.forget = el('button', { type: 'button', class: 'plain', on: { click: () => this.forgetKey() } }, 'Forget the key');
+    const field = (label, id, input, more) => el('div', { class: 'field' }, el('label', { for: id }, label, more), input);
+    this.dialog.append(el('form', { method: 'dialog' },
+      el('h2', { id: 'settings-title' }, 'Settings'),
+      field('System prompt', 'system', this.system),
+      field('Temperature ', 'temperature', this.temperature, this.shownTemperature),
+      field('Max tokens of an answer', 'max-tokens', this.maxTokens),
+      el('details', { class: 'shortcuts' }, el('summary', {}, 'Keyboard'),
+        el('dl', {}, KEYS.flatMap(([key, does]) => [el('dt', {}, key), el('dd', {}, does)]))),
+      el('div', { class: 'row' }, this.forget, el('button', { type: 'submit', class: 'plain main' }, 'Done'))));
+    this.temperature.addEventListener('input', () => this.shownTemperature.replaceChildren(this.temperature.value));
+    this.dialog.addEventListener('close', () => this.take());
+    this.dialog.addEventListener('click', (event) => event.target === this.dialog && this.dialog.close());
+    this.dialog.querySelector('form').addEventListener('submit', (event) => {
+      event.preventDefault();
+      this.dialog.close();
+    });
+  }
+
+  open() {
+    const { temperature, maxTokens, system } = this.values;
+    this.temperature.value = temperature;
+    this.shownTemperature.replaceChildren(this.temperature.value);
+    this.maxTokens.value = maxTokens ?? '';
+    this.system.value = system;
+    this.forget.hidden = !this.keys.current();
+    this.dialog.showModal();
+  }
+
+  take() {
+    this.values = checked({ temperature: this.temperature.value, maxTokens: this.maxTokens.value, system: this.system.value });
+    local.set('settings', this.values);
+  }
+
+  forgetKey() {
+    this.keys.forget();
+    this.forget.hidden = true;
+  }
+}
