@@ -140,6 +140,11 @@ class Handles:
         with self._lock:
             return self._info(handle, self._find(tenant, handle))
 
+    def tokens(self, tenant: str, handle: str) -> Sequence[int]:
+        """What a handle names."""
+        with self._lock:
+            return self._find(tenant, handle).ids[:]
+
     def owned(self, tenant: str) -> list[HandleInfo]:
         """All handles of a tenant, the least recently used first."""
         with self._lock:

@@ -64,6 +64,10 @@ class AsyncKV:
         """What there is to say of a handle."""
         return self._handles.info(tenant, handle)
 
+    def tokens(self, handle: str, *, tenant: str = "") -> Sequence[int]:
+        """What a handle names."""
+        return self._handles.tokens(tenant, handle)
+
     async def owned(self, *, tenant: str = "") -> list[HandleInfo]:
         """All handles of a tenant."""
         return self._handles.owned(tenant)

@@ -122,10 +122,16 @@ class Prefix(Shown):
     caches: int
 
 
+class Holding(Kept):
+    """A handle, and the last prefix that it shares; null while none of its pages is known."""
+
+    prefix: str | None
+
+
 class KVState(Shown):
     """What the KV memory holds for a key; the pages are those of all."""
 
     pages: Pages
     samples: list[Running]
     prefixes: list[Prefix]
-    handles: list[Kept]
+    handles: list[Holding]
