@@ -15,6 +15,8 @@ from starlette.types import Message, Receive
 from .refusal import Refused
 
 MAX_DEPTH = 64
+MAX_KEYS = 4096  # of one object: an unknown one is an error of its own
+MAX_VALUES = 1 << 18  # checking them takes time in which nobody else is served
 _LARGE = 1 << 16  # bytes of a body that is worth a thread
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _ODD = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")  # a body without these has neither halves of pairs nor NUL
@@ -66,8 +68,10 @@ class StrictRequest(Request):
         return self._json
 
 
-def parse(body: bytes) -> Any:
+def parse(body: bytes, max_values: int = MAX_VALUES) -> Any:
     """The value of a JSON text; refuses what parsers disagree on: twice the same key, NaN, numbers out of range."""
+    if body.count(b",") + body.count(b":") > 2 * max_values:
+        raise Refused(413, f"the body holds more than {max_values} values", code="too_many_values")
     _check_depth(body)
     try:
         text = body.decode()
@@ -108,6 +112,8 @@ def _check_depth(body: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise _unreadable(f"an object has more than {MAX_KEYS} keys")
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from running import QUESTION, Running
 
-from kvilt.server.body import MAX_DEPTH, parse
+from kvilt.server.body import MAX_DEPTH, MAX_VALUES, parse
 from kvilt.server.refusal import Refused
+from kvilt.server.schema.chat import ChatRequest
+from kvilt.server.schema.completion import CompletionRequest
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 NUMBER = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -65,6 +68,7 @@ DOUBTFUL = [
     b"[" * 100_000,
     b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     b'{"a": [' * 40 + b"]}" * 40,
+    json.dumps({str(i): i for i in range(5000)}).encode(),
 ]
 
 
@@ -109,6 +113,30 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(start: Any)
         assert told.json()["error"]["code"] == "body_too_large"
         chunked = http.post("/v1/chat/completions", content=iter([large[:3000], large[3000:]]), headers=kind)
         assert chunked.status_code == 413
+
+
+def test_floods_are_refused_before_they_are_looked_at(server: Running) -> None:
+    """Checking a value takes time in which nobody else is served, so there is no list that is checked to its end."""
+    floods: list[dict[str, Any]] = [
+        {"prompt": [5] * (2 * MAX_VALUES + 1)},
+        {"prompt": [1] + ["a"] * 200_000},
+        {"prompt": [["a"]] * 100_000},
+        {"prompt": ["a"] * 100_000},
+        {"prompt": "a", "stop": [5] * 100_000},
+        {"prompt": "a", "logit_bias": {f"x{i}": "x" for i in range(4000)}},
+        {"messages": [{"role": "user", "content": 5}] * 60_000},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 60_000}]},
+    ]
+    with server.http() as http:
+        for flood in floods:
+            route = "/v1/chat/completions" if "messages" in flood else "/v1/completions"
+            refused = http.post(route, json=flood)
+            assert refused.status_code in (400, 413), str(flood)[:40]
+            assert len(refused.content) < 2000
+    for model, flood in ((CompletionRequest, floods[1]), (CompletionRequest, floods[2]), (ChatRequest, floods[6])):
+        with pytest.raises(ValidationError) as failed:
+            model.model_validate(flood)
+        assert failed.value.error_count() < 10
 
 
 def test_too_many_messages_and_tools(server: Running) -> None:

@@ -15,6 +15,7 @@ import pytest
 from running import KEY, QUESTION, Running, until
 
 from kvilt.errors import ParamError
+from kvilt.executor.executor import Executor
 from kvilt.server import gate
 from kvilt.server.settings import ServeConfig
 
@@ -71,6 +72,21 @@ def test_a_caller_without_keys_is_nobody_special() -> None:
     with pytest.raises(gate.Refused):
         gate.check_admin(gate.Caller())
     gate.check_admin(gate.Caller("", True))
+
+
+def test_routes_of_the_owner_need_the_admin_key(start: Start, executor: Executor) -> None:
+    with start() as server, server.http() as http:
+        assert http.post("/reset_prefix_cache").status_code == 403, "nobody is the owner where no admin key is set"
+    with start(api_keys=(KEY,), admin_key=ADMIN) as server, server.http() as http:
+        http.post("/v1/completions", json={"prompt": "word " * 100}, headers={"authorization": f"Bearer {KEY}"})
+        assert len(executor.prefixes) > 0
+        refused = http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {KEY}"})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "admin_only"
+        assert len(executor.prefixes) > 0
+        cleared = http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {ADMIN}"})
+        assert cleared.json() == {"cleared": True}
+        assert len(executor.prefixes) == 0
 
 
 @pytest.mark.parametrize(
@@ -210,6 +226,28 @@ def test_a_log_line_is_one_line(server: Running, caplog: Any) -> None:
         until(lambda: any(record.name == "kvilt.access" for record in caplog.records))
     lines = [record.getMessage() for record in caplog.records if record.name == "kvilt.access"]
     assert all("\n" not in line and "\r" not in line for line in lines)
+
+
+def test_a_log_that_cannot_be_written_harms_nobody(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, _text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    log, handler = logging.getLogger("kvilt.access"), logging.StreamHandler(Full())  # type: ignore[type-var]
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with server.http() as http:
+            for _ in range(3):
+                assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def test_metric_labels_are_bounded(server: Running) -> None:

@@ -43,19 +43,8 @@ class Process:
     """A server that runs by itself."""
 
     def __init__(self, *options: str, port: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "kvilt.cli.main",
-            "serve",
-            "--port",
-            str(port),
-            "--threads",
-            "1",
-            "--backend",
-            "reference",
-            *options,
-        ]
+        given = ["serve", "--port", str(port), "--threads", "1", *options]
+        command = [sys.executable, "-m", "kvilt.cli.main", *given]
         self.own = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.own.stderr is not None
         self.said: list[str] = []

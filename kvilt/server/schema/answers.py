@@ -180,3 +180,9 @@ class Version(Shown):
     """Which kvilt this is."""
 
     version: str
+
+
+class Cleared(Shown):
+    """Something was forgotten."""
+
+    cleared: bool

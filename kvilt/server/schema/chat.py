@@ -19,7 +19,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
+Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class SystemMessage(Strict):
@@ -60,7 +60,7 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(max_length=128, fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = Field(None, description="Accepted without effect.")
     annotations: list[Any] | None = Field(None, description="Accepted without effect.")
@@ -78,6 +78,10 @@ class ToolMessage(Strict):
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+# The server's own limit is lower; this one ends the checking of a flood.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 class FunctionSpec(Strict):
@@ -112,11 +116,11 @@ class ChosenTool(Strict):
 class ChatRequest(Sampling):
     """A conversation to answer."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_tokens: MaxTokens | None = Field(None, description="By default what is left of the context.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name for max_tokens.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
 from ...sampling.params import (
@@ -28,6 +28,13 @@ SafeName = Annotated[
 TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle is forgotten.")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+
+
+def _few(value: object) -> object:
+    """A mapping that is too large is not looked at entry by entry: each would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed, not {len(value)}")
+    return value
 
 
 Salt = Annotated[
@@ -87,7 +94,7 @@ class ChoiceFormat(Strict):
     """One of some strings."""
 
     type: Literal["choice"]
-    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class LarkFormat(Strict):
@@ -108,7 +115,7 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
     grammar: Annotated[Text | None, Field(description="A Lark grammar.")] = None
     json_object: bool | None = None
 
@@ -133,11 +140,12 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM)] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_BIASED_TOKENS),
+            BeforeValidator(_few),
         ]
         | None
     ) = Field(None, description="By token id.")
@@ -146,8 +154,8 @@ class Sampling(Strict):
         None, description="Answers; they share the prompt's KV."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .chat import ChatMessage, Tool
+from .chat import Messages, Tool
 from .fields import Shown, Strict, TokenId
 
 
@@ -16,8 +16,8 @@ class TokenizeRequest(Strict):
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | None = None
     add_special_tokens: bool = Field(True, description="Whether a prompt begins a text.")
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="Whether messages are followed by the begin of an answer.")
     return_token_strs: bool | None = None
 
@@ -35,7 +35,7 @@ class DetokenizeRequest(Strict):
     """Tokens to put together."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Detokenized(Shown):
