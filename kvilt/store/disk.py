@@ -94,7 +94,7 @@ class Disk:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with explained():
-            return [self._place(key).is_file() for key in keys]
+            return [self._files.has(self._place(key)) for key in keys]
 
     # Writing: make room in the index, write, rename.
 

@@ -96,6 +96,13 @@ class Files:
                 raise StoreError("symlink", "a record is a regular file, and this is not one")
             return fd
 
+    def has(self, path: Path) -> bool:
+        """Whether there is a regular file of that name; a link to one is none."""
+        try:
+            return stat.S_ISREG(path.lstat().st_mode)
+        except FileNotFoundError:
+            return False
+
     def unlink(self, path: Path) -> None:
         with explained():
             path.unlink(missing_ok=True)

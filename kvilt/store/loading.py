@@ -242,7 +242,8 @@ class Loading:
 
     def _finish(self, layers: tuple[LayerKV | bytes, ...]) -> None:
         lane = self._terms.lanes[self._lane]
-        self._terms.metrics.add(HITS, tier=lane.name, kind=self.address.kind.value)
+        if not self._reason:
+            self._terms.metrics.add(HITS, tier=lane.name, kind=self.address.kind.value)
         assert self._firsts is not None
         self._terms.found(Entry(replace(self.address, firsts=self._firsts), self._terms.codec, layers), lane)
 

@@ -191,7 +191,10 @@ def test_only_regular_files_are_records(kit: Any, tmp_path: Path, kind: str) -> 
             case _:
                 os.mkfifo(path)
         assert kit.refused(store, "disk", "symlink")
-        assert outside.exists()
+        before = outside.read_bytes()
+        kit.put(store)
+        assert kit.served(kit.open(store)) == (kind != "folder")  # a link is replaced, not followed
+        assert outside.read_bytes() == before
 
 
 # Disks that are full, read-only or broken.
