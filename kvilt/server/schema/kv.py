@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .answers import Kept
-from .chat import ChatMessage, Tool
+from .chat import Messages, Tool
 from .completion import Ids
 from .fields import SafeName, Shown, Strict, TtlS
 
@@ -17,8 +17,8 @@ class CreateRequest(Strict):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | Ids | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     ttl_s: TtlS | None = None
 
 
