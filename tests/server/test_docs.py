@@ -1,0 +1,46 @@
+"""The pages about the server name tests, routes and fields that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from running import Running
+
+from kvilt.cli.options import ENGINE, SERVER
+from kvilt.server.schema.chat import ChatRequest
+from kvilt.server.schema.completion import CompletionRequest
+
+HERE = Path(__file__).parents[2]
+DOCS = {name: (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("serving", "security")}
+
+
+def test_every_test_that_is_named_exists() -> None:
+    there = {
+        name for path in (HERE / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = set(re.findall(r"`(test_\w+)`", DOCS["security"]))
+    assert len(named) > 40
+    assert named <= there
+    for path in re.findall(r"`(tests/\S+\.py)`", DOCS["security"]):
+        assert (HERE / path).exists()
+
+
+def test_every_option_that_is_named_exists() -> None:
+    known = {f"--{name.replace('_', '-')}" for group in (SERVER, ENGINE) for name in group.options}
+    named = set(re.findall(r"(--[a-z][a-z-]+)", DOCS["security"] + DOCS["serving"])) - {"--model"}
+    assert named <= known, named - known
+
+
+def test_every_route_is_told_of(server: Running) -> None:
+    with server.http() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    for path in paths:
+        parts = path.replace("{name}", "{id}").replace("{handle}", "{id}")
+        assert parts in DOCS["serving"] or f"/{parts.rpartition('/')[2]}`" in DOCS["serving"], path
+
+
+def test_every_field_is_told_of() -> None:
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    missing = {name for name in fields if f"`{name}" not in DOCS["serving"]}
+    assert missing == set()
