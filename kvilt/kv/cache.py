@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from .codec import max_bytes, pack, unpack
 from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
-from .row import CacheRow, RowImage, Token, held, rows_from_images
+from .row import EXACT, CacheRow, RowImage, Token, held, rows_from_images
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,11 @@ class KVCache:
     def lengths(self) -> tuple[int, ...]:
         """Committed tokens of each row."""
         return tuple(row.length for row in self.rows())
+
+    @property
+    def origin(self) -> str:
+        """How the KV was made: `exact`, or the recipe of a blend; of several rows, all there are."""
+        return " | ".join(dict.fromkeys(row.origin for row in self.rows()))
 
     @property
     def batch_size(self) -> int:
@@ -221,7 +227,9 @@ class KVCache:
         self.rows()
         identity = self._pool.identity()  # may hash all weights, so nobody waits for it
         with self._pool.lock:
-            images = self._images()
+            images, origin = self._images(), self.origin
+        if origin != EXACT:
+            identity = replace(identity, origin=origin)
         return pack(images, self.layout, identity)
 
     def load(self, data: bytes, accept_numerics: bool = False) -> None:

@@ -19,7 +19,7 @@ from ..ops.contract import KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
-from .row import EMBEDDED, GONE, HASH_BYTES, CacheRow, Token
+from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, Token
 
 _log = logging.getLogger(__name__)
 
@@ -218,8 +218,10 @@ class PrefixIndex:
         """Make the whole pages of a row known, whose trail this is.
 
         Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
-        back: equal KV takes its room once.
+        back: equal KV takes its room once. KV that is not exact is nobody else's.
         """
+        if row.origin != EXACT:
+            return
         with self._pool.lock:
             while (trail.placed + 1) * self._size <= row.length:
                 if trail.node is not None and not trail.node.alive:

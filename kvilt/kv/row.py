@@ -20,6 +20,7 @@ from .pool import PagePool
 Token = int | bytes
 EMBEDDED = -1  # what `ids` holds where `embeds` has a hash
 HASH_BYTES = 32
+EXACT = "exact"  # the origin of KV that stands for a computation; otherwise it is the recipe of a blend
 GONE = -1  # what a table holds where a window gave a page back
 
 
@@ -31,6 +32,7 @@ class RowImage:
     embeds: dict[int, bytes]
     firsts: tuple[int, ...]  # per group, the oldest position held
     groups: tuple[KeysValues, ...]
+    origin: str = EXACT
 
     @property
     def length(self) -> int:
@@ -40,7 +42,7 @@ class RowImage:
 class CacheRow:
     """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
 
-    __slots__ = ("_pool", "embeds", "firsts", "ids", "tables", "version")
+    __slots__ = ("_pool", "embeds", "firsts", "ids", "origin", "tables", "version")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -48,6 +50,7 @@ class CacheRow:
         self.embeds: dict[int, bytes] = {}
         self.tables: list[list[int]] = [[] for _ in pool.layout.groups]
         self.firsts = [0] * len(pool.layout.groups)
+        self.origin = EXACT  # how its KV was made
         self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
 
     @property
@@ -171,6 +174,7 @@ class CacheRow:
             del table[keep:]
         if length == 0:
             self.firsts = [0] * len(self.firsts)
+            self.origin = EXACT
         for position in [p for p in self.embeds if p >= length]:
             del self.embeds[position]
         del self.ids[length:]
@@ -181,6 +185,7 @@ class CacheRow:
         child.ids = self.ids[:]
         child.embeds = dict(self.embeds)
         child.firsts = list(self.firsts)
+        child.origin = self.origin
         keep = self._pool.layout.pages_for(self.length)
         for g, table in enumerate(self.tables):
             child.tables[g] = table[:keep]
@@ -228,7 +233,7 @@ class CacheRow:
             pool.ops.read_slots(pool.stores[g], self.slots(g, first, self.length).to(pool.device))
             for g, first in enumerate(self.firsts)
         )
-        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups)
+        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, self.origin)
 
 
 def held(table: list[int]) -> list[int]:
@@ -250,6 +255,7 @@ def rows_from_images(pool: PagePool, images: Sequence[RowImage]) -> list[CacheRo
 def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> CacheRow:
     row = CacheRow(pool)
     row.ids, row.embeds, row.firsts = image.ids[:], dict(image.embeds), list(image.firsts)
+    row.origin = image.origin
     for g, first in enumerate(image.firsts):
         gone = first // pool.layout.page_tokens
         count = pool.layout.pages_for(image.length) - gone

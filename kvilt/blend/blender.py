@@ -1,0 +1,315 @@
+"""A prompt with documents on its way to its first token: which rows to run next, and what their results mean.
+
+Returns rows and never runs them, so that they share steps with everybody else's. Refuses to know requests and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch import HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
+from ..errors import InputError, StoreMiss
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..store.layer import LayerKV
+from ..store.loading import Loading
+from .chunk import Chunks
+from .controller import LoadMeter
+from .place import Placing
+from .recipe import Quilt, Recipe
+from .select import budget, choose, deviations
+from .stage import Stage
+
+Course = Generator[Stage, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where the KV of a blended prompt came from."""
+
+    computed: int  # outside of documents
+    reused: int
+    recomputed: int  # of the documents' tokens
+    made: int  # tokens of documents that were not stored yet, computed standalone before anything else
+    recipe: str
+
+
+class Blending:
+    """One prompt. `next` gives the row to run, `took` its result, until `done`; then the cache's owner commits.
+
+    The cache holds the `exact` tokens before the first document; room behind them is reserved here, when it begins.
+    """
+
+    def __init__(self, executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, tenant: str = "") -> None:
+        layers = len(executor.spec.layers)
+        if recipe.needs("deviation") and recipe.check_layer + len(recipe.gradual) >= layers - 1:
+            raise InputError(f"check_layer {recipe.check_layer} leaves nothing to save of {layers} layers")
+        if any(layer >= layers for layer in recipe.mass_layers):
+            raise InputError(f"mass_layers {list(recipe.mass_layers)} are not all of this model's {layers} layers")
+        self.quilt = quilt
+        self.recipe = recipe
+        self._executor = executor
+        self._chunks = chunks
+        self._tenant = tenant
+        self._layers = layers
+        self._meter = LoadMeter()
+        self._texts = [quilt.ids[one.start : one.stop] for one in quilt.documents]
+        # Equal documents are looked up, and perhaps computed, once. Looking begins here, long before the first row.
+        self._found: dict[tuple[int, ...], Loading] = {
+            text: chunks.open(text, tenant) for text in dict.fromkeys(self._texts)
+        }
+        self._made = 0
+        self._recomputed = 0
+        self._placed = 0  # layers
+        self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
+        self._course: Course | None = None
+        self._stage: Stage | None = None
+        self.done = False
+
+    # What a scheduler asks.
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Tokens of room needed beside the prompt's own, should a document have to be computed."""
+        longest = max((len(text) for text in self._texts), default=0)
+        return longest + len(self._chunks.behind) if longest else 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that the next rows have, as far as that is known."""
+        return self._stage.left if self._stage is not None else 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether the last of them brings logits."""
+        return self._stage is not None and self._stage.draws
+
+    # Going on.
+
+    def begin(self, kv: KVCache) -> None:
+        """Start, or after a preemption start again, in a cache that holds the tokens before the first document."""
+        assert kv.lengths == (self.quilt.exact,), "blending begins where the first document does"
+        self.close()
+        kv.reserve(len(self.quilt.ids) - self.quilt.exact)
+        if not all(loading.hit() for loading in self._found.values()):
+            self._room()  # all room is found before any work
+        kv.row(0).origin = self.recipe.name
+        self._placed, self._recomputed, self.done = 0, 0, False
+        self._course = self._run(kv)
+        self._advance()
+
+    def next(self, tokens: int) -> Row:
+        """The next row, of at most so many tokens; the same one again if it was not taken."""
+        assert self._stage is not None, "there is nothing left to run"
+        self._meter.begin()
+        return self._stage.row(tokens)
+
+    def took(self, row: Row, logits: Logits, index: int) -> None:
+        """A row was run, as number `index` of its batch."""
+        stage = self._stage
+        assert stage is not None
+        stage.took(len(row.positions), logits, index)
+        self._meter.end(len(row.positions), min(row.layers.stop, self._layers) - row.layers.start)
+        if not stage.left:
+            self._advance()
+
+    def report(self) -> Report:
+        reused = self.quilt.reused
+        computed = len(self.quilt.ids) - self.quilt.exact - reused
+        return Report(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
+
+    def close(self) -> None:
+        """Let go of what was needed on the way; the prompt's cache is its owner's."""
+        if self._course is not None:
+            self._course.close()
+        self._course = self._stage = None
+        if self._scratch is not None:
+            self._scratch.close()
+        self._scratch = None
+
+    def _advance(self) -> None:
+        assert self._course is not None
+        with self._executor.call(), self._executor.pool.lease(), torch.no_grad():
+            self._stage = next(self._course, None)
+        if self._stage is None:
+            self.done = True
+            self.close()
+
+    # The course.
+
+    def _run(self, kv: KVCache) -> Course:
+        recipe, start = self.recipe, self.quilt.exact
+        for text in self._found:
+            if not self._found[text].hit():
+                yield from self._make(text)
+        placing = Placing(self._executor, kv, self.quilt.documents)
+        everything = range(start, len(self.quilt.ids))
+        scores: dict[str, Tensor] = {"head": self._heads()}
+        lower, hidden = 0, None
+        if recipe.needs("deviation"):
+            lower = recipe.check_layer + 1
+            want = HiddenOut([recipe.check_layer])
+            stage = Stage(kv, everything, self.quilt.ids[start:], LayerSpan(0, lower), want)
+            yield stage
+            hidden = torch.cat(stage.hidden)
+            stored = yield from self._layer(recipe.check_layer)
+            scores["deviation"] = self._deviations(stage, range(len(everything)), stored, recipe.check_layer)
+            self._placed = lower  # what is computed there is exact already
+        if recipe.needs("query"):
+            yield from self._place(placing, self._layers)
+            yield from self._probe(kv, lower, hidden, scores)
+        chosen = self._choose(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
+        self._recomputed = int(self._reusable()[chosen].sum())
+        if hidden is not None:
+            hidden = hidden[chosen]
+        for factor in (*recipe.gradual[1:], 1.0) if recipe.gradual else ():
+            assert hidden is not None
+            yield from self._place(placing, lower + 1)
+            stage = Stage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
+            yield stage
+            stored = yield from self._layer(lower)
+            scores["deviation"] = self._deviations(stage, chosen.tolist(), stored, lower)
+            kept = self._choose(scores, self._ratio() * factor, among=chosen)
+            hidden = torch.cat(stage.hidden)[torch.isin(chosen, kept)]
+            chosen, lower = kept, lower + 1
+        yield from self._finish(kv, placing, chosen, lower, hidden)
+
+    def _finish(self, kv: KVCache, placing: Placing, chosen: Tensor, lower: int, hidden: Tensor | None) -> Course:
+        """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
+        positions = _at(chosen, self.quilt.exact)
+        source: Sequence[int] | Tensor = [self.quilt.ids[p] for p in positions] if hidden is None else hidden
+        while True:
+            yield from self._place(placing, lower + 1)
+            ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
+            yield from self._place(placing, ready)
+            if ready >= self._layers:
+                break
+            stage = Stage(kv, positions, source, LayerSpan(lower, ready), HiddenOut())
+            yield stage
+            source, lower = torch.cat(stage.hidden), ready
+        yield Stage(kv, positions, source, LayerSpan(lower), Last())
+
+    def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
+        """The question over documents as they are: what it looks at is worth being right."""
+        asked, start = self.quilt.question, self.quilt.exact
+        positions = range(asked.start, asked.stop)
+        source = self.quilt.ids[asked.start : asked.stop] if hidden is None else hidden[asked.start - start :]
+        layers = [layer for layer in self.recipe.mass_layers if layer >= lower]
+        stage = Stage(kv, positions, source, LayerSpan(lower), KeyMass(layers))
+        yield stage
+        scores["query"] = stage.mass[start:]
+
+    # Documents.
+
+    def _make(self, text: tuple[int, ...]) -> Course:
+        """Compute a document standalone and keep it; what the store gives back is what gets blended."""
+        behind = self._chunks.behind
+        ids = (*behind, *text)
+        stage = Stage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
+        yield stage
+        self._made += len(text)
+        layers = [
+            LayerKV(
+                torch.cat([one.keys for one in stage.kv[i]])[len(behind) :].to(self._chunks.dtype),
+                torch.cat([one.values for one in stage.kv[i]])[len(behind) :].to(self._chunks.dtype),
+            )
+            for i in range(self._layers)
+        ]
+        self._found[text] = self._chunks.keep(text, layers, self._tenant)
+
+    def _room(self) -> KVCache:
+        if self._scratch is None:
+            self._scratch = self._executor.create_kv_cache()
+            self._scratch.reserve(self.scratch_tokens)
+        return self._scratch
+
+    def _layer(self, index: int) -> Generator[Stage, None, list[LayerKV]]:
+        """One layer of every document; one that turns out to be damaged or late is computed."""
+        while True:
+            try:
+                return [self._found[text].layer(index) for text in self._texts]
+            except StoreMiss:
+                for text in self._found:
+                    if self._found[text].reason:
+                        yield from self._make(text)
+
+    def _place(self, placing: Placing, stop: int) -> Course:
+        for index in range(self._placed, stop):
+            placing.layer(index, (yield from self._layer(index)))
+            self._placed = index + 1
+
+    # Choosing. Masks and scores are over the tokens behind the exact ones.
+
+    def _reusable(self) -> Tensor:
+        mask = torch.zeros(len(self.quilt.ids), dtype=torch.bool)
+        for one in self.quilt.documents:
+            mask[one.start : one.stop] = True
+        return mask[self.quilt.exact :]
+
+    def _always(self) -> Tensor:
+        """Tokens that are computed whatever their score: those without KV, the last, the first of each document."""
+        mask = ~self._reusable()
+        mask[-1] = True  # its logits are what the prompt is computed for
+        for one in self.quilt.documents:
+            first = one.start - self.quilt.exact
+            mask[first : first + min(self.recipe.first_tokens, len(one))] = True
+        return mask
+
+    def _settled(self) -> Tensor:
+        """Documents that stand behind just what stood before them when they were computed: they are right already."""
+        mask = torch.zeros(len(self.quilt.ids), dtype=torch.bool)
+        for one in self.quilt.documents:
+            if self.quilt.ids[: one.start] == self._chunks.behind:
+                mask[one.start : one.stop] = True
+        return mask[self.quilt.exact :]
+
+    def _choose(self, scores: dict[str, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
+        """What is computed again, as ascending indices."""
+        reusable, settled = self._reusable(), self._settled()
+        taken = self._always()
+        count = max(0, budget(min(1.0, ratio), int(reusable.sum())) - int((taken & reusable).sum()))
+        allowed = torch.ones_like(taken)
+        if among is not None:
+            allowed[:] = False
+            allowed[among] = True
+        parts = self.recipe.parts
+        for part in parts:
+            share = count if part is parts[-1] else budget(part.share, count)
+            own = torch.where(settled, -torch.inf, scores[part.strategy])
+            best = choose(own, reusable & allowed & ~taken, share)
+            taken[best] = True
+            count -= len(best)
+        return taken.nonzero().flatten()
+
+    def _heads(self) -> Tensor:
+        """The earlier in its document, the better."""
+        score = torch.zeros(len(self.quilt.ids))
+        for one in self.quilt.documents:
+            score[one.start : one.stop] = -torch.arange(len(one), dtype=torch.float32)
+        return score[self.quilt.exact :]
+
+    def _deviations(self, stage: Stage, at: Sequence[int], stored: Sequence[LayerKV], layer: int) -> Tensor:
+        """How much values of one layer changed, of the tokens that the stage had; 0 of others."""
+        fresh = torch.cat([one.values for one in stage.kv[layer]]).cpu()
+        kept = torch.zeros((len(self.quilt.ids) - self.quilt.exact, *fresh.shape[1:]))
+        for one, values in zip(self.quilt.documents, (one.values for one in stored), strict=True):
+            kept[one.start - self.quilt.exact : one.stop - self.quilt.exact] = values.float()
+        score = torch.zeros(len(kept))
+        index = torch.tensor(at, dtype=torch.int64)
+        score[index] = deviations(fresh, kept[index], self._reusable()[index])
+        return score
+
+    def _ratio(self) -> float:
+        floor = self.recipe.load_floor
+        if floor is None:
+            return self.recipe.ratio
+        loaded = min(one.layers_ready for one in self._found.values())
+        return self._meter.ratio(loaded, self._layers, len(self.quilt.ids) - self.quilt.exact, floor)
+
+
+def _at(chosen: Tensor, start: int) -> list[int]:
+    return [start + i for i in chosen.tolist()]

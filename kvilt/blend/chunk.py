@@ -1,0 +1,48 @@
+"""Chunks of one model: documents computed standalone, kept with unrotated keys, found again by their exact tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import InputError
+from ..executor.executor import Executor
+from ..kv.identity import Identity
+from ..store.address import form_of, token_bytes
+from ..store.layer import LayerKV
+from ..store.loading import Loading
+from ..store.store import Store
+
+
+class Chunks:
+    """The door of a store for one executor's documents."""
+
+    def __init__(self, executor: Executor, store: Store, behind: Sequence[int] = ()) -> None:
+        """`behind` are tokens that stand before every document while it is computed, such as a model's first one."""
+        if any(group.shape.value_dim == 0 for group in executor.layout.groups):
+            raise InputError("documents of models with latent attention cannot be blended")
+        self.behind = tuple(behind)
+        self._executor = executor
+        self._store = store
+        dtype = executor.layout.groups[0].shape.dtype
+        # Bytes are rounded with the rotation in them; floats of two bytes are what is placed without loss worth it.
+        self.dtype = torch.float16 if dtype == torch.int8 else dtype
+        self.form = form_of(executor.layout, self.dtype)
+
+    def open(self, ids: Sequence[int], tenant: str = "") -> Loading:
+        """Begin to look for a document; its layers arrive in order."""
+        return self._store.open_chunk(self._identity(tenant), ids, self.form)
+
+    def keep(self, ids: Sequence[int], layers: Sequence[LayerKV], tenant: str = "", retain: bool = False) -> Loading:
+        """Keep a document that was computed, and give it back as everybody will find it."""
+        return self._store.put_chunk(self._identity(tenant), ids, layers, retain)
+
+    def _identity(self, tenant: str) -> Identity:
+        behind = hashlib.sha256(token_bytes(self.behind)).hexdigest() if self.behind else "nothing"
+        return replace(self._executor.pool.identity(), origin=f"chunk/1 behind={behind}", salt=tenant)
+
+    def __repr__(self) -> str:
+        return f"Chunks(dtype={self.dtype}, behind={list(self.behind)}, layers={len(self.form)})"

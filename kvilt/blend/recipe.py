@@ -1,0 +1,176 @@
+"""How documents are blended, as a request may say it. A value: it names the KV that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self, get_args
+
+from ..errors import ParamError
+
+Strategy = Literal["deviation", "head", "query"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A strategy, and its share of the tokens that are computed again."""
+
+    strategy: Strategy
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which tokens of reused documents are computed again, and when blending is worth it.
+
+    `strategy` is `deviation` (whose values change most), `head` (the first tokens of each document), `query` (what the
+    question attends to) or a mix such as `head:0.2+query:0.8`.
+    """
+
+    ratio: float = 0.15  # of the tokens of reused documents
+    strategy: str = "query"
+    check_layer: int = 1  # deviation: all tokens run through the layers up to this one
+    gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
+    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; all if there are none
+    first_tokens: int = 0  # of each document, always computed again
+    last_segment: bool = True  # the whole last segment is computed, and never kept
+    min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole
+    load_floor: float | None = None  # the ratio follows loading times, but not below this; None: it does not follow
+
+    def __post_init__(self) -> None:
+        _share("ratio", self.ratio)
+        _share("min_gain", self.min_gain)
+        if self.load_floor is not None:
+            _share("load_floor", self.load_floor)
+        for name in ("check_layer", "first_tokens"):
+            _count(name, getattr(self, name))
+        for layer in self.mass_layers:
+            _count("mass_layers", layer)
+        if any(b > a for a, b in pairwise((*self.gradual, 1.0))):
+            raise ParamError("gradual", f"must fall towards 1, not {list(self.gradual)}")
+        if self.gradual and not self.needs("deviation"):
+            raise ParamError("gradual", "filters by deviation, so it needs that strategy")
+        self.parts  # noqa: B018 (raises where the strategy cannot be read)
+
+    @classmethod
+    def of(cls, recipe: Recipe | None = None, **fields: Any) -> Recipe:
+        """A recipe with some of its fields changed."""
+        known = [one.name for one in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ParamError(name, f"there is no such field of a recipe; the fields are {', '.join(known)}")
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return dataclasses.replace(recipe or cls(), **given)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The strategies of the mix, with shares that add up to 1."""
+        if not isinstance(self.strategy, str):
+            raise ParamError("strategy", f"must be a text like query or head:0.2+query:0.8, not {self.strategy!r}")
+        pieces = [piece.partition(":") for piece in self.strategy.split("+")]
+        found = [_part(name.strip(), share or "1") for name, _, share in pieces]
+        total = sum(part.share for part in found)
+        if len({part.strategy for part in found}) < len(found):
+            raise ParamError("strategy", f"a mix names each strategy once, not {self.strategy!r}")
+        return tuple(Part(part.strategy, part.share / total) for part in found)
+
+    def needs(self, strategy: Strategy) -> bool:
+        return any(part.strategy == strategy for part in self.parts)
+
+    @property
+    def name(self) -> str:
+        """What KV made this way is known by."""
+        parts = "+".join(f"{part.strategy}:{part.share:.4g}" for part in self.parts)
+        more = [f"ratio={self.ratio:.6g}", f"check={self.check_layer}", f"first={self.first_tokens}"]
+        more += [f"gradual={','.join(f'{x:.4g}' for x in self.gradual)}"] if self.gradual else []
+        more += [f"mass={','.join(map(str, self.mass_layers))}"] if self.mass_layers else []
+        more += [] if self.last_segment else ["last=reused"]
+        more += [f"floor={self.load_floor:.4g}"] if self.load_floor is not None else []
+        return f"blend/1 {parts} {' '.join(more)}"
+
+    def gain(self, tokens: int, reused: int, question: int, layers: int) -> float:
+        """The share of work that blending saves: of `tokens` in all layers, where `reused` have KV."""
+        if not tokens:
+            return 0.0
+        lower = min(1.0, (self.check_layer + 1) / layers) if self.needs("deviation") else 0.0
+        computed = (tokens - reused + self.ratio * reused) / tokens
+        probe = question / tokens if self.needs("query") else 0.0
+        return 1 - lower - (1 - lower) * computed - probe
+
+
+def _part(name: str, share: str) -> Part:
+    if name not in STRATEGIES:
+        raise ParamError("strategy", f"{name!r} is not one of {', '.join(STRATEGIES)}")
+    try:
+        number = float(share)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ParamError("strategy", f"the share of {name} must be a number above 0, not {share!r}")
+    return Part(name, number)
+
+
+def _share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ParamError(name, f"must be a number between 0 and 1, not {value!r}")
+
+
+def _count(name: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise ParamError(name, f"must be a whole number and not negative, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens [start, stop) of a prompt."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Quilt:
+    """A prompt with documents in it."""
+
+    ids: tuple[int, ...]
+    documents: tuple[Span, ...]  # in order, not empty, apart from each other
+
+    @classmethod
+    def of(cls, segments: Sequence[Sequence[int]], documents: Sequence[bool]) -> Self:
+        """Segments one behind the other, some of which are documents."""
+        ids: list[int] = []
+        spans = []
+        for segment, is_document in zip(segments, documents, strict=True):
+            if is_document and len(segment):
+                spans.append(Span(len(ids), len(ids) + len(segment)))
+            ids.extend(segment)
+        return cls(tuple(ids), tuple(spans))
+
+    @property
+    def exact(self) -> int:
+        """Tokens before the first document: nothing is blended there."""
+        return self.documents[0].start if self.documents else len(self.ids)
+
+    @property
+    def reused(self) -> int:
+        return sum(map(len, self.documents))
+
+    @property
+    def question(self) -> Span:
+        """What stands behind the last document or, if that is nothing, the last token."""
+        stop = len(self.ids)
+        start = self.documents[-1].stop if self.documents else 0
+        return Span(min(start, stop - 1), stop)
+
+    def worth(self, recipe: Recipe, layers: int) -> bool:
+        """Whether blending saves enough; depends on lengths alone, so that every store gives the same answer."""
+        if not self.documents:
+            return False
+        tokens = len(self.ids) - self.exact
+        return recipe.gain(tokens, self.reused, len(self.question), layers) >= recipe.min_gain

@@ -1,0 +1,62 @@
+"""A stretch of rows that a blender wants run: cut to any budget, with what comes back put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..batch import Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Logits, Nothing, Row, Source, Unrotated, Want
+from ..kv.cache import KVCache
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """Tokens at some positions of a cache through some layers.
+
+    They ascend, and each piece goes through all layers of the span before the next one does: so a piece finds the KV of
+    those before it.
+    """
+
+    cache: KVCache
+    positions: Sequence[int]
+    source: Sequence[int] | Tensor  # ids, or the hidden states [tokens, hidden] that the span begins with
+    layers: LayerSpan
+    want: Want  # of all pieces, but for Last, which only the last one has
+    at: int = 0  # tokens that are done
+    hidden: list[Tensor] = field(default_factory=list)
+    kv: dict[int, list[Unrotated]] = field(default_factory=dict)  # by layer
+    mass: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def left(self) -> int:
+        return len(self.positions) - self.at
+
+    @property
+    def draws(self) -> bool:
+        """Whether logits come of it."""
+        return isinstance(self.want, Last)
+
+    def row(self, tokens: int) -> Row:
+        """The next piece, of at most so many tokens."""
+        stop = min(self.at + max(1, tokens), len(self.positions))
+        want = Nothing() if self.draws and stop < len(self.positions) else self.want
+        return Row(self._source(stop), self.positions[self.at : stop], self.cache, layers=self.layers, want=want)
+
+    def took(self, tokens: int, logits: Logits, row: int) -> None:
+        """A piece was run, as this row of a batch."""
+        self.at += tokens
+        if isinstance(self.want, HiddenOut):
+            self.hidden.append(logits.hidden[row])
+            for layer, seen in logits.kv.get(row, {}).items():
+                self.kv.setdefault(layer, []).append(seen)
+        if isinstance(self.want, KeyMass):
+            new = logits.mass[row].cpu()
+            self.mass = torch.nn.functional.pad(self.mass, (0, max(0, len(new) - len(self.mass))))
+            self.mass[: len(new)] += new
+
+    def _source(self, stop: int) -> Source:
+        piece = self.source[self.at : stop]
+        return Hidden(piece) if isinstance(piece, Tensor) else Ids(piece)
