@@ -62,7 +62,7 @@ class Recipe:
         for name in fields:
             if name not in known:
                 raise ParamError(name, f"there is no such field of a recipe; the fields are {', '.join(known)}")
-        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return dataclasses.replace(recipe or cls(), **given)
 
     @property
