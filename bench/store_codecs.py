@@ -90,11 +90,10 @@ def report(costs: dict[str, Cost], tokens: int) -> None:
         found = torch.cat(cost.logprobs).double()
         change = 100 * (math.exp(-found.mean()) / base - 1)
         moved = (found - exact).abs().mean()
+        error = 100 * float((found - exact).std(correction=0)) / math.sqrt(len(exact))
         speed = [raw_bytes / seconds / 1e9 for seconds in (cost.encode_s, cost.decode_s)]
-        print(
-            f"| {name} | {cost.nbytes / tokens / 1024:.2f} | {100 * cost.nbytes / raw_bytes:.0f} % | {change:+.3f} % "
-            f"| {moved:.4f} | {speed[0]:.2f}, {speed[1]:.2f} |"
-        )
+        size = f"{cost.nbytes / tokens / 1024:.2f} | {100 * cost.nbytes / raw_bytes:.0f} %"
+        print(f"| {name} | {size} | {change:+.2f} ± {error:.2f} % | {moved:.4f} | {speed[0]:.2f}, {speed[1]:.2f} |")
 
 
 def main() -> None:

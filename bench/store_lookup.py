@@ -1,9 +1,9 @@
 """Whether a lookup slows down as records become many: the curve from a thousand to a million, for every tier.
 
-python bench/store_lookup.py [--records 1000 10000 100000 1000000] [--redis URL] [--folder DIR]
+python bench/store_lookup.py [--records 1000 10000 100000 1000000] [--tiers memory disk redis] [--redis URL]
 
 Records are real but hold one token of one small layer, so that what is measured is finding and verifying them, not
-their bytes. The disk tier's files are written without fsync, to save an hour. With --redis the server at URL is filled,
+their bytes. The disk tier's files are written without fsync, to save an hour. The server at URL is filled
 under a namespace of this script's own that is deleted at the end.
 """
 
@@ -142,19 +142,22 @@ def shared(counts: list[int], url: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
-    parser.add_argument("--redis")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--tiers", nargs="+", choices=["memory", "disk", "redis"], default=["memory", "disk"])
+    parser.add_argument("--redis", default="redis://127.0.0.1:6379/0")
+    parser.add_argument("--folder", type=Path, help="where the disk tier is; a temporary folder otherwise")
     arguments = parser.parse_args()
     counts = sorted(arguments.records)
     print("| tier | records | hit µs | p99 | miss µs | p99 | put µs | p99 |")
     print("|---|---|---|---|---|---|---|---|")
-    memory(counts)
-    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
-    try:
-        disk(counts, folder)
-    finally:
-        shutil.rmtree(folder)
-    if arguments.redis:
+    if "memory" in arguments.tiers:
+        memory(counts)
+    if "disk" in arguments.tiers:
+        folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+        try:
+            disk(counts, folder)
+        finally:
+            shutil.rmtree(folder)
+    if "redis" in arguments.tiers:
         shared(counts, arguments.redis)
 
 
