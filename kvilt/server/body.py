@@ -32,10 +32,10 @@ class Limited:
         self._left = max_bytes
         self._max_bytes = max_bytes
         self._until_s = time.monotonic() + timeout_s
-        self._whole = False
+        self.whole = False  # all of it was read
 
     async def __call__(self) -> Message:
-        if self._whole:
+        if self.whole:
             return await self._receive()  # only the end of the connection is left to hear of
         try:
             async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):
@@ -44,7 +44,7 @@ class Limited:
             raise Refused(408, "the body did not come in time", code="slow_body", headers=_CLOSE) from None
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
-            self._whole = not message.get("more_body", False)
+            self.whole = not message.get("more_body", False)
             if self._left < 0:
                 raise too_large(self._max_bytes)
         return message

@@ -55,7 +55,13 @@ class Visit:
     began_s: float = field(default_factory=time.perf_counter)
     origin: str | None = None
     status: int = 0  # 0: nothing was answered
+    body: Limited | None = None  # None: not let in
     span: Any = None
+
+    @property
+    def sends_body(self) -> bool:
+        """Whether a body comes with the request."""
+        return "transfer-encoding" in self.headers or self.headers.get("content-length", "0") != "0"
 
 
 class Edge:
@@ -101,9 +107,9 @@ class Edge:
         if refused is not None:
             await refused(visit.scope, receive, send)
             return
-        limited = Limited(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+        visit.body = Limited(receive, self._config.max_body_bytes, self._config.body_timeout_s)
         with self._service.in_progress():
-            await self._app(visit.scope, limited, send)
+            await self._app(visit.scope, visit.body, send)
 
     def _admit(self, visit: Visit) -> Response | None:
         """Let a request in by returning None; otherwise the answer, or a refusal."""
@@ -116,16 +122,17 @@ class Edge:
             return None
         scope["kvilt.caller"] = self._keys.caller(headers)
         if scope["method"] not in ("GET", "HEAD"):
-            self._check_body(headers)
+            self._check_body(visit)
             if self._service.draining:
                 raise draining()
         return None
 
-    def _check_body(self, headers: Headers) -> None:
+    def _check_body(self, visit: Visit) -> None:
+        headers = visit.headers
         length = headers.get("content-length")
         if length is not None and length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes)
-        if length in (None, "0") and "transfer-encoding" not in headers:
+        if not visit.sends_body:
             return
         # A page may send text/plain to any server without asking; JSON it may not.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -154,8 +161,8 @@ class Edge:
         if visit.origin is not None:
             more += [(b"access-control-allow-origin", visit.origin.encode()), (b"vary", b"Origin")]
             more.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
-        if self._service.draining:
-            more.append((b"connection", b"close"))
+        if self._service.draining or (visit.sends_body and not (visit.body and visit.body.whole)):
+            more.append((b"connection", b"close"))  # nobody will read the rest of a body, however slowly it comes
         return more
 
     def _note(self, visit: Visit) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -107,6 +106,10 @@ async def _tell(listener: Listener, on_ready: Callable[[Listener], None]) -> Non
 
 def _raise_file_limit(config: ServeConfig) -> None:
     """Every connection is a file: take as many as the system gives, and say if they are too few."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + 256
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -80,6 +80,8 @@ class Wire(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()  # closing waits for the reader, and a reader may never read
+        elif left := self.transport.get_write_buffer_size():
+            self.loop.call_later(self.limits.write_timeout_s, self._still_reads, left)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -99,6 +101,15 @@ class Wire(HttpToolsProtocol):
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
             self._answer(Refused(408, "the headers did not come in time", code="slow_headers"))
+
+    def _still_reads(self, before: int) -> None:
+        """Cut a reader off who took nothing of its answer since the last look."""
+        if self.transport.is_closing() or not (left := self.transport.get_write_buffer_size()):
+            return
+        if left >= before:
+            self.transport.abort()
+        else:
+            self.loop.call_later(self.limits.write_timeout_s, self._still_reads, left)
 
     def _abort_later(self) -> None:
         self._stop_clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,7 @@ def test_a_salt_has_handles_of_its_own(server: Running, http: httpx.Client) -> N
 # The inspector.
 
 
-def test_the_state_shows_what_a_key_has(start: Start, executor: Executor) -> None:
+def test_the_state_shows_what_a_key_has(start: Start, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     executor.prefixes.clear()
     gc.collect()
     with start(api_keys=KEYS) as server:
@@ -305,10 +306,10 @@ def test_the_state_shows_what_a_key_has(start: Start, executor: Executor) -> Non
         assert state["samples"] == []
         theirs = bob.get("/v1/kv/state").json()
         assert theirs["handles"] == theirs["prefixes"] == theirs["samples"] == []
-        with alice.stream(
-            "POST", "/v1/completions", json={**SHORT, "prompt": "Go", "max_tokens": 900, "stream": True}
-        ) as stream:
-            next(stream.iter_lines())
+        go, honest = threading.Event(), executor.run
+        monkeypatch.setattr(executor, "run", lambda batch: (go.wait(30), honest(batch))[1])
+        with alice.stream("POST", "/v1/completions", json={**SHORT, "prompt": "Go", "stream": True}):
             (running,) = alice.get("/v1/kv/state").json()["samples"]
             assert running["prompt_tokens"] == 1
             assert bob.get("/v1/kv/state").json()["samples"] == []
+            go.set()

@@ -77,7 +77,7 @@ def test_the_document_is_true(
     checks = [*CONFORM, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CONFORM
 
     @settings(
-        max_examples=25 if operation.body else 3,
+        max_examples=12 if operation.body else 2,
         deadline=None,
         derandomize=True,
         database=None,

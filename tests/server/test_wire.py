@@ -70,6 +70,15 @@ def test_slow_bodies_end_a_request(start: Start) -> None:
         assert server.llm.engine.requests == 0
 
 
+def test_a_refused_request_is_not_read_on(start: Start) -> None:
+    """Whoever has no key cannot hold a connection by sending the rest of a body slowly."""
+    with start(api_keys=("sk-1",)) as server, connected(server) as one:
+        one.sendall(request(b'{"mess', length=500))
+        answer = rest(one)
+        assert b" 401 " in answer
+        assert b"connection: close" in answer
+
+
 def test_bytes_that_trickle_in_harm_nobody(start: Start) -> None:
     with start(body_timeout_s=30) as server, server.http() as http, connected(server) as a, connected(server) as b:
         body = json.dumps(CHAT).encode()
