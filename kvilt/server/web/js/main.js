@@ -31,7 +31,7 @@ class App {
     this.acts = {
       start: (text) => this.send(text),
       edit: (node, text) => this.branch(node, text),
-      regenerate: (node) => this.answer(this.tree.parent(node)),
+      regenerate: (node) => this.regenerate(node),
       retry: (node) => this.retry(node),
       walk: (node, by) => this.walk(node, by),
     };
@@ -43,6 +43,7 @@ class App {
     this.buttons();
     listen(this);
     addEventListener('pagehide', () => this.save());
+    this.composer.focus();
   }
 
   buttons() {
@@ -75,7 +76,6 @@ class App {
       this.notify(error, () => this.begin());
     }
     this.render();
-    this.composer.focus();
   }
 
   showModels() {
@@ -121,9 +121,17 @@ class App {
     this.composer.focus();
   }
 
+  regenerate(node) {
+    const stood = this.thread.standing(node);
+    this.answer(this.tree.parent(node));
+    this.thread.stand(this.tree.last, stood);
+  }
+
+  /** In the place of an answer that has nothing to keep, or else beside it. */
   retry(node) {
+    if (node.text) return this.regenerate(node);
     Object.assign(node, { text: '', reasoning: null, error: null, usage: null, progress: null, finish: null, speeds: null });
-    this.answer(this.tree.parent(node), node);
+    return this.answer(this.tree.parent(node), node);
   }
 
   async answer(question, node = this.tree.add(question, 'assistant', '')) {
@@ -177,11 +185,11 @@ class App {
   }
 
   walk(node, by) {
-    const had = this.thread.focused() === node;
+    const stood = this.thread.standing(node);
     if (!this.tree.walk(node, by)) return;
     this.render();
     const { children, shown } = this.tree.parent(node);
-    if (had) this.thread.focus(this.tree.nodes.get(children[shown]));
+    this.thread.stand(this.tree.nodes.get(children[shown]), stood);
     this.save();
   }
 

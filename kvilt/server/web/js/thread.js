@@ -75,6 +75,20 @@ export class Thread {
     return element ? this.tree().nodes.get(element.dataset.id) ?? null : null;
   }
 
+  /** Where in a message the focus is: a button's name, '' for the message itself, null if elsewhere. */
+  standing(node) {
+    if (this.focused() !== node) return null;
+    return document.activeElement.matches('.message') ? '' : document.activeElement.getAttribute('aria-label');
+  }
+
+  /** Put the focus where it was, in a message that took the place of another. */
+  stand(node, label) {
+    const view = this.views.get(node.id);
+    if (label === null || !view) return;
+    const same = [...view.bar.querySelectorAll('button')].find((one) => one.getAttribute('aria-label') === label && !one.disabled);
+    (same ?? view.element).focus();
+  }
+
   edit(node) {
     this.views.get(node.id)?.edit();
   }

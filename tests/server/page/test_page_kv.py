@@ -1,0 +1,110 @@
+"""The inspector on the page: whose KV there is, who shares it, what a prompt took, and the verbs as buttons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+from running import Running
+
+from kvilt.executor.executor import Executor
+
+pytestmark = pytest.mark.needs("chromium")
+
+Start = Callable[..., Any]
+Visiting = Callable[..., Any]
+QUESTION = "Please tell me a number, any number that you like, as long as it is one that you really like."
+
+
+@pytest.fixture
+def fresh(start: Start, executor: Executor) -> Any:
+    executor.prefixes.clear()
+    with start() as server:
+        yield server
+
+
+def handles(server: Running) -> dict[str, dict[str, Any]]:
+    return {one["id"]: one for one in server.http().get("/v1/kv").json()["data"]}
+
+
+def test_handles_hang_below_the_prefix_that_they_share(fresh: Running) -> None:
+    http = fresh.http()
+    made = http.post("/v1/kv", json={"prompt": QUESTION * 8}).json()
+    twin = http.post(f"/v1/kv/{made['id']}/fork", json={}).json()
+    short = http.post("/v1/kv", json={"prompt": "Hi"}).json()
+    state = http.get("/v1/kv/state").json()
+    size = state["pages"]["page_tokens"]
+    prefixes = {one["id"]: one for one in state["prefixes"]}
+    leaf = {one["id"]: one["prefix"] for one in state["handles"]}
+    assert leaf[made["id"]] == leaf[twin["id"]]
+    assert prefixes[leaf[made["id"]]]["tokens"] == made["tokens"] // size * size
+    assert leaf[short["id"]] is None, "less than a page is in no index"
+    other = http.post("/v1/kv", json={"prompt": QUESTION * 3 + "But no other, thank you, never. " * 4}).json()
+    state = http.get("/v1/kv/state").json()
+    prefixes = {one["id"]: one for one in state["prefixes"]}
+    leaf = {one["id"]: one["prefix"] for one in state["handles"]}
+    assert leaf[other["id"]] != leaf[made["id"]]
+    assert prefixes[leaf[other["id"]]]["parent"] == prefixes[leaf[made["id"]]]["parent"] is not None
+
+
+def test_the_strip_and_the_tree(fresh: Running, visiting: Visiting) -> None:
+    visit = visiting(fresh)
+    visit.script("12", "34", "ü")
+    page = visit.open().page
+    page.get_by_label("KV inspector", exact=True).first.click()
+    expect(page.locator("#inspector")).to_contain_text("Nothing is held for this key.")
+    visit.say(QUESTION)
+    visit.answered("12")
+    expect(page.locator(".cell.reused")).to_have_count(0)
+    total = page.locator(".cell.computed").count()
+    assert f"0 of {total} tokens reused" in visit.facts()
+    page.get_by_label("Regenerate as a new branch").click()
+    visit.answered("34")
+    expect(page.locator(".cell.reused")).to_have_count(total - 1)
+    expect(page.locator(".cell.computed")).to_have_count(1)
+    expect(page.locator(".cells")).to_contain_text("that you really like.")
+    for name in ("answer 1.1", "answer 1.2", "question 1"):
+        expect(page.locator(".handle", has_text=name)).to_have_count(1)
+    # All three hang below one prefix, and it says so.
+    expect(page.locator(".prefix").first).to_contain_text("shared by 3")
+    expect(page.locator(".forest > li").first.locator("> .handle")).to_have_count(3)
+    expect(page.locator(".prefix").first).to_contain_text(re.compile("Please tell me a number"))
+    visit.say("Grüße")
+    visit.answered("ü")
+    expect(page.locator(".cells")).to_contain_text("Grüße")
+    page.keyboard.press("Tab")
+    page.get_by_label("Close the inspector").click()
+    expect(page.locator("#inspector")).to_be_hidden()
+    expect(page.locator("#inspect")).to_be_focused()
+
+
+def test_the_verbs_are_buttons(fresh: Running, visiting: Visiting) -> None:
+    visit = visiting(fresh)
+    visit.script("12", "34")
+    page = visit.open().page
+    visit.say(QUESTION)
+    visit.answered("12")
+    (only,) = handles(fresh)
+    page.get_by_label("KV inspector", exact=True).first.click()
+    page.get_by_label(f"Fork {only[:8]}").click()
+    expect(page.locator(".handle")).to_have_count(2)
+    (twin,) = set(handles(fresh)) - {only}
+    page.get_by_label(f"Truncate {twin[:8]}").click()
+    page.get_by_label("Tokens to keep").fill("5")
+    page.get_by_text("Cut", exact=True).click()
+    expect(page.locator(f"[data-handle='{twin}']")).to_contain_text("5 tokens")
+    assert handles(fresh)[twin]["tokens"] == 5
+    page.get_by_label(f"Pin {twin[:8]} for an hour").click()
+    expect(page.locator(f"[data-handle='{twin}']")).to_contain_text("pinned")
+    for one in (twin, only):
+        page.get_by_label(f"Delete {one[:8]}").click()
+        expect(page.locator(f"[data-handle='{one}']")).to_have_count(0)
+    assert handles(fresh) == {}
+    visit.say("Go on")
+    visit.answered("34")
+    fresh.http().delete(f"/v1/kv/{next(iter(handles(fresh)))}")
+    page.locator(".handle").get_by_label(re.compile("^Pin")).click()
+    expect(page.locator("#inspector [role=alert]")).to_contain_text("handle")
