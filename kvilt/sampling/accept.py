@@ -1,0 +1,86 @@
+"""Drafts against draws: a sample draws from row after row of logits for as long as it draws what was drafted.
+
+What is drawn never depends on drafts (law 10): each token is the one that this state draws at this position, with the
+noise of that position. Refuses to know where drafts come from, and leaves every state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .sampler import Sampled, SampleState, TokenLogprobs
+
+# Logits [rows, vocab], a state and a position for each row.
+Draw = Callable[[Tensor, Sequence[SampleState], Sequence[int]], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A sample and its rows of logits: behind its last token the one at `row`, behind each draft the next ones."""
+
+    state: SampleState
+    position: int  # of the first token it draws
+    row: int
+    drafts: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a run drew: its accepted drafts, and one token more."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def goes_on(self, run: Run) -> bool:
+        """Whether the latest token is the draft in its place, behind which there is another row."""
+        at = len(self.tokens) - 1
+        return at < len(run.drafts) and self.tokens[at] == run.drafts[at] and self.tokens[at] not in run.state.end_ids
+
+
+def accept(logits: Tensor, runs: Sequence[Run], draw: Draw) -> list[Drawn]:
+    """Tokens of each run, at least one, up to the first that is no draft or ends the sample."""
+    drawn = [Drawn() for _ in runs]
+    begun = [run.state.history.generated_tokens for run in runs]
+    ahead = [0 if remembers(run.state) else len(run.drafts) for run in runs]
+    _round(logits, [(run, one, count) for run, one, count in zip(runs, drawn, ahead, strict=True)], draw)
+    left = [(run, one) for run, one in zip(runs, drawn, strict=True) if remembers(run.state) and one.goes_on(run)]
+    try:
+        while left:
+            for run, one in left:
+                run.state.advance(one.tokens[-1])
+            _round(logits, [(run, one, 0) for run, one in left], draw)
+            left = [(run, one) for run, one in left if one.goes_on(run)]
+    finally:  # also if a draw fails: states advance only when their owner commits
+        for run, count in zip(runs, begun, strict=True):
+            run.state.rollback(run.state.history.generated_tokens - count)
+    return drawn
+
+
+def remembers(state: SampleState) -> bool:
+    """Whether what a sample may draw depends on what it drew before, other than through the logits."""
+    return state.params.penalized or state.bans or state.matcher is not None
+
+
+def _round(logits: Tensor, turns: Sequence[tuple[Run, Drawn, int]], draw: Draw) -> None:
+    """The next token of each run, and so many ahead as if all drafts were accepted; what was not so is left out."""
+    rows: list[int] = []
+    positions: list[int] = []
+    states: list[SampleState] = []
+    for run, one, ahead in turns:
+        done = len(one.tokens)
+        rows += range(run.row + done, run.row + done + ahead + 1)
+        positions += range(run.position + done, run.position + done + ahead + 1)
+        states += [run.state] * (ahead + 1)
+    whole = rows == list(range(len(logits)))
+    sampled = draw(logits if whole else logits[rows], states, positions)
+    tokens, at = sampled.tokens.tolist(), 0
+    for run, one, ahead in turns:
+        for place in range(at, at + ahead + 1):
+            one.tokens.append(tokens[place])
+            one.logprobs.append(sampled.logprobs[place])
+            if not one.goes_on(run):
+                break
+        at += ahead + 1

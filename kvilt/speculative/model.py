@@ -1,0 +1,174 @@
+"""A draft model: a smaller model with the same tokenizer, which draws with the noise that its sample will draw with.
+
+So where it finds the same tokens likely, it draws the same ones, at any temperature. Its KV is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
+
+from torch import Tensor
+
+from ..batch import Batch, Ids, Last, Nothing, Row
+from ..errors import Cancelled, KviltError, PoolExhausted, TruncateError
+from ..executor.executor import STEP_TOKENS, Executor
+from ..kv.cache import KVCache
+from ..sampling.accept import remembers
+from ..sampling.sampler import SampleState
+from .drafter import Draft, Story
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """The draft model's KV of a story: its first tokens, and perhaps drafts that were not accepted."""
+
+    kv: KVCache
+    drafted: int = 0  # how many of its last tokens were drafts when they were written
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A story whose next tokens are being drafted."""
+
+    story: Story
+    kv: KVCache
+    most: int
+    begun: int  # tokens its state had drawn
+    input: list[int]  # tokens that are known and not computed
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.story.ids) + len(self.drafts)
+
+
+class ModelDrafter:
+    """Drafts by an executor of its own, those of all samples in one batch."""
+
+    def __init__(self, executor: Executor, most: int = 8) -> None:
+        self._executor = executor
+        self._most = most
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    @property
+    def most(self) -> int:
+        return self._most
+
+    @property
+    def hopes(self) -> Sequence[float]:
+        return (0.7,)
+
+    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
+        near: Memory | None = parent.memory if parent is not None else None
+        kv = self._executor.create_kv_cache() if near is None else near.kv.fork()
+        return Story(ids, state, Memory(kv, near.drafted if near is not None else 0))
+
+    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+        turns: dict[Story, Turn] = {}
+        room = STEP_TOKENS
+        for story, count in zip(stories, k, strict=True):
+            turn = self._turn(story, min(count, self._executor.max_context - len(story.ids)))
+            if turn is None:
+                continue
+            if len(turn.input) > room:  # a long prompt: some of it now, the rest beside the next steps
+                self._run([turn], room)
+                room = 0
+            else:
+                room -= len(turn.input)
+                turns[story] = turn
+        try:
+            self._draft(list(turns.values()))
+        finally:
+            for turn in turns.values():
+                turn.story.memory.drafted = len(turn.drafts)
+                turn.story.state.rollback(turn.story.state.history.generated_tokens - turn.begun)
+        return [Draft(turns[story].drafts) if story in turns else Draft() for story in stories]
+
+    def forget(self, story: Story) -> None:
+        memory, story.memory = story.memory, None
+        if memory is not None:
+            memory.kv.close()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _turn(self, story: Story, most: int) -> Turn | None:
+        """What is to be done for a story; None where it gets no draft: its context or the KV memory is full."""
+        memory: Memory | None = story.memory
+        if memory is None or most < 1:
+            return None
+        held = self._settle(memory, story.ids)
+        try:
+            memory.kv.reserve(len(story.ids) - held + most - 1)
+        except PoolExhausted:
+            self.forget(story)  # and never again: its beginning would have to be read once more
+            return None
+        return Turn(story, memory.kv, most, story.state.history.generated_tokens, list(story.ids[held:]))
+
+    def _settle(self, memory: Memory, ids: Sequence[int]) -> int:
+        """Cut the cache to a beginning of `ids`, with at least one of them left to compute; its length then."""
+        held = memory.kv.num_entries
+        sure = held - min(held, memory.drafted)  # what is no draft was the story already
+        tail = memory.kv.row(0).ids[sure:held]
+        same = sum(1 for _ in takewhile(bool, map(eq, tail, ids[sure:held])))
+        kept, memory.drafted = min(sure + same, len(ids) - 1), 0
+        try:
+            memory.kv.truncate(kept)
+        except TruncateError:  # a window gave that part back
+            memory.kv.truncate(0)
+            return 0
+        return int(kept)
+
+    def _draft(self, turns: list[Turn]) -> None:
+        """One token of each after the other, until all have as many as they may."""
+        while turns:
+            logits = self._run(turns, None)
+            tokens = self._sample(logits, turns)
+            turns = [turn for turn, token in zip(turns, tokens, strict=True) if _goes_on(turn, token)]
+
+    def _run(self, turns: Sequence[Turn], most: int | None) -> Tensor:
+        """Compute what the turns know, `most` tokens of each if only KV is wanted; logits behind the last ones."""
+        inputs = [turn.input[:most] for turn in turns]
+        rows = []
+        for turn, ids in zip(turns, inputs, strict=True):
+            at = turn.kv.num_entries
+            rows.append(Row(Ids(ids), range(at, at + len(ids)), turn.kv, want=Last() if most is None else Nothing()))
+        if not any(inputs):
+            return Tensor()
+        logits = self._executor.run(Batch.of(rows)).values
+        for turn, ids in zip(turns, inputs, strict=True):
+            turn.kv.commit([ids])
+            del turn.input[: len(ids)]
+        return logits
+
+    def _sample(self, logits: Tensor, turns: Sequence[Turn]) -> list[int | None]:
+        """A token for each; None where this model has none."""
+        try:
+            drawn = self._executor.sample(logits, [turn.story.state for turn in turns], [t.position for t in turns])
+        except Cancelled:
+            raise
+        except KviltError:
+            if len(turns) == 1:
+                return [None]
+            return [token for i, turn in enumerate(turns) for token in self._sample(logits[i : i + 1], [turn])]
+        return [int(token) for token in drawn.tokens.tolist()]
+
+
+def _goes_on(turn: Turn, token: int | None) -> bool:
+    """Take a draft in; whether another one may follow."""
+    if token is None:
+        return False
+    state = turn.story.state
+    turn.drafts.append(token)
+    if len(turn.drafts) >= turn.most or token in state.end_ids:
+        return False
+    turn.input.append(token)
+    if remembers(state):
+        state.advance(token)
+    return True
