@@ -128,7 +128,7 @@ class Disk:
 
     def every_key(self) -> Iterator[bytes]:
         for shard in range(256):
-            yield from sorted(self._listed(shard))
+            yield from self._listed(shard)
 
     def usage(self) -> Usage:
         return self._with_index(lambda index: index.usage())
@@ -220,21 +220,22 @@ class Disk:
         first = bytes([shard])
         known = self._with_index(lambda index: index.keys(first + bytes(31), first + b"\xff" * 31))
         there = self._listed(shard)
-        missing = sorted(there - known)
+        missing = [key for key in there if key not in known]
         for at in range(0, len(missing), _BATCH):
             rows = [row for key in missing[at : at + _BATCH] if (row := self._row(key)) is not None]
             self._with_index(lambda index, rows=rows: index.add(rows))  # type: ignore[misc]
-        gone = [key for key in known - there if not self._place(key).exists()]
+        gone = [key for key in known if key not in there and not self._place(key).exists()]
         if gone:
             self._with_index(lambda index: index.remove(gone))
 
-    def _listed(self, shard: int) -> set[bytes]:
+    def _listed(self, shard: int) -> dict[bytes, None]:
+        """The records of a shard, in the order in which a disk reads them fastest."""
         try:
             with os.scandir(self._records / f"{shard:02x}") as found:
-                names = [entry.name for entry in found]
+                names = sorted((entry.inode(), entry.name) for entry in found)
         except OSError:
-            return set()
-        return {key for name in names if (key := _key_of(name, shard)) is not None}
+            return {}
+        return {key: None for _, name in names if (key := _key_of(name, shard)) is not None}
 
     def _row(self, key: bytes) -> Row | None:
         """What the index should know of a file; what is no record is removed, what has another format leaves first."""
