@@ -9,6 +9,12 @@ import { strip } from './strip.js';
 const EVERY_MS = 2000;
 const PIN_S = 3600;
 
+/** Scroll to where reuse ends: what is behind it is what the request cost. */
+function showEnd(cells) {
+  const first = cells.querySelector('.computed');
+  if (first) cells.scrollTop = first.offsetTop - cells.offsetTop - cells.clientHeight / 2;
+}
+
 export class Inspector {
   /** `last` returns the last request as `{messages, usage, model}`, or null. */
   constructor({ api, book, tree, last }) {
@@ -79,6 +85,7 @@ export class Inspector {
     this.prompt.replaceChildren(strip(strs, reused), el('div', { class: 'legend' },
       el('span', { class: 'key reused' }, `${count(reused)} reused`),
       el('span', { class: 'key computed' }, `${count(strs.length - reused)} computed`)));
+    showEnd(this.prompt.querySelector('.cells'));
   }
 
   show(state) {

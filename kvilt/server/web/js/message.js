@@ -122,7 +122,7 @@ export class Message {
     const change = node.role === 'user'
       ? iconButton('edit', 'Edit as a new branch', () => this.edit(), { disabled: busy })
       : iconButton('again', 'Regenerate as a new branch', () => acts.regenerate(node), { disabled: busy });
-    return [copy, change];
+    return node.text ? [copy, change] : [change];
   }
 
   /** Speed, time to the first token, and what of the prompt's KV was reused. */
