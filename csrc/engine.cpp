@@ -42,7 +42,8 @@ std::vector<std::string> available_isas() {
 }
 
 Engine::Engine(int threads, const std::string& isa)
-    : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(workers_, kernels_->name) {}
+    : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(workers_, kernels_->name),
+      reducer_(workers_, kernels_->name) {}
 
 Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
@@ -194,6 +195,22 @@ void Engine::read_slots(const std::vector<SlotsArgs>& layers) {
 void Engine::write_slots(const std::vector<SlotsArgs>& layers) {
   std::lock_guard<std::mutex> guard(lock_);
   attention_.write_slots(layers);
+}
+
+void Engine::peaks(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.argmax(x, rows, n, ids, values);
+}
+
+void Engine::draw(const float* x, int64_t n, const std::vector<Choice>& choices, int64_t* out, uint8_t* kept) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.draw(x, n, choices, out, kept);
+}
+
+void Engine::logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,
+                      int64_t top, const LogprobsOut& out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.logprobs(x, n, rows, tokens, top, out);
 }
 
 }  // namespace kvilt

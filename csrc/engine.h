@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "pack.h"
 #include "program.h"
+#include "reduce.h"
 #include "workers.h"
 
 namespace kvilt {
@@ -57,6 +58,12 @@ class Engine {
   void read_slots(const std::vector<SlotsArgs>& layers);
   void write_slots(const std::vector<SlotsArgs>& layers);
 
+  // Sampling (reduce.h).
+  void peaks(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values);
+  void draw(const float* x, int64_t n, const std::vector<Choice>& choices, int64_t* out, uint8_t* kept);
+  void logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,
+                int64_t top, const LogprobsOut& out);
+
   // Each row one token further, into the page its table names.
   void advance(const Cursor& cursor);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
@@ -78,6 +85,7 @@ class Engine {
   Workers workers_;
   const Kernels* kernels_;
   Attention attention_;
+  Reducer reducer_;
   Rows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);

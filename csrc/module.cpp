@@ -122,4 +122,5 @@ NB_MODULE(_kvilt_native, m) {
         e.perform([=, &e] { e.advance(cursor); });
       }, Release());
   bind_pages(m, engine);
+  bind_reduce(engine);
 }

@@ -17,5 +17,6 @@ T* at(Address address) {
 }
 
 void bind_pages(nb::module_& m, nb::class_<Engine>& engine);
+void bind_reduce(nb::class_<Engine>& engine);
 
 }  // namespace kvilt

@@ -111,7 +111,7 @@ class Executor:
     def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
         """One token per row of `logits`; the states do not advance."""
         with torch.no_grad():
-            return sample(logits, states, positions)
+            return sample(logits, states, positions, self._pool.ops.reductions)
 
     def score(self, ids: Sequence[int], kv: KVCache | None = None, top: int = 0) -> Scores:
         """Log-probability of every token after the first, with the `top` likeliest beside it.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Segment, Source
-from ..ops.contract import Ops, PageStore, Prepared
+from ..ops.contract import Ops, PageStore, Prepared, RowLogprobs
+from ..ops.logprobs import row_logprobs
 from .attention import Attention
 from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
@@ -158,17 +159,15 @@ class Decoder:
         ranks = wanted.new_empty(len(wanted) if want.ranks else 0)
         for start in range(0, len(wanted), block):
             part = slice(start, start + block)
-            values = self.logits(states[part])
-            values -= values.amax(dim=-1, keepdim=True)  # first, or logits in the hundreds would round the sum away
-            values -= values.logsumexp(dim=-1, keepdim=True)
-            logprobs[part] = values.gather(1, wanted[part].unsqueeze(1)).squeeze(1)
-            top_logprobs[part], top_ids[part] = values.topk(top, dim=-1)
+            found = self._logprobs(self.logits(states[part]), wanted[part], top)
+            logprobs[part], top_ids[part], top_logprobs[part] = found.logprobs, found.top_ids, found.top_logprobs
             if want.ranks:
-                ranks[part] = _ranks(values, wanted[part])
+                ranks[part] = found.ranks
         return Scores(logprobs, top_ids, top_logprobs, ranks)
 
-
-def _ranks(values: Tensor, ids: Tensor) -> Tensor:
-    """The place of each row's id [rows] among all of its values [rows, vocab], from 1 on."""
-    own, lower = values.gather(1, ids[:, None]), torch.arange(values.shape[-1], device=ids.device) < ids[:, None]
-    return ((values > own) | ((values == own) & lower)).sum(-1) + 1
+    def _logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
+        """Of one token a row, as drawn tokens get them too."""
+        own = self.ops.reductions
+        if own is None:
+            return row_logprobs(logits, tokens, top)
+        return own.logprobs(logits.contiguous(), range(len(tokens)), tokens.tolist(), top)

@@ -148,6 +148,49 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How some rows draw their tokens; one entry of each for each row. What is off has its neutral value."""
+
+    rows: Sequence[int]  # which rows of the logits
+    keys: Sequence[int]  # of each row's noise, signed 64 bits
+    temperatures: Sequence[float]
+    top_k: Sequence[int]  # 0: off
+    top_p: Sequence[float]  # 1: off
+    min_p: Sequence[float]  # 0: off
+    typical_p: Sequence[float]  # 1: off
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of one token a row, and the likeliest ones. NaN and rank 0 where a row has no largest logit."""
+
+    logprobs: Tensor  # [rows] float32
+    ranks: Tensor  # [rows] int64, 1 for the likeliest; among equals the lower id comes first
+    top_ids: Tensor  # [rows, top] int64, likeliest first
+    top_logprobs: Tensor  # [rows, top] float32
+
+
+class Reductions(Protocol):
+    """What sampling does to whole rows of float32 logits [rows, vocab], contiguous on the CPU; none is written to."""
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's first largest id and its logit; the first NaN where there is one."""
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """A token for each of the draws, -1 where the largest score is no number [draws]."""
+        ...
+
+    def kept(self, logits: Tensor, draws: Draws) -> Tensor:
+        """The tokens that each draw chooses among, bool [draws, vocab]."""
+        ...
+
+    def logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> RowLogprobs:
+        """Of `tokens` in `rows`, one each, under the raw logits; `top` is at most the vocabulary."""
+        ...
+
+
 class Ops(Protocol):
     """A backend. Every method is pure except those that write pages."""
 
@@ -162,6 +205,11 @@ class Ops(Protocol):
     @property
     def kv_dtype(self) -> torch.dtype:
         """What this backend keeps KV in unless it is told otherwise."""
+        ...
+
+    @property
+    def reductions(self) -> Reductions | None:
+        """What this backend does for sampling; None where plain torch has to."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:

@@ -66,6 +66,10 @@ class ReferenceOps:
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def reductions(self) -> None:
+        return None
+
     def recorder(self) -> None:
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from ..errors import GrammarFailed, InputError, NoTokenLeft, NumericsError, ParamError
+from ..ops.contract import Reductions, RowLogprobs
+from ..ops.logprobs import row_logprobs
 from .bans import BadWords
+from .draw import argmax, draw
 from .grammar import Matcher, masks
 from .history import History
-from .noise import fold_seed, gumbel, row_key
+from .noise import fold_seed, row_key
 from .params import SamplingParams
-from .transforms import Filters, Touched, add_bias, ban, confine, filter_rows, penalize, take_rows, temper
-
-# Rows whose whole vocabulary gets noise go through in pieces of about this many float64 values.
-_NOISE_VALUES = 1 << 18
+from .transforms import Touched, add_bias_, ban_, confine_, penalize_
 
 
 class SampleState:
@@ -128,18 +128,30 @@ class Sampled:
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
-def sample(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
-    """Choose a token for every row of logits [rows, vocab]; `positions` are the places the tokens will take."""
+def sample(
+    logits: Tensor,
+    states: Sequence[SampleState],
+    positions: Sequence[int],
+    reductions: Reductions | None = None,
+) -> Sampled:
+    """Choose a token for every row of logits [rows, vocab]; `positions` are the places the tokens will take.
+
+    `reductions` of a backend do on the CPU what torch does otherwise.
+    """
     _check(logits, states, positions)
     logits = logits.float()
-    tokens = argmax(logits)
-    _refuse(_at(logits, tokens), range(len(states)))
-    rows = [row for row, state in enumerate(states) if not is_argmax(state)]
-    if rows:
-        tokens[rows] = _choose(
-            take_rows(logits, rows), rows, [states[row] for row in rows], [positions[row] for row in rows]
-        )
-    return Sampled(tokens, _logprobs(logits, tokens, states))
+    if logits.device.type != "cpu":
+        reductions = None
+    if reductions is not None:
+        logits = logits.contiguous()
+    tokens, peaks = _peaks(logits, reductions)
+    _refuse(peaks, range(len(states)))
+    chosen = {row: state for row, state in enumerate(states) if not is_argmax(state)}
+    if chosen:
+        keys = {row: state.noise_key(positions[row]) for row, state in chosen.items() if not state.params.greedy}
+        drawn = _choose(logits, chosen, keys, reductions)
+        tokens[list(drawn)] = torch.tensor(list(drawn.values()), device=tokens.device)
+    return Sampled(tokens, _logprobs(logits, tokens, states, reductions))
 
 
 def _check(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> None:
@@ -153,20 +165,15 @@ def _check(logits: Tensor, states: Sequence[SampleState], positions: Sequence[in
             raise InputError(f"a position counts from 0, so it cannot be {position}")
 
 
-def argmax(scores: Tensor) -> Tensor:
-    """The place of each row's largest score [rows]; ties go to the first, and NaN wins over everything.
-
-    On the CPU by numpy, which compares a whole register at a time; torch's own takes thirteen times as long.
-    """
-    return torch.from_numpy(scores.numpy().argmax(-1)) if scores.device.type == "cpu" else scores.argmax(-1)
-
-
-def _at(scores: Tensor, tokens: Tensor) -> list[float]:
-    """Each row's score of its token. Through numpy on the CPU, like `argmax`: this runs in every step."""
-    if scores.device.type == "cpu":
-        picked: list[float] = scores.numpy()[np.arange(len(tokens)), tokens.numpy()].tolist()
-        return picked
-    return scores.gather(1, tokens[:, None])[:, 0].tolist()
+def _peaks(scores: Tensor, reductions: Reductions | None) -> tuple[Tensor, list[float]]:
+    """The first largest token of each row [rows], and its score; NaN wins over everything."""
+    if reductions is not None:
+        tokens, peaks = reductions.argmax(scores)
+        return tokens, peaks.tolist()
+    tokens = argmax(scores)
+    if scores.device.type == "cpu":  # through numpy, like argmax: this runs in every step
+        return tokens, scores.numpy()[np.arange(len(tokens)), tokens.numpy()].tolist()
+    return tokens, scores.gather(1, tokens[:, None])[:, 0].tolist()
 
 
 def _refuse(peak: Sequence[float], rows: Sequence[int]) -> None:
@@ -177,26 +184,49 @@ def _refuse(peak: Sequence[float], rows: Sequence[int]) -> None:
 
 def is_argmax(state: SampleState) -> bool:
     """Whether the next token is simply the likeliest one."""
-    params = state.params
-    free = not state.bans and state.matcher is None
-    return params.greedy and not params.penalized and not params.logit_bias and free
+    return state.params.greedy and not _edited(state)
 
 
-def _choose(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState], positions: Sequence[int]) -> Tensor:
-    """The tokens of rows that need more than the argmax of their logits [rows]."""
-    scores = _ban(_adjust(scores, states), rows, states)
-    drawn = [i for i, state in enumerate(states) if not state.params.greedy]
-    greedy = [i for i, state in enumerate(states) if state.params.greedy]
-    tokens = torch.empty(len(states), dtype=torch.int64, device=scores.device)
-    if greedy:
-        tokens[greedy] = argmax(take_rows(scores, greedy))
-    if drawn:
-        picked = [states[i] for i in drawn]
-        tempered = temper(take_rows(scores, drawn), _column([s.params.temperature for s in picked], scores))
-        _refuse(tempered.amax(-1).tolist(), [rows[i] for i in drawn])
-        keys = [state.noise_key(positions[i]) for i, state in zip(drawn, picked, strict=True)]
-        tokens[drawn] = _draw(tempered, [s.params for s in picked], torch.tensor(keys, device=scores.device))
+def _choose(
+    logits: Tensor, states: Mapping[int, SampleState], keys: Mapping[int, int], reductions: Reductions | None
+) -> dict[int, int]:
+    """The tokens of rows that need more than the argmax of their logits; `keys` of those that draw."""
+    edited = [row for row, state in states.items() if _edited(state)]
+    plain = sorted(states.keys() - set(edited))
+    tokens = _draw(logits, plain, plain, states, keys, reductions)
+    if edited:
+        scores = logits[edited]  # a copy, the only one
+        own = [states[row] for row in edited]
+        _ban(_adjust(scores, own), edited, own)
+        likeliest, peaks = _peaks(scores, reductions)
+        if spent := [row for row, peak in zip(edited, peaks, strict=True) if peak == -math.inf]:
+            raise NoTokenLeft(spent)  # only bans and grammars take a row's last token
+        tokens |= dict(zip(edited, likeliest.tolist(), strict=True))
+        drawn = [i for i, row in enumerate(edited) if row in keys]
+        tokens |= _draw(scores, drawn, [edited[i] for i in drawn], states, keys, reductions)
+    if bad := [row for row in sorted(tokens) if tokens[row] < 0]:
+        raise NumericsError(bad)
     return tokens
+
+
+def _edited(state: SampleState) -> bool:
+    """Whether some scores of the row are changed before it is drawn from."""
+    return state.params.penalized or bool(state.params.logit_bias) or state.bans or state.matcher is not None
+
+
+def _draw(
+    scores: Tensor,
+    at: Sequence[int],
+    rows: Sequence[int],
+    states: Mapping[int, SampleState],
+    keys: Mapping[int, int],
+    reductions: Reductions | None,
+) -> dict[int, int]:
+    """Draws for `rows` of the batch, which stand `at` these places of scores."""
+    if not rows:
+        return {}
+    drawn = draw(scores, at, [states[row].params for row in rows], [keys[row] for row in rows], reductions)
+    return dict(zip(rows, drawn.tolist(), strict=True))
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -204,7 +234,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
-    """Bias, then penalties, on the rows that have them."""
+    """Bias, then penalties, on the rows that have them; into `scores`."""
     entries = [(i, token, bias) for i, state in enumerate(states) for token, bias in state.params.logit_bias.items()]
     if entries:
         for state in states:
@@ -212,41 +242,30 @@ def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
                 state.params.validate_vocab(scores.shape[-1])
         rows, ids, values = zip(*entries, strict=True)
         index = torch.tensor([rows, ids], device=scores.device)
-        scores = add_bias(scores, index[0], index[1], _column(values, scores))
+        add_bias_(scores, index[0], index[1], _column(values, scores))
     if any(state.params.penalized for state in states):
-        scores = penalize(scores, _touched(scores, states))
+        penalize_(scores, _touched(scores, states))
     return scores
 
 
-def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> Tensor:
-    """Without the tokens that repeat an n-gram, complete a bad word, end a sample too early, or break its grammar."""
-    at = [i for i, state in enumerate(states) if state.bans or state.matcher is not None]
-    if not at:
-        return scores
+def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> None:
+    """Put out of reach what repeats an n-gram, completes a bad word, ends a sample too early, or breaks its grammar."""
+    at = [i for i, state in enumerate(states) if state.bans]
     banned = [states[i].banned() for i in at]
-    ids = np.concatenate(banned)
-    if len(ids):
+    if any(len(ids) for ids in banned):
+        ids = np.concatenate(banned)
         owners = np.repeat(np.array(at, np.int64), [len(one) for one in banned])
         index = torch.from_numpy(np.stack([owners, ids])[:, ids < scores.shape[-1]]).to(scores.device)
-        scores = ban(scores, index[0], index[1])
-    scores = _confine(scores, rows, states)
-    left = (take_rows(scores, at).amax(-1) > float("-inf")).tolist()
-    if not all(left):
-        raise NoTokenLeft([rows[i] for i, some in zip(at, left, strict=True) if not some])
-    return scores
-
-
-def _confine(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> Tensor:
-    """Scores [rows, vocab] of the tokens alone that each row's grammar allows, where it has one."""
+        ban_(scores, index[0], index[1])
     held = [(i, state.matcher) for i, state in enumerate(states) if state.matcher is not None]
     if not held:
-        return scores
+        return
     at = [i for i, _ in held]
     try:
         allowed = masks([matcher for _, matcher in held], scores.shape[-1]).to(scores.device)
     except GrammarFailed as error:
         raise GrammarFailed([rows[at[row]] for row in error.rows], error.reason) from None
-    return confine(scores, at, allowed)
+    confine_(scores, at, allowed)
 
 
 def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
@@ -269,64 +288,35 @@ def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
     )
 
 
-def _draw(scores: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
-    """Gumbel-max over tempered scores [rows, vocab]: the argmax of score plus noise is a draw from their softmax."""
-    vocab = scores.shape[-1]
-    filtered = [0 < p.top_k < vocab or p.top_p < 1 or p.min_p > 0 or p.typical_p < 1 for p in params]
-    tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
-    if whole := [i for i, on in enumerate(filtered) if not on]:
-        tokens[whole] = _draw_whole(take_rows(scores, whole), keys[whole])
-    if narrow := [i for i, on in enumerate(filtered) if on]:
-        filters = Filters.of([params[i] for i in narrow], vocab, scores.device)
-        tokens[narrow] = _draw_filtered(take_rows(scores, narrow), filters, keys[narrow])
-    return tokens
-
-
-def _draw_whole(scores: Tensor, keys: Tensor) -> Tensor:
-    """Draws from the whole vocabulary, a few rows at a time, since noise is float64 [rows, vocab]."""
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    at_once = max(1, _NOISE_VALUES // len(ids))
-    pieces = [slice(start, start + at_once) for start in range(0, len(keys), at_once)]
-    return torch.cat([argmax(gumbel(keys[rows], ids).add_(scores[rows])) for rows in pieces])
-
-
-def _draw_filtered(scores: Tensor, filters: Filters, keys: Tensor) -> Tensor:
-    """Draws from what the filters leave; noise is made for the candidates alone."""
-    tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-    for group in filter_rows(scores, filters):
-        best = gumbel(keys[group.rows], group.ids).add_(group.scores).argmax(-1, keepdim=True)
-        tokens[group.rows] = group.ids.gather(1, best)[:, 0]
-    return tokens
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SampleState]) -> tuple[TokenLogprobs | None, ...]:
-    """Log-probabilities for the rows that want them, one row at a time: rows seldom do."""
-    return tuple(
-        None if (top := state.params.logprobs) is None else token_logprobs(logits[row], int(tokens[row]), top)
-        for row, state in enumerate(states)
-    )
+def _logprobs(
+    logits: Tensor, tokens: Tensor, states: Sequence[SampleState], reductions: Reductions | None
+) -> tuple[TokenLogprobs | None, ...]:
+    """Log-probabilities for the rows that want them."""
+    tops = {row: state.params.logprobs for row, state in enumerate(states) if state.params.logprobs is not None}
+    if not tops:
+        return (None,) * len(states)
+    rows, chosen = list(tops), tokens.tolist()
+    if reductions is None:  # row by row: a sum by torch may depend on the shape of the batch
+        each = {row: token_logprobs(logits[row], chosen[row], tops[row]) for row in rows}
+    else:
+        most = min(max(tops.values()), logits.shape[-1])
+        found = reductions.logprobs(logits, rows, [chosen[row] for row in rows], most)
+        entries = _entries(found, [chosen[row] for row in rows], [tops[row] for row in rows])
+        each = dict(zip(rows, entries, strict=True))
+    return tuple(each.get(row) for row in range(len(states)))
 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
     """The log-probability and rank of a token under raw logits [vocab], with the `top` likeliest beside it."""
-    # As prompts are scored. torch's own log_softmax is off by 1e-5 where a vocabulary is large.
-    logprobs = logits.float() - logits.max()
-    logprobs -= logprobs.logsumexp(-1)
-    chosen = logprobs[token]
-    ahead = (logprobs > chosen).sum() + (logprobs[:token] == chosen).sum()
-    ids = _likeliest(logprobs, min(top, len(logprobs)))
-    return TokenLogprobs(
-        token=token,
-        logprob=float(chosen),
-        rank=int(ahead) + 1,
-        top_ids=tuple(ids.tolist()),
-        top_logprobs=tuple(logprobs[ids].tolist()),
-    )
+    at = torch.tensor([token], device=logits.device)
+    return _entries(row_logprobs(logits[None].float(), at, min(top, len(logits))), [token], [top])[0]
 
 
-def _likeliest(logprobs: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest, and among equals the lower ids first: topk alone promises no order."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=logprobs.device)
-    ids = (logprobs >= logprobs.topk(count).values[-1]).nonzero()[:, 0]
-    return ids[logprobs[ids].sort(descending=True, stable=True).indices[:count]]
+def _entries(found: RowLogprobs, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """One entry for each row of what was found, with as many of the likeliest as it asked for."""
+    columns = (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
+    rows = zip(tokens, tops, *[column.tolist() for column in columns], strict=True)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
+        for token, top, logprob, rank, ids, logprobs in rows
+    ]

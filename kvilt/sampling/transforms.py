@@ -1,5 +1,6 @@
-"""What stands between a model's logits and a draw, in Hugging Face's order, as pure functions over float32 rows.
+"""What stands between a model's logits and a draw, in Hugging Face's order, as functions over float32 rows.
 
+Those whose names end in an underscore write into the scores they are given; the others write into nothing.
 Order: logit bias, repetition, frequency and presence penalties, bans, temperature, top-k, top-p, min-p, typical-p. A
 row's result is the same bits whatever stands beside it, so nothing here reduces a row in an order that depends on the
 batch.
@@ -68,31 +69,31 @@ def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
-def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
-    """Logits [rows, vocab] with `bias` [entries] added at (rows, ids); no pair may stand twice."""
-    return logits.index_put((rows, ids), logits[rows, ids] + bias)
+def add_bias_(scores: Tensor, rows: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
+    """Add `bias` [entries] to scores [rows, vocab] at (rows, ids); no pair may stand twice."""
+    return scores.index_put_((rows, ids), scores[rows, ids] + bias)
 
 
-def penalize(logits: Tensor, touched: Touched) -> Tensor:
-    """Logits [rows, vocab] with the repetition, then the frequency and presence penalties on the touched tokens."""
-    old = logits[touched.rows, touched.ids]
+def penalize_(scores: Tensor, touched: Touched) -> Tensor:
+    """Apply the repetition, then the frequency and presence penalties to the touched tokens of scores [rows, vocab]."""
+    old = scores[touched.rows, touched.ids]
     new = torch.where(old < 0, old * touched.repetition, old / touched.repetition)
     new = new - touched.counts * touched.frequency
     new = new - (touched.counts > 0) * touched.presence
-    return logits.index_put((touched.rows, touched.ids), new)
+    return scores.index_put_((touched.rows, touched.ids), new)
 
 
-def ban(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Logits [rows, vocab] with the tokens at (rows, ids) out of reach; a pair may stand twice."""
-    return logits.index_put((rows, ids), logits.new_tensor(_NEVER))
+def ban_(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """Put the tokens at (rows, ids) of scores [rows, vocab] out of reach; a pair may stand twice."""
+    return scores.index_put_((rows, ids), scores.new_tensor(_NEVER))
 
 
-def confine(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
-    """Logits [rows, vocab] where the given rows, in ascending order, keep only their allowed tokens [given, vocab]."""
-    kept = torch.where(allowed, take_rows(logits, rows), _NEVER)
-    if len(rows) == len(logits):
-        return kept
-    return logits.index_copy(0, torch.tensor(rows, device=logits.device), kept)
+def confine_(scores: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
+    """Leave the given rows of scores [rows, vocab], in ascending order, only their allowed tokens [given, vocab]."""
+    if len(rows) == len(scores):
+        return scores.masked_fill_(~allowed, _NEVER)
+    kept = torch.where(allowed, scores[rows], _NEVER)
+    return scores.index_copy_(0, torch.tensor(rows, device=scores.device), kept)
 
 
 def temper(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -25,12 +26,23 @@ from transformers import (
 )
 
 from kvilt.errors import InputError, NoTokenLeft, NumericsError, ParamError
+from kvilt.ops.native.backend import NativeOps
 from kvilt.sampling.noise import gumbel
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.sampler import Sampled, SampleState, sample, token_logprobs
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 5_000
+
+
+@pytest.fixture(scope="module", params=["torch", "native"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test below twice: sampling by torch, and by a backend's reductions."""
+    reductions = NativeOps(2).reductions if request.param == "native" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "sample", partial(sample, reductions=reductions))
+        yield
+
 
 FIELDS: list[dict[str, object]] = [
     {},

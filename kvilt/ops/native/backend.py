@@ -28,6 +28,7 @@ from . import pages as paged
 from .memory import Buffers, Slabs
 from .pack import pack
 from .record import NativeRecorder
+from .reduce import NativeReductions
 
 REVISION = 2  # of the arithmetic: KV of another revision is not the same bits
 _ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
@@ -55,6 +56,7 @@ class NativeOps:
         self._slabs = Slabs()
         self.buffers = Buffers()
         self._recorder = NativeRecorder(self._engine, self.using)
+        self.reductions = NativeReductions(self._engine)
 
     @property
     def numerics(self) -> str:
