@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
+from ..batch import HiddenOut, KeyMass, Last, LayerSpan, Logits, Nothing, Row
 from ..errors import InputError, StoreMiss
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -24,6 +24,7 @@ from .recipe import Quilt, Recipe
 from .select import budget, choose, deviations
 from .stage import Stage
 
+PROBE_TOKENS = 128  # of a question, those whose attention counts: its last, in one row
 Course = Generator[Stage, None, None]
 
 
@@ -181,7 +182,7 @@ class Blending:
     def _finish(self, kv: KVCache, placing: Placing, chosen: Tensor, lower: int, hidden: Tensor | None) -> Course:
         """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
         positions = _at(chosen, self.quilt.exact)
-        source: Sequence[int] | Tensor = [self.quilt.ids[p] for p in positions] if hidden is None else hidden
+        source = self._source(positions, None) if hidden is None else hidden
         while True:
             yield from self._place(placing, lower + 1)
             ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
@@ -196,12 +197,21 @@ class Blending:
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
         asked, start = self.quilt.question, self.quilt.exact
-        positions = range(asked.start, asked.stop)
-        source = self.quilt.ids[asked.start : asked.stop] if hidden is None else hidden[asked.start - start :]
         layers = [layer for layer in self.recipe.mass_layers if layer >= lower]
-        stage = Stage(kv, positions, source, LayerSpan(lower), KeyMass(layers))
+        cut = max(asked.start, asked.stop - PROBE_TOKENS)
+        plain = [p for p in _at((~self._reusable()).nonzero().flatten(), start) if p < cut]
+        if plain:  # text between documents, and a long question's beginning: nobody else has put KV there yet
+            yield Stage(kv, plain, self._source(plain, hidden), LayerSpan(lower), Nothing())
+        rest = range(cut, asked.stop)
+        stage = Stage(kv, rest, self._source(rest, hidden), LayerSpan(lower), KeyMass(layers), whole=True)
         yield stage
         scores["query"] = stage.mass[start:]
+
+    def _source(self, positions: Sequence[int], hidden: Tensor | None) -> Sequence[int] | Tensor:
+        """What enters at these positions: ids, or their rows of all hidden states."""
+        if hidden is None:
+            return [self.quilt.ids[p] for p in positions]
+        return hidden[torch.tensor(positions, dtype=torch.int64) - self.quilt.exact]
 
     # Documents.
 

@@ -37,7 +37,7 @@ class Recipe:
     mass_layers: tuple[int, ...] = ()  # query: whose attention counts; all if there are none
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
-    min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole
+    min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
     load_floor: float | None = None  # the ratio follows loading times, but not below this; None: it does not follow
 
     def __post_init__(self) -> None:
@@ -173,4 +173,4 @@ class Quilt:
         if not self.documents:
             return False
         tokens = len(self.ids) - self.exact
-        return recipe.gain(tokens, self.reused, len(self.question), layers) >= recipe.min_gain
+        return not recipe.min_gain or recipe.gain(tokens, self.reused, len(self.question), layers) >= recipe.min_gain

@@ -25,6 +25,7 @@ class Stage:
     source: Sequence[int] | Tensor  # ids, or the hidden states [tokens, hidden] that the span begins with
     layers: LayerSpan
     want: Want  # of all pieces, but for Last, which only the last one has
+    whole: bool = False  # one row, whatever the budget: its result would depend on the cut
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[Unrotated]] = field(default_factory=dict)  # by layer
@@ -41,7 +42,7 @@ class Stage:
 
     def row(self, tokens: int) -> Row:
         """The next piece, of at most so many tokens."""
-        stop = min(self.at + max(1, tokens), len(self.positions))
+        stop = len(self.positions) if self.whole else min(self.at + max(1, tokens), len(self.positions))
         want = Nothing() if self.draws and stop < len(self.positions) else self.want
         return Row(self._source(stop), self.positions[self.at : stop], self.cache, layers=self.layers, want=want)
 
@@ -53,9 +54,7 @@ class Stage:
             for layer, seen in logits.kv.get(row, {}).items():
                 self.kv.setdefault(layer, []).append(seen)
         if isinstance(self.want, KeyMass):
-            new = logits.mass[row].cpu()
-            self.mass = torch.nn.functional.pad(self.mass, (0, max(0, len(new) - len(self.mass))))
-            self.mass[: len(new)] += new
+            self.mass = logits.mass[row].cpu()
 
     def _source(self, stop: int) -> Source:
         piece = self.source[self.at : stop]

@@ -1,0 +1,384 @@
+"""Blending by hand: whatever is stored, however rows are cut and whoever stands beside, the numbers are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from drive import blended, computed, content, finish, memory_store, start, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import write_tiny
+
+from kvilt.batch import Batch, HiddenOut, Ids, LayerSpan, Row
+from kvilt.blend.blender import PROBE_TOKENS, Blending
+from kvilt.blend.chunk import Chunks
+from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.config import RunConfig
+from kvilt.errors import BlobError, InputError, StoreMiss
+from kvilt.executor.executor import Executor
+from kvilt.executor.load import load_executor
+from kvilt.kv.codec import describe
+from kvilt.kv.prefix import Scope, Trail
+from kvilt.store.loading import Loading
+from kvilt.store.store import Store
+
+STRATEGIES = ("deviation", "head", "query", "head:0.3+query:0.7", "deviation+query", "deviation+head")
+
+
+@pytest.fixture(scope="session", params=["full", "window"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    window = 9 if request.param == "window" else None
+    folder = write_tiny(tmp_path_factory.mktemp("blend"), sliding_window=window, max_position_embeddings=640)
+    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with memory_store() as made:
+        yield made
+
+
+def recipe(ratio: float = 0.3, strategy: str = "query", **fields: object) -> Recipe:
+    return Recipe.of(Recipe(ratio, strategy, check_layer=0, min_gain=0.0), **fields)
+
+
+QUILT = Quilt.of(
+    [tokens(5, 1), tokens(40, 2), tokens(17, 3), tokens(40, 2), tokens(8, 4)], [False, True, True, True, False]
+)
+
+
+@st.composite
+def quilts(draw: st.DrawFn) -> Quilt:
+    """Up to four segments of 0, 1 or many tokens, some of them twice, anything before, between and behind them."""
+    length = st.sampled_from([0, 1, 2, 31, 32, 33, 45, 135])
+    assert PROBE_TOKENS < 135, "a question may be longer than what is probed"
+    segments = draw(st.lists(st.tuples(length, st.integers(0, 3), st.booleans()), min_size=1, max_size=4))
+    made = Quilt.of([tokens(count, seed) for count, seed, _ in segments], [flag for *_, flag in segments])
+    return made if made.documents else Quilt.of([tokens(3, 9), tokens(4, 8)], [False, True])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    quilt=quilts(),
+    strategy=st.sampled_from(STRATEGIES),
+    ratio=st.sampled_from([0.0, 0.1, 0.5]),
+    first=st.sampled_from([0, 1, 4]),
+    step=st.sampled_from([3, 7, 64, 512]),
+    beside=st.booleans(),
+    known=st.integers(0, 15),
+)
+def test_cold_warm_cut_and_crowded_are_the_same_to_the_bit(
+    native: Executor, quilt: Quilt, strategy: str, ratio: float, first: int, step: int, beside: bool, known: int
+) -> None:
+    made = recipe(ratio, strategy, first_tokens=first)
+    with memory_store() as cold, memory_store() as other:
+        chunks = Chunks(native, cold)
+        logits, kv, blending = blended(native, chunks, quilt, made)
+        again, twin, second = blended(native, chunks, quilt, made, step)  # everything is stored now
+        assert torch.equal(logits, again)
+        assert second.report().made == 0
+        # A store that knows some of the documents, other cuts, and a decode of somebody else in every step.
+        there = Chunks(native, other)
+        for index, one in enumerate(quilt.documents):
+            if known >> index & 1:
+                alone = Quilt.of([quilt.ids[one.start : one.stop]], [True])
+                blended(native, there, alone, recipe(0.0, "head"))[1].close()
+        third = Blending(native, there, quilt, made)
+        with start(native, quilt) as mixed, native.create_kv_cache() as neighbour:
+            third.begin(mixed)
+            neighbour.reserve(3)
+            rows = [Row(Ids([5, 6, 7]), range(3), neighbour)] if beside else []
+            assert torch.equal(logits, finish(native, third, step, rows))
+            mixed.commit([list(quilt.ids[quilt.exact :])])
+            with kv, twin:
+                assert all(map(torch.equal, content(kv), content(twin)))
+                assert all(map(torch.equal, content(kv), content(mixed)))
+        check_report(blending, quilt, made)
+
+
+def check_report(blending: Blending, quilt: Quilt, made: Recipe) -> None:
+    report = blending.report()
+    assert report.computed + report.reused + report.recomputed == len(quilt.ids) - quilt.exact
+    distinct = {quilt.ids[one.start : one.stop] for one in quilt.documents}
+    assert report.made == sum(map(len, distinct))
+    forced = sum(min(made.first_tokens, len(one)) for one in quilt.documents)
+    ends = quilt.documents[-1].stop == len(quilt.ids)  # then the last token is one of them
+    budget = int(made.ratio * quilt.reused + 1e-9)
+    assert max(budget, forced) <= report.recomputed <= max(budget, forced + ends)
+
+
+@settings(max_examples=15, deadline=None)
+@given(quilt=quilts(), strategy=st.sampled_from(STRATEGIES), step=st.sampled_from([1, 13, 512]))
+def test_everything_computed_again_is_a_whole_prefill(native: Executor, quilt: Quilt, strategy: str, step: int) -> None:
+    with memory_store() as store:
+        logits, kv, _ = blended(native, Chunks(native, store), quilt, recipe(1.0, strategy), step)
+        expected, whole = computed(native, quilt.ids)
+        with kv, whole:
+            assert torch.equal(logits, expected)
+            assert all(map(torch.equal, content(kv), content(whole)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("strategy", ["deviation", "query"])
+def test_other_numbers_in_pages(tmp_path: Path, store: Store, kv_dtype: str, strategy: str) -> None:
+    config = RunConfig(kv_memory=1 << 22, backend="native", threads=1, kv_dtype=kv_dtype)
+    executor = load_executor(write_tiny(tmp_path), config)
+    chunks = Chunks(executor, store)
+    logits, kv, _ = blended(executor, chunks, QUILT, recipe(1.0, strategy))
+    expected, whole = computed(executor, QUILT.ids)
+    with kv, whole:
+        assert torch.equal(logits, expected)
+    once, first, _ = blended(executor, chunks, QUILT, recipe(0.2, strategy), 512)
+    twice, second, _ = blended(executor, chunks, QUILT, recipe(0.2, strategy), 5)
+    with first, second:
+        assert torch.equal(once, twice)
+
+
+def test_the_reference_backend_blends_alike(tiny: Executor, store: Store) -> None:
+    for strategy in STRATEGIES:
+        logits, kv, _ = blended(tiny, Chunks(tiny, store), QUILT, recipe(1.0, strategy))
+        expected, whole = computed(tiny, QUILT.ids)
+        with kv, whole:
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
+    """What is computed again early in the prompt does not change when what stands behind it does."""
+    chunks, made = Chunks(native, store), recipe(0.0, "head", first_tokens=6)
+    head, document = tokens(5, 1), tokens(40, 2)
+    flags = [False, True, True, False]
+    kept = []
+    for seed in (20, 30):
+        quilt = Quilt.of([head, document, tokens(33, seed), tokens(4, seed + 1)], flags)
+        blending = Blending(native, chunks, quilt, made)
+        with start(native, quilt) as kv:
+            blending.begin(kv)
+            finish(native, blending)
+            pool, row = native.pool, kv.row(0)
+            groups = range(len(pool.stores))
+            kept.append([pool.ops.read_slots(pool.stores[g], row.slots(g, 0, 45)) for g in groups])
+    for one, other in zip(*kept, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor, store: Store) -> None:
+    """Each chosen token alone, in order, over documents as they are placed: the same bits as all of them together."""
+    chunks, made = Chunks(native, store), recipe(0.4, "head")
+    logits, kv, _ = blended(native, chunks, QUILT, made)
+    slow = Blending(native, chunks, QUILT, made)
+    with kv, start(native, QUILT) as other:
+        slow.begin(other)
+        row = slow.next(512)
+        assert isinstance(row.source, Ids)
+        for token, position in zip(row.source.ids, row.positions, strict=True):
+            last = native.run(Batch.of([Row(Ids([token]), [position], other)]))
+        assert torch.equal(logits, last.values[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layers_that_arrive_late_cut_the_span_and_nothing_else(
+    native: Executor, store: Store, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    chunks, made = Chunks(native, store), recipe(0.3, strategy)
+    expected, kv, _ = blended(native, chunks, QUILT, made)
+    kv.close()
+    dice = random.Random(5)
+    monkeypatch.setattr(Loading, "layers_ready", property(lambda _self: dice.randrange(4)))
+    spans = []
+
+    def watched(executor: Executor, blending: Blending) -> torch.Tensor:
+        own = blending.next
+        monkeypatch.setattr(blending, "next", lambda step: spans.append(row := own(step)) or row)
+        return finish(executor, blending, 9)
+
+    for _ in range(5):
+        blending = Blending(native, chunks, QUILT, made)
+        with start(native, QUILT) as other:
+            blending.begin(other)
+            assert torch.equal(expected, watched(native, blending))
+    assert any(isinstance(row.want, HiddenOut) and row.layers.stop < 3 for row in spans)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_record_that_fails_half_way_is_computed_instead(
+    native: Executor, store: Store, monkeypatch: pytest.MonkeyPatch, strategy: str, broken: int
+) -> None:
+    chunks, made = Chunks(native, store), recipe(0.3, strategy)
+    expected, kv, _ = blended(native, chunks, QUILT, made)
+    kv.close()
+    blending = Blending(native, chunks, QUILT, made)
+    whole = Loading.layer
+    victim = chunks.open(QUILT.ids[45:62])
+    found = next(one for one in blending._found.values() if one.address.key == victim.address.key)
+
+    def layer(self: Loading, index: int) -> object:
+        if self is found and index >= broken:
+            self._reason = "checksum"
+            raise StoreMiss("checksum")
+        return whole(self, index)
+
+    monkeypatch.setattr(Loading, "layer", layer)
+    with start(native, QUILT) as other:
+        blending.begin(other)
+        assert torch.equal(expected, finish(native, blending))
+    assert blending.report().made == 17
+
+
+def test_gradual_filtering_narrows_layer_by_layer(tmp_path: Path, store: Store) -> None:
+    executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+    chunks, made = Chunks(executor, store), recipe(0.2, "deviation", gradual=[2.0])
+    blended(executor, chunks, QUILT, made)[1].close()
+    blending = Blending(executor, chunks, QUILT, made)
+    sizes = []
+    with start(executor, QUILT) as kv:
+        blending.begin(kv)
+        while not blending.done:
+            row = blending.next(512)
+            sizes.append((row.layers, len(row.positions)))
+            blending.took(row, executor.run(Batch.of([row])), 0)
+    outside = len(QUILT.ids) - QUILT.exact - QUILT.reused
+    everything = (LayerSpan(0, 1), len(QUILT.ids) - QUILT.exact)
+    assert sizes == [everything, (LayerSpan(1, 2), outside + 38), (LayerSpan(2), outside + 19)]
+    assert blending.report().recomputed == 38
+    # With everything computed again nothing is filtered.
+    logits, kv, _ = blended(executor, chunks, QUILT, recipe(1.0, "deviation", gradual=[2.0]))
+    expected, whole = computed(executor, QUILT.ids)
+    with kv, whole:
+        assert torch.equal(logits, expected)
+
+
+def test_a_document_that_stands_where_it_was_computed_is_left_alone(native: Executor, store: Store) -> None:
+    """The first document, with nothing before it, is right; the budget goes to the others."""
+    quilt = Quilt.of([tokens(30, 1), tokens(30, 2), tokens(4, 3)], [True, True, False])
+    blending = Blending(native, Chunks(native, store), quilt, recipe(0.5, "head"))
+    with start(native, quilt) as kv:
+        blending.begin(kv)
+        while not blending.done:
+            row = blending.next(512)
+            chosen = list(row.positions)
+            blending.took(row, native.run(Batch.of([row])), 0)
+    assert chosen == list(range(30, 64))
+
+
+def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> None:
+    """Documents that were computed behind a few tokens are other chunks, and exact behind just these tokens."""
+    behind = tokens(3, 40)
+    plain, backed = Chunks(native, store), Chunks(native, store, behind)
+    document = tokens(20, 41)
+    for chunks in (plain, backed):
+        blended(native, chunks, Quilt.of([document], [True]), recipe(0.0, "head"))[1].close()
+    one, other = (chunks.open(document).layer(2) for chunks in (plain, backed))
+    assert not torch.equal(one.values, other.values)
+    quilt = Quilt.of([behind, document, tokens(4, 42)], [False, True, False])
+    expected, whole = computed(native, quilt.ids)
+    logits, kv, blending = blended(native, backed, quilt, recipe(0.0, "head"))
+    with whole, kv:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-2)  # keys were rounded once more
+    assert blending.report().made == 0
+
+
+def test_tenants_do_not_share_documents(native: Executor, store: Store) -> None:
+    chunks, document = Chunks(native, store), tokens(20, 41)
+    quilt = Quilt.of([document, tokens(2, 1)], [True, False])
+    for tenant, made in (("one", 20), ("one", 0), ("other", 20), ("", 20)):
+        blending = Blending(native, chunks, quilt, recipe(0.1, "head"), tenant)
+        with start(native, quilt) as kv:
+            blending.begin(kv)
+            finish(native, blending)
+        assert blending.report().made == made
+
+
+def test_blended_kv_never_enters_the_prefix_index(native: Executor, store: Store) -> None:
+    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    native.prefixes.clear()
+    trail = Trail(Scope())
+    with kv, kv.fork() as child:
+        assert kv.origin == child.origin == blending.recipe.name != "exact"
+        native.prefixes.insert(kv.row(0), trail)
+        native.prefixes.insert(child.row(0), trail)
+        assert len(native.prefixes) == 0
+        child.truncate(0)
+        assert child.origin == "exact"
+    _, whole = computed(native, QUILT.ids)
+    with whole:
+        native.prefixes.insert(whole.row(0), trail)
+        assert len(native.prefixes) > 0
+    native.prefixes.clear()
+
+
+def test_a_blended_cache_says_so_in_its_bytes(native: Executor, store: Store) -> None:
+    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    with kv, native.create_kv_cache() as other:
+        data = kv.serialize()
+        assert describe(data).identity.origin == blending.recipe.name
+        with pytest.raises(BlobError, match="origin"):
+            other.load(data)
+
+
+def test_recipes_that_a_model_cannot_follow_are_refused(native: Executor, store: Store) -> None:
+    chunks = Chunks(native, store)
+    with pytest.raises(InputError, match="check_layer"):
+        Blending(native, chunks, QUILT, Recipe(0.2, "deviation", check_layer=2))
+    with pytest.raises(InputError, match="mass_layers"):
+        Blending(native, chunks, QUILT, Recipe(0.2, "query", mass_layers=(3,)))
+
+
+def test_nothing_is_left_behind(native: Executor, store: Store) -> None:
+    """Also by a blending that is given up half way, while a document is being computed."""
+    free = native.pool.free_pages()
+    for rounds in range(4):
+        blending = Blending(native, Chunks(native, store), QUILT, recipe(0.2, "deviation"), tenant=str(rounds))
+        with start(native, QUILT) as kv:
+            blending.begin(kv)
+            for _ in range(rounds * 3):
+                row = blending.next(11)
+                blending.took(row, native.run(Batch.of([row])), 0)
+            blending.close()
+    assert native.pool.free_pages() == free
+
+
+def test_a_blending_can_begin_again(native: Executor, store: Store) -> None:
+    """After a preemption: from the first row on, with what was stored meanwhile."""
+    made = recipe(0.2)
+    expected, kv, _ = blended(native, Chunks(native, store), QUILT, made)
+    kv.close()
+    blending = Blending(native, Chunks(native, store), QUILT, made)
+    for rows in (0, 1, 2):
+        with start(native, QUILT) as first:
+            blending.begin(first)
+            for _ in range(rows):
+                row = blending.next(4)
+                blending.took(row, native.run(Batch.of([row])), 0)
+    with start(native, QUILT) as last:
+        blending.begin(last)
+        assert torch.equal(expected, finish(native, blending))
+
+
+def test_segments() -> None:
+    made = Quilt.of([[1, 2], [], [3], [4, 5]], [False, True, True, False])
+    assert made.ids == (1, 2, 3, 4, 5)
+    assert [(one.start, one.stop) for one in made.documents] == [(2, 3)]
+    assert (made.exact, made.reused, made.question.start) == (2, 1, 3)
+    assert Quilt.of([[1], [2, 3]], [False, True]).question.start == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ratio", "strategy", "worth"),
+    [
+        ([10, 400, 10], 0.15, "head", True),
+        ([10, 400, 10], 0.95, "head", False),
+        ([10, 4, 400], 0.15, "head", False),
+        ([10, 400, 300], 0.15, "query", False),
+    ],
+)
+def test_small_gain_is_no_blend(lengths: Sequence[int], ratio: float, strategy: str, worth: bool) -> None:
+    quilt = Quilt.of([tokens(count, 1) for count in lengths], [False, True, False])
+    assert quilt.worth(Recipe(ratio, strategy), 30) is worth
+    assert quilt.worth(Recipe(ratio, strategy, min_gain=0.0), 30)  # 0: whatever it saves
+    assert not Quilt.of([[1, 2]], [False]).worth(Recipe(min_gain=0.0), 30)

@@ -1,0 +1,85 @@
+"""Recipes as requests may write them, and the controller that follows loading times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvilt.blend.controller import LoadMeter, load_ratio
+from kvilt.blend.recipe import Part, Recipe
+from kvilt.errors import ParamError
+
+
+def test_mixes() -> None:
+    assert Recipe(strategy="head").parts == (Part("head", 1.0),)
+    assert Recipe(strategy="head:1+query:3").parts == (Part("head", 0.25), Part("query", 0.75))
+    assert Recipe(strategy="deviation + query").parts == (Part("deviation", 0.5), Part("query", 0.5))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ratio": -0.1},
+        {"ratio": 1.1},
+        {"ratio": float("nan")},
+        {"ratio": True},
+        {"ratio": "0.2"},
+        {"strategy": "tail"},
+        {"strategy": ""},
+        {"strategy": "head:0"},
+        {"strategy": "head:x"},
+        {"strategy": "head:inf"},
+        {"strategy": "head+head"},
+        {"strategy": None},
+        {"first_tokens": -1},
+        {"first_tokens": 1.5},
+        {"check_layer": -1},
+        {"mass_layers": [-1]},
+        {"gradual": [1.0, 2.0], "strategy": "deviation"},
+        {"gradual": [0.5], "strategy": "deviation"},
+        {"gradual": [2.0], "strategy": "head"},
+        {"min_gain": 2},
+        {"load_floor": -1},
+        {"budget": 3},
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ParamError) as error:
+        Recipe.of(None, **fields)
+    assert error.value.field in fields
+
+
+def test_different_recipes_have_different_names() -> None:
+    made = [
+        Recipe(),
+        Recipe(0.2),
+        Recipe(strategy="head"),
+        Recipe(strategy="head:0.4+query:0.6"),
+        Recipe(check_layer=2),
+        Recipe(strategy="deviation", gradual=(2.0,)),
+        Recipe(first_tokens=3),
+        Recipe(mass_layers=(1,)),
+        Recipe(last_segment=False),
+        Recipe(load_floor=0.1),
+    ]
+    assert len({one.name for one in made}) == len(made)
+    assert Recipe.of(made[1], first_tokens=0) == made[1]
+
+
+def test_the_ratio_follows_what_can_be_computed_while_a_layer_loads() -> None:
+    assert load_ratio(0.02, 0.1, 0.15) == pytest.approx(0.2)
+    assert load_ratio(0.001, 0.1, 0.15) == 0.15  # never under the floor
+    assert load_ratio(1.0, 0.1, 0.15) == 1.0
+    assert load_ratio(1.0, 0.0, 0.15) == 0.15
+
+
+def test_the_meter_reads_the_clock() -> None:
+    now = 0.0
+    meter = LoadMeter(lambda: now)
+    meter.begin()
+    now = 2.0
+    meter.end(tokens=100, layers=2)  # a layer of 100 tokens takes 1 s
+    assert meter.ratio(layers_loaded=4, layers=8, tokens=100, floor=0.1) == pytest.approx(0.5)  # 2 s for 4 layers
+    assert meter.ratio(layers_loaded=8, layers=8, tokens=100, floor=0.1) == 0.1
