@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-PATIENT_MS = 120_000  # machines that test may be slow; nothing here depends on how fast they are
+PATIENT_MS = 300_000  # machines that test may be slow, or stand still; nothing here depends on how fast they are
 
 
 @pytest.fixture(scope="module")
