@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
+from .drafting import DRAFT_METRICS
 from .event import Reason
 from .scheduler import Scheduler
 from .track import Job, Track
@@ -49,6 +50,7 @@ ENGINE_METRICS = (
     FORKS,
     HANDLES,
     KV_BYTES,
+    *DRAFT_METRICS,
 )
 
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from ..batch import Ids, Last, Nothing, Row, Want
 from ..config import EngineConfig
@@ -19,7 +20,8 @@ from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..metrics import Metrics
 from .counters import ENGINE_METRICS, Counters
-from .event import Ended, Event, Listener, Progress, Reason, Token
+from .drafting import Drafting
+from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
 from .handles import HandleInfo
 from .job import Lent, make_job
@@ -41,11 +43,13 @@ class Engine:
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drafting: Drafting | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
+        self._drafting = drafting
         self._tracks: dict[Sample, Track] = {}
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
@@ -67,8 +71,12 @@ class Engine:
         if not plan.work:
             return False
         try:
+            if self._drafting is not None:
+                self._drafting.propose(plan, self._tracks, self._executor.spec.vocab_size)
             tasks = [self._task(work) for work in plan.work]
             results = self._forward(tasks)
+            if self._drafting is not None:
+                self._drafting.stepped(plan, tasks, results)
             drawn = [self._commit(work, result) for work, result in zip(plan.work, results, strict=True)]
             advances = self._scheduler.commit(plan, drawn)
             self._tell(advances, results)
@@ -182,6 +190,8 @@ class Engine:
         try:
             self.attend()
             while True:
+                if self._drafting is not None:
+                    self._drafting.wish(self._tracks)
                 plan = self._scheduler.plan()
                 self._arrange(plan)
                 if plan.work or (not plan.preempted and plan.starved is None):
@@ -235,16 +245,26 @@ class Engine:
         track, stop = self._tracks[work.sample], work.start + work.count
         if work.start != work.sample.computed:
             return None
-        assert track.kv is not None
-        try:
-            if work.sample.shared_tail or stop > track.kv.row(0).reserved:  # most decodes have their room already
-                track.kv.reserve(work.count)
-        except PoolExhausted:
+        drafts = track.course.draft.tokens if track.course is not None and work.drafts else ()
+        if not self._reserve(track, work, len(drafts)):
             return None
-        row = Row(Ids(track.ids[work.start : stop]), range(work.start, stop), track.kv, want=_want(track, work))
+        assert track.kv is not None
+        ids, places = [*track.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
+        row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)))
         if track.state is None or not work.draws:
             return Task(row, (), stop)
-        return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop)
+        return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop, drafts)
+
+    def _reserve(self, track: Track, work: Work, drafts: int) -> bool:
+        """Room for a row; what another thread took meanwhile, the row and its drafts wait for."""
+        assert track.kv is not None
+        stop = work.start + work.count + drafts
+        try:
+            if work.sample.shared_tail or stop > track.kv.row(0).reserved:  # most decodes have their room already
+                track.kv.reserve(work.count + drafts)
+        except PoolExhausted:
+            return False
+        return True
 
     def _forward(self, tasks: Sequence[Task | None]) -> list[Result | None]:
         there = [i for i, task in enumerate(tasks) if task is not None]
@@ -263,10 +283,15 @@ class Engine:
                 return None
             case Done(tokens, scores=scores):
                 assert track.kv is not None
-                stop, size, filled = work.start + work.count, self._executor.layout.page_tokens, None
+                accepted = tokens[:-1] if work.drafts else ()
+                stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
                 if track.trail is not None and work.start // size < stop // size:
                     filled = partial(self._executor.prefixes.insert, trail=track.trail)
-                track.kv.commit([track.ids[work.start : stop]], filled=filled)
+                track.kv.commit([[*track.ids[work.start : stop], *accepted]], filled=filled)
+                if track.course is not None and self._drafting is not None:
+                    self._drafting.took(track.course, len(accepted), self.metrics)
+                    if track.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
+                        track.kv.truncate(stop)
                 if work.start < work.sample.prompt:
                     self._read(track, min(stop, work.sample.prompt))
                 if scores is not None and track.scoring is not None:
@@ -294,10 +319,16 @@ class Engine:
                 self._fork(self._tracks[one.parent], one.sample)
         self._counters.told(sum(one.token is not None for one in advances))
         now_s = self._clock()
-        for one in advances:
-            track, over = self._tracks[one.sample], False
+        for one, after in zip_longest(advances, advances[1:]):
+            track, over = self._tracks.get(one.sample), False
+            event = None
             if one.token is not None:
-                over = self._drew(track, Token(one.sample.index, one.token, next(logprobs)), now_s)
+                drafted = after is not None and after.sample is one.sample
+                event = Token(one.sample.index, one.token, next(logprobs), drafted)
+            if track is None:  # it was content before the last of several tokens
+                continue
+            if event is not None:
+                over = self._drew(track, event, now_s)
             if one.end is not None:
                 self._end(track, one.end)
             elif over:
@@ -360,8 +391,11 @@ class Engine:
             track.kv.close()
         track.kv = None
         unborn, job.unborn = (job.unborn, 0) if track.sample.index == 0 else (0, job.unborn)
-        cached = track.cached or 0
-        self._hear(job, Ended(track.sample.index, reason, cached, max(0, track.read - cached), error, kv))
+        cached, drafts = track.cached or 0, Drafts()
+        if track.course is not None and self._drafting is not None:
+            drafts = track.course.counts
+            self._drafting.forget(track.course)
+        self._hear(job, Ended(track.sample.index, reason, cached, max(0, track.read - cached), error, kv, drafts))
         for index in range(1, unborn + 1):
             self._hear(job, Ended(index, reason, error=error))
         if not job.live:
@@ -373,7 +407,7 @@ class Engine:
             kv = track.kv or (track.job.base.fork() if track.job.base else self._executor.create_kv_cache())
         except ModelClosed:
             return None
-        kv.truncate(kv.num_entries)
+        kv.truncate(min(kv.num_entries, len(track.ids) - 1) if track.state is not None else kv.num_entries)
         return kv
 
     def _hear(self, job: Job, event: Event) -> None:
@@ -393,10 +427,10 @@ class Engine:
         self._counters.ended(job, last, reason, error)
 
 
-def _want(track: Track, work: Work) -> Want:
+def _want(track: Track, work: Work, drafts: int = 0) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
-        return Last()
+        return Last(1 + drafts)
     if track.scoring is None:
         return Nothing()
     return track.scoring.want(track.ids, work.start, work.start + work.count) or Nothing()

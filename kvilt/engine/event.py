@@ -21,6 +21,16 @@ class Token:
     index: int
     token: int
     logprobs: TokenLogprobs | None = None
+    drafted: bool = False  # it was an accepted draft
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that were drafted for a sample, and what became of them."""
+
+    drafted: int = 0
+    accepted: int = 0
+    places: tuple[int, ...] = ()  # how many were accepted as the first, second, ... of their draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class Ended:
     computed: int = 0  # and those that it did
     error: BaseException | None = None
     kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
+    drafts: Drafts = Drafts()
 
 
 @dataclass(frozen=True, slots=True)

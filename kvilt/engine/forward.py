@@ -14,6 +14,7 @@ from torch import Tensor
 from ..batch import Batch, Row, Scores
 from ..errors import Cancelled, KviltError, NumericsError
 from ..executor.executor import Executor
+from ..sampling.accept import Run, accept
 from ..sampling.sampler import SampleState, TokenLogprobs
 
 _log = logging.getLogger(__name__)
@@ -26,11 +27,12 @@ class Task:
     row: Row
     drawing: Sequence[SampleState]
     position: int
+    drafts: Sequence[int] = ()  # the row's last tokens: what the one that draws may draw
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The row is computed; one token for each that drew."""
+    """The row is computed; one token for each that drew, or for one with drafts those it accepted and one more."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
@@ -59,7 +61,8 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
         _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
-    drawn = dict(zip(drawing, _draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
+    draw = _verify if any(task.drafts for task in tasks) else _draw
+    drawn = dict(zip(drawing, draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
     return [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
 
 
@@ -94,6 +97,32 @@ def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Res
         results.append(Done(tokens[at:stop], drawn.logprobs[at:stop]))
         at = stop
     return [*results]
+
+
+def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
+    """Tokens from logits in which each task has a row for each of its drafts, and one more."""
+    runs: list[list[Run]] = []
+    row = 0
+    for task in tasks:
+        runs.append([Run(state, task.position, row, task.drafts) for state in task.drawing])
+        row += 1 + len(task.drafts)
+    try:
+        drawn = iter(accept(logits, [run for own in runs for run in own], executor.sample))
+    except Exception:  # perhaps behind a draft that is not accepted, where nothing would have been drawn
+        return [_alone(executor, own, logits) for own in runs]
+    results: list[Result] = []
+    for own in runs:
+        each = [next(drawn) for _ in own]
+        results.append(Done([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs]))
+    return results
+
+
+def _alone(executor: Executor, runs: Sequence[Run], logits: Tensor) -> Result:
+    try:
+        each = [one for run in runs for one in accept(logits, [run], executor.sample, at_once=False)]
+    except Exception as error:
+        return _failed(error)
+    return Done([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs])
 
 
 def _apart(executor: Executor, tasks: Sequence[Task], logits: Tensor, bad: set[int]) -> list[Result]:

@@ -27,6 +27,7 @@ class Sample:
     known: int = 0  # tokens there are, prompt and drawn
     computed: int = 0  # of them, those whose KV is there
     shared_tail: bool = False  # its begun page may be seen by others, so that the next write copies it
+    drafts: int = 0  # tokens it would like to have drafted in the next step
     held: bool = False  # nobody reads what it draws: it gets no row until somebody does
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
     planned: int = 0  # the last plan that gave it a row
@@ -78,6 +79,7 @@ class Work:
     count: int
     draws: bool  # these are the last tokens known, so their logits choose the next one
     forks: int = 0  # further samples that begin here
+    drafts: int = 0  # room behind them, for as many drafts at the most
 
 
 @dataclass(frozen=True, slots=True)

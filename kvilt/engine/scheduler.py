@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import ParamError
@@ -111,17 +111,20 @@ class Scheduler:
             self._give_way(draft, draft.short)
         else:
             self._admit(draft)
+            self._spread(draft)
         return StepPlan(tuple(draft.work), tuple(draft.admitted), tuple(draft.preempted), draft.starved)
 
     def commit(self, plan: StepPlan, drawn: Sequence[Sequence[int] | None]) -> list[Advance]:
-        """A step was done: for each work its new tokens, one for each sample that draws; None if it was not done.
+        """A step was done: for each work its new tokens, None if it was not done.
 
-        Samples that are over leave.
+        One for each sample that draws; or where there are no forks, accepted drafts and one token more. Samples that
+        are over leave.
         """
         advances = []
         for work, tokens in zip(plan.work, drawn, strict=True):
             if tokens is not None:
-                self._computed(work.sample, work.start + work.count)
+                accepted = max(0, len(tokens) - 1 - work.forks)
+                self._computed(work.sample, work.start + work.count + accepted)
                 advances += self._advance(work, tokens)
         for one in advances:
             if one.end is not None:
@@ -135,7 +138,7 @@ class Scheduler:
             return [Advance(sample, None, "length")] if over else []
         twins = self._fork(sample) if work.forks else []
         advances = []
-        for one, token in zip((sample, *twins), tokens, strict=True):
+        for one, token in zip((sample, *twins) if twins else (sample,) * len(tokens), tokens, strict=True):
             one.known += 1
             end: End | None = "stop" if token in one.end_ids else "length" if one.known >= one.limit else None
             advances.append(Advance(one, token, end, None if one is sample else sample))
@@ -271,6 +274,25 @@ class Scheduler:
             self._preempt(draft, max(unread, key=_rank))
         elif not self._running:
             draft.starved = sample
+
+    # Drafts.
+
+    def _spread(self, draft: _Draft) -> None:
+        """Give what is left of a step to drafts: nobody gives way to them, or waits for them."""
+        wishes = [at for at, work in enumerate(draft.work) if work.sample.drafts and work.draws and not work.forks]
+        if not wishes:
+            return
+        room = draft.pages - self._promised(draft)
+        for at in wishes:
+            work, sample = draft.work[at], draft.work[at].sample
+            count = min(sample.drafts, draft.tokens, sample.limit - sample.known - 1)
+            need = self._need(sample, work.count)
+            while count > 0 and self._need(sample, work.count + count) - need > room:
+                count -= 1
+            if count > 0:
+                room -= self._need(sample, work.count + count) - need
+                draft.tokens -= count
+                draft.work[at] = replace(work, drafts=count)
 
     # Counting.
 

@@ -9,6 +9,7 @@ from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..sampling.sampler import SampleState
+from .drafting import Course
 from .event import Listener
 from .plan import Hit, Sample
 from .request import Request
@@ -45,6 +46,7 @@ class Track:
     cached: int | None = None  # tokens of the prompt that were there when it first began
     read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
+    course: Course | None = None  # its drafts, once it wants some
     job: Job = field(init=False)
 
 

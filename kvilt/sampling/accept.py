@@ -40,18 +40,27 @@ class Drawn:
         return at < len(run.drafts) and self.tokens[at] == run.drafts[at] and self.tokens[at] not in run.state.end_ids
 
 
-def accept(logits: Tensor, runs: Sequence[Run], draw: Draw) -> list[Drawn]:
-    """Tokens of each run, at least one, up to the first that is no draft or ends the sample."""
+def accept(logits: Tensor, runs: Sequence[Run], draw: Draw, at_once: bool = True) -> list[Drawn]:
+    """Tokens of each run, at least one, up to the first that is no draft or ends the sample.
+
+    `at_once` looks at rows that may turn out to be nobody's, and fails if one of them cannot be drawn from. Without it
+    a run fails only if its first token cannot be drawn; a later one is left for its sample to meet again.
+    """
     drawn = [Drawn() for _ in runs]
     begun = [run.state.history.generated_tokens for run in runs]
-    ahead = [0 if remembers(run.state) else len(run.drafts) for run in runs]
+    ahead = [len(run.drafts) if at_once and not remembers(run.state) else 0 for run in runs]
     _round(logits, [(run, one, count) for run, one, count in zip(runs, drawn, ahead, strict=True)], draw)
-    left = [(run, one) for run, one in zip(runs, drawn, strict=True) if remembers(run.state) and one.goes_on(run)]
+    left = [(run, one) for run, one in zip(runs, drawn, strict=True) if one.goes_on(run)]
     try:
         while left:
             for run, one in left:
                 run.state.advance(one.tokens[-1])
-            _round(logits, [(run, one, 0) for run, one in left], draw)
+            try:
+                _round(logits, [(run, one, 0) for run, one in left], draw)
+            except Exception:
+                if at_once:
+                    raise
+                break
             left = [(run, one) for run, one in left if one.goes_on(run)]
     finally:  # also if a draw fails: states advance only when their owner commits
         for run, count in zip(runs, begun, strict=True):

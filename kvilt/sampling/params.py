@@ -16,6 +16,7 @@ from .constraint import CONSTRAINTS, SHORT_NAMES, Constraint, by_name
 
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
+MAX_DRAFT_TOKENS = 32
 MAX_SAMPLES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -92,6 +93,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     grammar: Constraint | None = None  # what the text must be
+    draft_tokens: int | None = None  # most to draft ahead; None: as many as usual, 0: none. Changes no token
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -120,6 +122,8 @@ class SamplingParams:
         _flag("ignore_eos", self.ignore_eos)
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
         _check_grammar(self.grammar, self.ignore_eos)
+        if self.draft_tokens is not None:
+            _whole("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
 
     def _set(self, name: str, value: object) -> None:
         """Normalise a field while the object is being made."""

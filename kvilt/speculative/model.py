@@ -66,8 +66,8 @@ class ModelDrafter:
 
     def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
         near: Memory | None = parent.memory if parent is not None else None
-        kv = self._executor.create_kv_cache() if near is None else near.kv.fork()
-        return Story(ids, state, Memory(kv, near.drafted if near is not None else 0))
+        kv = self._executor.create_kv_cache() if near is None else near.kv.fork_to(near.kv.shared_prefix(ids))
+        return Story(ids, state, Memory(kv))
 
     def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
         turns: dict[Story, Turn] = {}

@@ -1,0 +1,67 @@
+"""Drafters for proofs, which know the truth, nothing, or something in between; and drafts that cost nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from kvilt.sampling.sampler import SampleState
+from kvilt.speculative.drafter import Draft, Story
+from kvilt.speculative.pace import Cost
+
+
+class Free(Cost):
+    """So that as much is drafted as may be, whatever becomes of it."""
+
+    @property
+    def price(self) -> float:
+        return 0.0
+
+
+class Oracle:
+    """Knows what each prompt's first sample goes on with, and lies about some of it."""
+
+    def __init__(
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], truth: float, vocab: int, most: int = 6
+    ) -> None:
+        self._answers, self._truth, self._vocab, self._most = answers, truth, vocab, most
+        self._dice = random.Random(7)
+        self.live = 0
+
+    @property
+    def most(self) -> int:
+        return self._most
+
+    @property
+    def hopes(self) -> Sequence[float]:
+        return (0.9,)
+
+    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
+        self.live += 1
+        return Story(ids, state, tuple(state.history.ids[: state.history.prompt_tokens]))
+
+    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+        return [self._draft(story, count) for story, count in zip(stories, k, strict=True)]
+
+    def _draft(self, story: Story, count: int) -> Draft:
+        known = len(story.ids) - len(story.memory)
+        coming = [*self._answers.get(story.memory, ())][known : known + self._dice.randrange(count + 1)]
+        return Draft([t if self._dice.random() < self._truth else self._lie() for t in coming])
+
+    def _lie(self) -> int:
+        return self._dice.randrange(self._vocab + 3)  # some are no tokens at all
+
+    def forget(self, story: Story) -> None:
+        assert story.memory is not None
+        story.memory = None
+        self.live -= 1
+
+    def close(self) -> None:
+        pass
+
+
+class Broken(Oracle):
+    """Fails every time."""
+
+    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+        raise RuntimeError("no idea")
