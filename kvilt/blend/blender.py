@@ -118,6 +118,10 @@ class Blending:
         if not stage.left:
             self._advance()
 
+    def twin(self) -> Blending:
+        """The same once more, from its beginning."""
+        return Blending(self._executor, self._chunks, self.quilt, self.recipe, self._tenant)
+
     def report(self) -> Report:
         reused = self.quilt.reused
         computed = len(self.quilt.ids) - self.quilt.exact - reused

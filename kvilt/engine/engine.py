@@ -13,12 +13,14 @@ from functools import partial
 from itertools import zip_longest
 
 from ..batch import Ids, Last, Nothing, Row, Want
+from ..blend.chunk import Chunks
 from ..config import EngineConfig
 from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..metrics import Metrics
+from .blending import Blends, blend_task, blend_took, blend_twin
 from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
 from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
@@ -44,8 +46,12 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
+        chunks: Chunks | None = None,
     ) -> None:
+        """`chunks` are where documents of prompts are found; without them such requests are refused."""
         config = config or EngineConfig()
+        self.chunks = chunks
+        self._blends = Blends()
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
@@ -96,7 +102,7 @@ class Engine:
         What is lent belongs to the engine from here on, also if this raises.
         """
         try:
-            return make_job(self._executor, request, listener, lent)
+            return make_job(self._executor, request, listener, lent, self.chunks)
         except BaseException:
             if lent is not None:
                 lent.kv.close()
@@ -190,11 +196,12 @@ class Engine:
         try:
             self.attend()
             while True:
+                self._blends.begin(self._give_back, self._fail)
                 if self._drafting is not None:
                     self._drafting.wish(self._tracks)
                 plan = self._scheduler.plan()
                 self._arrange(plan)
-                if plan.work or (not plan.preempted and plan.starved is None):
+                if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):
                     return plan
         except BaseException as error:  # our mistake, or an interrupt: nobody's state can be trusted
             self.fail_all(error)
@@ -208,7 +215,17 @@ class Engine:
         if plan.starved is not None and not self._books.relief(True):
             self._starve(self._tracks[plan.starved])
 
+    def _give_back(self, track: Track, error: PoolExhausted) -> None:
+        """A sample without room for what it was promised waits for it again, unless nobody is left to wait for."""
+        if self._scheduler.running == 1:
+            self._fail(track, error)
+            return
+        self._scheduler.give_back(track.sample)
+        self._preempt(track)
+
     def _preempt(self, track: Track) -> None:
+        if track.blending is not None:
+            track.blending.close()
         self._counters.preempted(track)
         if track.kv is not None:
             track.kv.close()
@@ -227,6 +244,8 @@ class Engine:
             track.kv = self._executor.create_kv_cache(capacity=track.job.capacity)
         found = track.kv.num_entries
         self._scheduler.placed(new.sample, found)  # another thread may have taken pages since they were counted
+        if new.sample.blends:
+            self._blends.expect(track)
         if track.cached is None:
             track.cached = min(found, new.sample.prompt)
             self._counters.began(track)
@@ -245,6 +264,8 @@ class Engine:
         track, stop = self._tracks[work.sample], work.start + work.count
         if work.start != work.sample.computed:
             return None
+        if work.sample.blends:
+            return blend_task(track, work)
         drafts = track.course.draft.tokens if track.course is not None and work.drafts else ()
         if not self._reserve(track, work, len(drafts)):
             return None
@@ -283,6 +304,10 @@ class Engine:
                 return None
             case Done(tokens, scores=scores):
                 assert track.kv is not None
+                if work.sample.blends:
+                    if (there := blend_took(track)) is not None:
+                        self._read(track, there)
+                    return tokens
                 accepted = tokens[:-1] if work.drafts else ()
                 stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
                 if track.trail is not None and work.start // size < stop // size:
@@ -292,6 +317,8 @@ class Engine:
                     self._drafting.took(track.course, len(accepted), self.metrics)
                     if track.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
                         track.kv.truncate(stop)
+                if work.sample.detour is not None and stop == work.sample.detour.start:
+                    self._blends.expect(track)
                 if work.start < work.sample.prompt:
                     self._read(track, min(stop, work.sample.prompt))
                 if scores is not None and track.scoring is not None:
@@ -339,13 +366,14 @@ class Engine:
         assert parent.state is not None
         assert parent.kv is not None
         job, trail = parent.job, None
-        if parent.trail is not None:
+        if parent.trail is not None and parent.blending is None:
             trail = Trail(parent.trail.scope)
             trail.extend(parent.ids[: sample.prompt], self._executor.layout.page_tokens)
             sample.keys = trail.keys
         ids = parent.ids[: sample.prompt]
         track = Track(sample, ids, parent.state.fork(sample.index), trail, kv=parent.kv.fork(), cached=sample.prompt)
         track.job = job
+        blend_twin(track, parent)
         job.live.append(track)
         job.unborn -= 1
         self._tracks[sample] = track
@@ -386,6 +414,9 @@ class Engine:
         job.live.remove(track)
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
+        blended = track.blending.report() if track.blending is not None and track.sample.index == 0 else None
+        if track.blending is not None:
+            track.blending.close()
         kv = self._handed_over(track) if job.request.keep_kv and reason != "error" else None
         if kv is None and track.kv is not None:
             track.kv.close()
@@ -395,7 +426,8 @@ class Engine:
         if track.course is not None and self._drafting is not None:
             drafts = track.course.counts
             self._drafting.forget(track.course)
-        self._hear(job, Ended(track.sample.index, reason, cached, max(0, track.read - cached), error, kv, drafts))
+        computed = max(0, track.read - cached)
+        self._hear(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
         for index in range(1, unborn + 1):
             self._hear(job, Ended(index, reason, error=error))
         if not job.live:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ..blend.blender import Report
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
@@ -44,6 +45,7 @@ class Ended:
     error: BaseException | None = None
     kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
     drafts: Drafts = Drafts()
+    blended: Report | None = None  # where the KV of a blended prompt came from
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ So one bad row (an exception, logits that are no numbers) fails alone. Refuses t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..batch import Batch, Row, Scores
+from ..batch import Batch, Logits, Row, Scores
 from ..errors import Cancelled, KviltError, NumericsError
 from ..executor.executor import Executor
 from ..sampling.accept import Run, accept
@@ -28,6 +28,7 @@ class Task:
     drawing: Sequence[SampleState]
     position: int
     drafts: Sequence[int] = ()  # the row's last tokens: what the one that draws may draw
+    hears: Callable[[Row, Logits, int], None] | None = None  # wants all that came of the row, by its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,18 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     draw = _verify if any(task.drafts for task in tasks) else _draw
     drawn = dict(zip(drawing, draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
-    return [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
+    results = [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
+    return [_heard(task, logits, i, result) for i, (task, result) in enumerate(zip(tasks, results, strict=True))]
+
+
+def _heard(task: Task, logits: Logits, index: int, result: Result) -> Result:
+    """The result of a task, once whoever has its row has heard what came of it."""
+    try:
+        if task.hears is not None:
+            task.hears(task.row, logits, index)
+    except Exception as error:
+        return _failed(error)
+    return result
 
 
 def _failed(error: Exception) -> Failed:

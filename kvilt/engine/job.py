@@ -5,13 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import InputError, TruncateError
+from ..blend.blender import Blending
+from ..blend.chunk import Chunks
+from ..blend.recipe import Quilt
+from ..errors import InputError, ParamError, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix import Scope, Trail
 from ..sampling.sampler import SampleState
 from .event import Listener
-from .plan import Sample
+from .plan import Detour, Sample
 from .request import Request
 from .scoring import Scoring
 from .track import Job, Track
@@ -25,7 +28,9 @@ class Lent:
     exact: bool = False  # computed by this executor from these tokens, for this tenant: others may find it
 
 
-def make_job(executor: Executor, request: Request, listener: Listener, lent: Lent | None) -> Job:
+def make_job(
+    executor: Executor, request: Request, listener: Listener, lent: Lent | None, chunks: Chunks | None = None
+) -> Job:
     """A checked job; closes what was lent only if it has no use for it."""
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
@@ -37,17 +42,38 @@ def make_job(executor: Executor, request: Request, listener: Listener, lent: Len
     if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
+    blending = _blending(executor, request, lent, chunks)
     trail = None
     if request.reuse and (lent is None or lent.exact):
         trail = Trail(Scope(salt=request.tenant))
-        trail.extend(request.prompt, executor.layout.page_tokens)
+        exact = request.prompt if blending is None else request.prompt[: blending.quilt.exact]
+        trail.extend(exact, executor.layout.page_tokens)
     if lent is not None and not reused:
         lent.kv.close()
     base = lent.kv if lent is not None and reused else None
     first = Track(_sample(request, state, trail, capacity), list(request.prompt), state, trail, scoring)
+    if blending is not None:
+        first.blending = blending
+        first.sample.detour = Detour(blending.quilt.exact, len(request.prompt), blending.scratch_tokens)
     job = Job(request, listener, first, base, capacity, unborn=request.samples - 1)
     first.job = job
     return job
+
+
+def _blending(executor: Executor, request: Request, lent: Lent | None, chunks: Chunks | None) -> Blending | None:
+    """What blends the documents of a prompt, where that is worth it; they are looked up from here on."""
+    if not request.documents:
+        return None
+    if chunks is None:
+        raise InputError("documents need a store of chunks; give the engine one")
+    if lent is not None:
+        raise InputError("documents stand in a prompt of their own; leave out the cache to continue")
+    if request.params is not None and request.params.prompt_logprobs is not None:
+        raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
+    quilt = Quilt(tuple(request.prompt), request.documents)
+    if not quilt.worth(request.recipe, len(executor.spec.layers)):
+        return None
+    return Blending(executor, chunks, quilt, request.recipe, request.tenant)
 
 
 def _scoring(request: Request, lent: Lent | None) -> Scoring | None:

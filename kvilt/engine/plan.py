@@ -11,6 +11,18 @@ Return = Literal["recompute"]
 
 
 @dataclass(slots=True, eq=False)
+class Detour:
+    """A stretch of a prompt that is blended: counts of what is left of it, kept by whoever has the blending."""
+
+    start: int  # computed tokens with which it begins
+    stop: int  # and those with which it ends, all at once
+    scratch: int  # tokens that may need room beside it
+    begun: bool = False  # it has all its room
+    left: int = 0  # tokens of the next rows, as far as is known
+    ends: bool = False  # the last of them is the last of the stretch
+
+
+@dataclass(slots=True, eq=False)
 class Sample:
     """One sequence in progress. The fields after `draws` are the scheduler's own to change."""
 
@@ -28,6 +40,7 @@ class Sample:
     computed: int = 0  # of them, those whose KV is there
     shared_tail: bool = False  # its begun page may be seen by others, so that the next write copies it
     drafts: int = 0  # tokens it would like to have drafted in the next step
+    detour: Detour | None = None  # a part of the prompt that is blended
     held: bool = False  # nobody reads what it draws: it gets no row until somebody does
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
     planned: int = 0  # the last plan that gave it a row
@@ -40,6 +53,11 @@ class Sample:
     def left(self) -> int:
         """Tokens that are known but not computed."""
         return self.known - self.computed
+
+    @property
+    def blends(self) -> bool:
+        """Whether its next row is one of a blending."""
+        return self.detour is not None and self.detour.start <= self.computed < self.detour.stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..blend.recipe import Recipe, Span
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 
@@ -30,6 +31,8 @@ class Request:
     behind: int = 0  # tokens of the prompt whose log-probabilities nobody wants: it continues them
     progress: bool = False  # tell how much of the prompt is there, step by step
     grammar: Grammar | None = None  # that of the params, compiled
+    documents: tuple[Span, ...] = ()  # parts of the prompt whose KV is reused wherever they stand
+    recipe: Recipe = field(default_factory=Recipe)  # how they are blended
 
     @property
     def samples(self) -> int:

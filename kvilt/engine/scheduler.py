@@ -124,7 +124,7 @@ class Scheduler:
         for work, tokens in zip(plan.work, drawn, strict=True):
             if tokens is not None:
                 accepted = max(0, len(tokens) - 1 - work.forks)
-                self._computed(work.sample, work.start + work.count + accepted)
+                self._computed(work.sample, _reached(work) + accepted)
                 advances += self._advance(work, tokens)
         for one in advances:
             if one.end is not None:
@@ -165,6 +165,8 @@ class Scheduler:
             if not draft.rows or not draft.tokens:
                 break
             count = _share(sample, draft.tokens)
+            if not count:
+                continue  # it waits for its blending to begin
             if self._fits(draft, sample, count):
                 self._take(draft, sample, count)
             elif draft.short is None or sample.rank < draft.short.rank:
@@ -203,11 +205,17 @@ class Scheduler:
         self._preempt(draft, victim)
 
     def _preempt(self, draft: _Draft, victim: Sample) -> None:
+        self.give_back(victim)
+        draft.preempted.append(Preemption(victim))
+
+    def give_back(self, victim: Sample) -> None:
+        """A sample that runs begins again from nothing, when there is room for it."""
         self._running.remove(victim)
         self._stop_computing(victim)
         victim.computed = 0
+        if victim.detour is not None:
+            victim.detour.begun, victim.detour.left, victim.detour.ends = False, 0, False
         self._wait(victim)
-        draft.preempted.append(Preemption(victim))
 
     # Those that wait.
 
@@ -240,7 +248,8 @@ class Scheduler:
         for key in sample.keys[hit.tokens // self._limits.page_tokens :]:
             self._computing.setdefault(key, sample)
         draft.admitted.append(Admission(sample, hit))
-        self._take(draft, sample, _share(sample, draft.tokens))
+        if count := _share(sample, draft.tokens):
+            self._take(draft, sample, count)
 
     def _hit(self, sample: Sample, room: int) -> Hit:
         """The longest hit, or where its last, begun page would be one too many, the longest of whole pages.
@@ -248,6 +257,8 @@ class Scheduler:
         Leaves a note where the page behind the hit is being computed by somebody else.
         """
         size, most = self._limits.page_tokens, sample.known - 1
+        if sample.detour is not None:
+            most = min(most, sample.detour.start)
         hit = self._pages.hit(sample, most)
         if hit.tokens % size and self._whole_need(sample, hit) > room:
             hit = self._pages.hit(sample, most - most % size)
@@ -300,7 +311,9 @@ class Scheduler:
         """Pages that those who run need to compute what they know, and one token more, beyond this step's."""
         taken = {work.sample: work.count for work in draft.work}
         return sum(
-            self._need(sample, self._target(sample) - sample.computed) - self._need(sample, taken.get(sample, 0))
+            self._need(sample, self._target(sample) - sample.computed)
+            - self._need(sample, taken.get(sample, 0))
+            + self._beside(sample)
             for sample in self._running
             if not sample.held
         )
@@ -310,19 +323,28 @@ class Scheduler:
 
     def _need(self, sample: Sample, count: int) -> int:
         """Pages to take before `count` more tokens can be computed."""
-        return self._grown(sample.computed, sample.computed + count, sample.shared_tail) if count else 0
+        if not count:
+            return 0
+        if sample.detour is not None and sample.detour.begun and sample.blends:  # it has room for all of its prompt
+            return max(0, self._grown(sample.detour.stop, max(sample.computed + count, sample.detour.stop), False))
+        return self._grown(sample.computed, sample.computed + count, sample.shared_tail)
+
+    def _beside(self, sample: Sample) -> int:
+        """Pages that a blending may need for documents that nobody has stored, before it has begun."""
+        detour = sample.detour
+        return -(-detour.scratch // self._limits.page_tokens) if detour is not None and not detour.begun else 0
 
     def _whole_need(self, sample: Sample, hit: Hit) -> int:
         """Pages until a waiting sample has computed all it knows; its forks need one each, if they are not alone."""
         forks = sample.width - 1 if self._running else 0
-        return hit.idle + self._grown(hit.tokens, self._target(sample), True) + forks
+        return hit.idle + self._grown(hit.tokens, self._target(sample), True) + forks + self._beside(sample)
 
     def _grown(self, start: int, stop: int, shared_tail: bool) -> int:
         size = self._limits.page_tokens
         return -(-stop // size) + (start // -size) + (shared_tail and start % size != 0)
 
     def _take(self, draft: _Draft, sample: Sample, count: int) -> None:
-        draws = count == sample.left and sample.draws
+        draws = _is_last(sample, count) and sample.draws
         forks = sample.width - 1 if draws else 0
         draft.work.append(Work(sample, sample.computed, count, draws, forks))
         draft.pages -= self._need(sample, count)
@@ -353,8 +375,28 @@ def _rank(sample: Sample) -> tuple[int, int, int]:
 
 def _share(sample: Sample, tokens: int) -> int:
     """How many of a step's tokens a sample can use."""
+    if sample.detour is not None and sample.blends:
+        return min(sample.detour.left, tokens)
     count = min(sample.left, tokens)
+    if sample.detour is not None and sample.computed < sample.detour.start:
+        count = min(count, sample.detour.start - sample.computed)
     return min(count, sample.scored - sample.computed) if sample.computed < sample.scored else count
+
+
+def _is_last(sample: Sample, count: int) -> bool:
+    """Whether the logits of so many tokens choose the next one."""
+    detour = sample.detour
+    if detour is not None and sample.blends:
+        return detour.ends and count == detour.left and sample.known == detour.stop
+    return count == sample.left
+
+
+def _reached(work: Work) -> int:
+    """How many tokens of a sample are computed after a step; a blended stretch is so as a whole, at its end."""
+    sample, detour = work.sample, work.sample.detour
+    if detour is not None and sample.blends and work.start == sample.computed:
+        return sample.computed if detour.left else detour.stop
+    return work.start + work.count
 
 
 def _twin(parent: Sample, index: int) -> Sample:

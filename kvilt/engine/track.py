@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..blend.blender import Blending
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix import Trail
@@ -44,6 +45,7 @@ class Track:
     scoring: Scoring | None = None
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
+    blending: Blending | None = None  # what blends its prompt, if anything does
     read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
     course: Course | None = None  # its drafts, once it wants some
@@ -76,7 +78,8 @@ class Books:
         if (scoring := track.scoring) is not None and not scoring.over:
             # What is found is not computed, and has no logits.
             most = min(most, scoring.at - scoring.at % self.executor.layout.page_tokens)
-        track.trail.extend(track.ids, self.executor.layout.page_tokens)
+        known = track.ids if sample.detour is None else track.ids[: sample.detour.start]
+        track.trail.extend(known, self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(track.trail, most)
         return Hit(found.tokens, found.idle)
 
