@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
-    """In CI a skip is a missing tool, hence a failure; only development weights may be absent there."""
+    """In CI a skip is a missing tool, hence a failure; only development weights and privileges may be absent there."""
     outcome = yield
     report = outcome.get_result()
-    if report.skipped and os.environ.get("CI") and "models" not in item.keywords and not hasattr(report, "wasxfail"):
+    excused = {"models", "privileged"} & set(item.keywords)
+    if report.skipped and os.environ.get("CI") and not excused and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"

@@ -262,7 +262,7 @@ def test_a_disk_that_cannot_be_read_costs_a_miss(kit: Any, tmp_path: Path) -> No
         assert kit.served(kit.open(store))  # it was the disk's fault, not the record's: the record is still there
 
 
-@pytest.mark.needs("mount")
+@pytest.mark.privileged
 def test_a_full_file_system_drops_what_does_not_fit(kit: Any, small_disk: Path) -> None:
     """A megabyte, most of which somebody else takes; the budget promised more."""
     with kit.store(kit.disk(small_disk), memory=kit.roomy) as store:
@@ -281,7 +281,7 @@ def test_a_full_file_system_drops_what_does_not_fit(kit: Any, small_disk: Path) 
         assert kit.served(kit.open(store))
 
 
-@pytest.mark.needs("mount")
+@pytest.mark.privileged
 def test_a_read_only_file_system_still_serves(kit: Any, small_disk: Path) -> None:
     with kit.store(kit.disk(small_disk)) as store:
         kit.put(store)
@@ -294,7 +294,7 @@ def test_a_read_only_file_system_still_serves(kit: Any, small_disk: Path) -> Non
     survives(kit, small_disk)
 
 
-@pytest.mark.needs("mount")
+@pytest.mark.privileged
 def test_a_read_only_empty_disk_costs_misses(kit: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with kit.store(kit.disk(small_disk / "new")) as store:
