@@ -105,7 +105,7 @@ class Drafting:
             drafts = self._drafts([course.story for _, course in asked], [count for count, _ in asked])
             for (count, course), draft in zip(asked, drafts, strict=True):
                 paying = course.pace.count(draft.grade, self._price, count)
-                course.draft = Draft(_known(draft.tokens[:paying], vocab_size), draft.grade)
+                course.draft = Draft(_sound(draft.tokens[:paying], vocab_size, course.story.state.end_ids), draft.grade)
             self._cost.drafted(sum(len(draft.tokens) for draft in drafts), self._clock() - began_s)
         self._began_s = self._clock()
 
@@ -141,7 +141,7 @@ class Drafting:
         metrics.add(ACCEPTED, accepted)
 
 
-def _known(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
-    """The drafts before the first that is no token of the model: vocabularies may be padded differently."""
-    bad = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
-    return tokens[:bad]
+def _sound(tokens: Sequence[int], vocab_size: int, end_ids: frozenset[int]) -> Sequence[int]:
+    """The drafts before the first that ends the sample, or is no token of its model: a draft model may have more."""
+    bad = (i for i, token in enumerate(tokens) if token in end_ids or not 0 <= token < vocab_size)
+    return tokens[: next(bad, len(tokens))]
