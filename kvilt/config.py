@@ -50,7 +50,7 @@ class EngineConfig:
     step_tokens: int = 512  # tokens of one step; a longer prompt runs in several, beside other requests' rows
     max_rows: int = 128  # samples in one step
     max_waiting: int = 1024  # requests that may wait; more are refused
-    unread_tokens: int = 256  # tokens a client may leave unread before its request is held
+    unread_tokens: int = 64  # tokens a client may leave unread before its request is held
     step_timeout_s: float = 120.0  # a step that takes longer counts as hung
     max_handles: int = 256  # named KV handles of one tenant
     handle_share: float = 0.5  # of all pages, what one tenant's handles may hold

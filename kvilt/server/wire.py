@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -13,9 +14,10 @@ from .refusal import Refused
 from .settings import ServeConfig
 
 _MAX_HEADER_BYTES = 1 << 16
-# Little is buffered for a reader who does not read, so that its request is held early.
-_WRITE_BUFFER_BYTES = 1 << 14
-_SEND_BUFFER_BYTES = 1 << 16
+# Little is kept for a reader who does not read, here and in the system, so that its request is held early. What is on
+# its way to a reader far off does not count, so this slows nobody down.
+_WRITE_BUFFER_BYTES = 1 << 12
+_UNSENT_BYTES = 1 << 12
 
 
 def protocol_of(settings: ServeConfig) -> type[HttpToolsProtocol]:
@@ -42,7 +44,8 @@ class Wire(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if (own := transport.get_extra_info("socket")) is not None:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            with suppress(AttributeError, OSError):  # Linux and macOS have it
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         if len(self.connections) > self.limits.max_connections:
             self._answer(Refused(503, "too many connections are open", code="busy", headers={"retry-after": "5"}))
         else:
