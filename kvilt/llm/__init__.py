@@ -10,6 +10,7 @@ from .build import load_async as load_async
 from .build import run_config as run_config
 from .completion import Completion as Completion
 from .completion import FinishReason as FinishReason
+from .completion import Piece as Piece
 from .completion import Stream as Stream
 from .completion import Timing as Timing
 from .completion import Usage as Usage

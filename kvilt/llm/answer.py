@@ -16,13 +16,24 @@ from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.stops import StopChecker
 from ..text.tokenizer import Tokenizer
-from .completion import Completion, FinishReason, Timing, Usage
+from .completion import Completion, FinishReason, Piece, Timing, Usage
 
 
 class Text:
     """One sample: its tokens, and of their text what is certain."""
 
-    __slots__ = ("_checker", "_detokenizer", "_ends", "_min_tokens", "_shown", "ended", "logprobs", "text", "token_ids")
+    __slots__ = (
+        "_checker",
+        "_detokenizer",
+        "_drafted",
+        "_ends",
+        "_min_tokens",
+        "_shown",
+        "ended",
+        "logprobs",
+        "text",
+        "token_ids",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, ends: Collection[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, at_start=False)
@@ -34,9 +45,17 @@ class Text:
         self.text = ""
         self.ended: Ended | None = None
         self._shown = 0
+        self._drafted: list[tuple[int, int]] = []  # parts of the text that came from accepted drafts, not taken yet
 
     def add(self, event: Token) -> bool:
         """Take a token in; True if the text ends with it, at a stop string."""
+        before = len(self.text)
+        over = self._add(event)
+        if event.drafted and before < len(self.text):
+            self._drafted.append((before, len(self.text)))
+        return over
+
+    def _add(self, event: Token) -> bool:
         may_end = len(self.token_ids) >= self._min_tokens  # no stop is looked for before min_tokens
         self.token_ids.append(event.token)
         if event.logprobs is not None:
@@ -60,6 +79,16 @@ class Text:
         """Text that was not taken yet."""
         new, self._shown = self.text[self._shown :], len(self.text)
         return new
+
+    def pieces(self) -> list[Piece]:
+        """Text that was not taken yet, what was drafted apart from the rest."""
+        cuts = [*self._drafted, (len(self.text), len(self.text))]
+        found, at = [], self._shown
+        for start, stop in cuts:
+            found += [Piece(self.text[at:start]), Piece(self.text[start:stop], True)]
+            at = stop
+        self._drafted, self._shown = [], len(self.text)
+        return [piece for piece in found if piece]
 
     def end(self, event: Ended) -> None:
         """No more tokens: what was held back comes out, unless a stop string was found."""
@@ -158,14 +187,25 @@ class Answer:
             text=sample.text,
             token_ids=sample.token_ids,
             finish_reason=reason,
-            usage=Usage(
-                self._asked.prompt_tokens, len(sample.token_ids), sample.ended.computed, prefix_hit=sample.ended.cached
-            ),
+            usage=_usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended),
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=kv,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def _usage(prompt: int, completion: int, ended: Ended) -> Usage:
+    drafts = ended.drafts
+    return Usage(
+        prompt,
+        completion,
+        ended.computed,
+        prefix_hit=ended.cached,
+        drafted_tokens=drafts.drafted,
+        accepted_tokens=drafts.accepted,
+        accepted_places=drafts.places,
+    )
 
 
 def _ending(ended: Ended) -> tuple[FinishReason, KVCache | None]:

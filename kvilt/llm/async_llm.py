@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from ..config import EngineConfig
+from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
 from ..engine.handles import Handles
@@ -30,6 +31,7 @@ from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
+from ..speculative.drafter import Drafter
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .async_kv import AsyncKV
@@ -129,10 +131,12 @@ class AsyncLLM(Model):
         stop_ids: Sequence[int] = (),
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         super().__init__(executor, tokenizer, stop_ids)
         self.config = config or EngineConfig()
-        self.engine = Engine(executor, self.config, metrics)
+        self.engine = Engine(executor, self.config, metrics, drafting=None if drafter is None else Drafting(drafter))
+        self._drafter = drafter
         self._handles = Handles(executor, self.config, self.engine.metrics)
         self.engine.relieve_by(self._handles.relieve)
         self._post = Post()
@@ -229,6 +233,8 @@ class AsyncLLM(Model):
         self._handles.close()
         if self._driver.healthy:
             self.executor.close()
+            if self._drafter is not None:
+                self._drafter.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,11 +13,13 @@ from ..errors import ParamError
 from ..executor.executor import Executor
 from ..executor.load import build_executor
 from ..models.families.registry import recognise
+from ..speculative.drafter import Drafter
 from ..text import tokenizer as tokenizers
 from ..text.tokenizer import Tokenizer
 from ..weights.hub import Progress, resolve
 from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
+from .drafts import DraftLike, check_draft, drafter_for
 from .facade import LLM
 
 
@@ -26,10 +28,14 @@ def load(
     *,
     on_fetch: Progress | None = None,
     on_load: Callable[[int, int], None] | None = None,
+    draft: DraftLike | None = None,
+    draft_tokens: int | None = None,
     **options: Any,
 ) -> LLM:
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend."""
-    return LLM(*_parts(model, on_fetch, on_load, options))
+    check_draft(draft, draft_tokens)
+    parts = _parts(model, on_fetch, on_load, options)
+    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options))
 
 
 def load_async(
@@ -38,10 +44,14 @@ def load_async(
     on_fetch: Progress | None = None,
     on_load: Callable[[int, int], None] | None = None,
     engine: EngineConfig | None = None,
+    draft: DraftLike | None = None,
+    draft_tokens: int | None = None,
     **options: Any,
 ) -> AsyncLLM:
     """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
-    return AsyncLLM(*_parts(model, on_fetch, on_load, options), config=engine)
+    check_draft(draft, draft_tokens)
+    parts = _parts(model, on_fetch, on_load, options)
+    return AsyncLLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), config=engine)
 
 
 def _parts(
@@ -60,6 +70,28 @@ def _parts(
         checkpoint.tensors.close()
         raise
     return executor, tokenizer, _generation_stops(checkpoint)
+
+
+def _drafter(
+    draft: DraftLike | None,
+    draft_tokens: int | None,
+    parts: tuple[Executor, Tokenizer, list[int]],
+    on_fetch: Progress | None,
+    options: dict[str, Any],
+) -> Drafter | None:
+    """Who drafts for a model that is loaded already; if nobody can, it is let go again."""
+    executor, tokenizer, _ = parts
+
+    def load_draft(name: str, kv_bytes: int) -> tuple[Executor, Tokenizer]:
+        own = {**options, "kv_memory": kv_bytes, "max_context": None}
+        small, words, _ = _parts(name, on_fetch, None, own)
+        return small, words
+
+    try:
+        return drafter_for(draft, draft_tokens, executor, tokenizer, load_draft)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def run_config(**options: Any) -> RunConfig:

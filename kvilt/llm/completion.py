@@ -25,6 +25,9 @@ class Usage:
     prefix_hit: int = 0  # found in the prefix index, or in the cache or handle that the prompt continues
     blended_reused: int = 0
     blended_recomputed: int = 0
+    drafted_tokens: int = 0  # proposed before they were drawn
+    accepted_tokens: int = 0  # of these, drawn
+    accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft
     cached_tokens: int = field(init=False)  # not computed again, wherever it was found
 
     def __post_init__(self) -> None:
@@ -55,15 +58,26 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+class Piece(str):
+    """Some text of an answer; `drafted` if its tokens were accepted drafts."""
+
+    drafted: bool
+
+    def __new__(cls, text: str, drafted: bool = False) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.drafted = drafted
+        return piece
+
+
 class Stream:
     """Pieces of text as they are certain; after the last one `completion` has the rest."""
 
-    def __init__(self, pieces: Iterator[str], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
+    def __init__(self, pieces: Iterator[Piece], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
         self._pieces = pieces
         self._result = result
         self._stop = stop
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
     @property

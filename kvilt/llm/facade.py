@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from ..config import EngineConfig
+from ..engine.drafting import Drafting
 from ..engine.engine import Engine
 from ..engine.job import Lent
 from ..engine.track import Job
@@ -21,9 +22,10 @@ from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
+from ..speculative.drafter import Drafter
 from ..text.tokenizer import Tokenizer
 from .answer import Answer
-from .completion import Completion, Stream
+from .completion import Completion, Piece, Stream
 from .model import Message, Model, Prompt, behind, is_one, shared
 from .wheel import Wheel
 
@@ -49,9 +51,11 @@ class LLM(Model):
         stop_ids: Sequence[int] = (),
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         super().__init__(executor, tokenizer, stop_ids)
-        self.engine = Engine(executor, config, metrics)
+        self.engine = Engine(executor, config, metrics, drafting=None if drafter is None else Drafting(drafter))
+        self._drafter = drafter
         self._wheel = Wheel(self.engine, executor)
 
     @overload
@@ -156,6 +160,8 @@ class LLM(Model):
 
     def close(self) -> None:
         self.executor.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,16 +213,16 @@ class LLM(Model):
         def stop() -> None:
             question.answer.stopped = True
 
-        def pieces() -> Iterator[str]:
+        def pieces() -> Iterator[Piece]:
             with self._asking([question]):
                 self.engine.add(question.job, held=True)
-                while text := self._piece(question):
-                    yield text
+                while found := self._piece(question):
+                    yield from found
                 results.append(question.answer.completion())
 
         return Stream(pieces(), result, stop)
 
-    def _piece(self, question: Question) -> str:
+    def _piece(self, question: Question) -> list[Piece]:
         """The next text of a stream, after as many steps as that takes; empty at its end.
 
         In between the request is held: it runs only while somebody waits for it.
@@ -232,7 +238,7 @@ class LLM(Model):
             self.engine.abort(question.job)
             self._wheel.attend(lambda: answer.over)
         self.engine.hold(question.job)
-        return answer.samples[0].take()
+        return answer.samples[0].pieces()
 
     def _drive(self, questions: Sequence[Question], done: Callable[[], bool]) -> None:
         """Step until done; what fails is raised here, a cancel with the tokens so far."""

@@ -40,6 +40,7 @@ class Delta:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     reading: Reading | None = None
+    drafted: bool = False  # the token was an accepted draft
 
 
 class Post:
@@ -162,7 +163,7 @@ class Outlet:
     def _delta(self, event: Token | Ended) -> Delta:
         text = self.answer.samples[event.index].take()
         if isinstance(event, Token):
-            return Delta(event.index, text, event.token, event.logprobs)
+            return Delta(event.index, text, event.token, event.logprobs, drafted=event.drafted)
         return Delta(event.index, text, finish_reason=None if event.reason == "error" else event.reason)
 
 
