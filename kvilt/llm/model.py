@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
+from ..store.store import Store
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .answer import Asked
+from .blend import Documents, Pieces
 from .grammars import Grammars
 
 Prompt = str | Sequence[int]
@@ -23,11 +26,15 @@ Message = Mapping[str, Any]
 class Model:
     """What every way of asking has in common."""
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, stop_ids: Sequence[int] = (), store: Store | None = None
+    ) -> None:
+        """`store` keeps documents; without one they are kept in memory. It is the caller's to close."""
         self.executor = executor
         self.tokenizer = tokenizer
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self.grammars = Grammars(tokenizer, self.stop_ids)
+        self.documents = Documents(executor, tokenizer, store)
         self._template: ChatTemplate | None = None
 
     @property
@@ -52,6 +59,17 @@ class Model:
     ) -> list[int]:
         """The tokens of a conversation, up to where an answer begins; without `answers`, up to the last message."""
         return self.chat_template.encode(self.tokenizer, messages, tools=tools, add_generation_prompt=answers)
+
+    def chat_pieces(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Prompt],
+        recipe: Recipe,
+    ) -> Pieces:
+        """A conversation with documents where its template puts them, else before the last user's text."""
+        pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools)
+        return self.documents.between(pieces, documents, recipe)
 
     def request(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> tuple[Request, Asked]:
         """A request for these tokens, and what its answer must know; `fields` are the request's own."""

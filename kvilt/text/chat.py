@@ -116,6 +116,52 @@ class ChatTemplate:
             return None
         return tokenizer.encode_parts(["", *parts])  # the first part is not the beginning of a text
 
+    def encode_around(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        places: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[list[int]]:
+        """The ids before, between and behind so many documents, which are encoded by themselves.
+
+        They stand where the template puts documents or, if it knows none, before the last user's content.
+        """
+        values = self._values(messages, tools, None, {})
+        free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
+        marks = [mark for mark, _ in zip(free, range(places), strict=False)]
+        if len(marks) < places:
+            raise TemplateError("the messages use every private-use character, so documents cannot be placed")
+        guard, text = self._marked(tokenizer, values, marks, add_generation_prompt)
+        pieces = []
+        for mark in marks:
+            piece, _, text = text.partition(mark)
+            pieces.append(piece)
+        split = [_parts(tokenizer, guard, piece) for piece in (*pieces, text)]
+        return [tokenizer.encode_parts(parts if not i else ["", *parts]) for i, parts in enumerate(split)]
+
+    def _marked(
+        self, tokenizer: Tokenizer, values: _Values, marks: Sequence[str], add_generation_prompt: bool
+    ) -> tuple[_Guard, str]:
+        """The rendered conversation with a mark for each document, each once and in order."""
+        if "documents" in self._compiled.variables:
+            own = {**values, "documents": [{"title": "", "text": mark, "content": mark} for mark in marks]}
+            guard = self._guard(own, tokenizer.texts)
+            text = self._rendered(guard, add_generation_prompt)
+            if [char for char in text if char in marks] == list(marks):
+                return guard, text
+        asked = [message for message in values["messages"] if message["role"] == "user"]
+        if not asked or not isinstance(asked[-1].get("content"), str):
+            raise TemplateError("documents stand before the last user message, which must be there and be a text")
+        asked[-1]["content"] = "".join(f"{mark}\n" for mark in marks) + asked[-1]["content"]  # in our own copy
+        guard = self._guard(values, tokenizer.texts)
+        text = self._rendered(guard, add_generation_prompt)
+        if [char for char in text if char in marks] != list(marks):
+            raise TemplateError("the chat template does not show the last user message as it is")
+        return guard, text
+
     def _values(self, messages: Sequence[Message], tools: Any, documents: Any, kwargs: Mapping[str, Any]) -> _Values:
         """What the template will see, checked and copied."""
         self._check_keywords(kwargs)

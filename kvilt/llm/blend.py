@@ -1,0 +1,104 @@
+"""Documents in prompts: where they stand, how they are blended, and the store they are kept in.
+
+Refuses to know how rows are run; the engine blends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..blend.chunk import Chunks
+from ..blend.recipe import Quilt, Recipe
+from ..config import available_memory_bytes
+from ..errors import InputError
+from ..executor.executor import Executor
+from ..executor.inputs import read_ids
+from ..store.store import Store
+from ..store.tier import Budget
+from ..text.tokenizer import Tokenizer
+
+_STORE_SHARE = 8  # one part in so many of the memory that is free, where no store is given
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A prompt as tokens, and what of it is documents."""
+
+    quilt: Quilt
+    recipe: Recipe
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a request says of them."""
+        return {"documents": self.quilt.documents, "recipe": self.recipe}
+
+
+class Documents:
+    """One model's documents. The store is opened when it is first needed, unless one is given."""
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, store: Store | None = None) -> None:
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._given = store
+        self._own: Store | None = None
+        self._chunks: Chunks | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def chunks(self) -> Chunks:
+        """Where documents are found; behind the tokens that begin every text of this model, if there are such."""
+        with self._lock:
+            if self._chunks is None:
+                store = self._given
+                if store is None:
+                    store = self._own = Store(Budget(available_memory_bytes() // _STORE_SHARE))
+                self._chunks = Chunks(self._executor, store, self._tokenizer.head)
+            return self._chunks
+
+    def close(self) -> None:
+        """Close the store, if it is our own."""
+        with self._lock:
+            if self._own is not None:
+                self._own.close()
+            self._own = self._chunks = None
+
+    def ids(self, text: str | Sequence[int]) -> list[int]:
+        """The tokens of a document or of any part of a prompt but the first."""
+        if isinstance(text, str):
+            return self._tokenizer.encode(text, add_special=False)
+        return read_ids(text, self._executor.spec.vocab_size)
+
+    def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
+        """A text, documents and a question, one behind the other."""
+        if isinstance(parts, str) or len(parts) < 2:
+            raise InputError("give at least two parts: what stands first, any documents, and the question")
+        first, *rest = parts
+        begin = [*self._tokenizer.head, *self.ids(first)] if isinstance(first, str) else self.ids(first)
+        segments = [begin, *map(self.ids, rest)]
+        flags = [False, *[True] * (len(segments) - 2), not recipe.last_segment]
+        return self._pieces(segments, flags, recipe)
+
+    def before(self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
+        """Documents, and a prompt behind them."""
+        if isinstance(documents, str):
+            raise InputError("documents is a list of texts, or of token ids, not one text")
+        segments = [list(self._tokenizer.head), *map(self.ids, documents), self.ids(prompt)]
+        return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
+
+    def between(
+        self, pieces: Sequence[Sequence[int]], documents: Sequence[str | Sequence[int]], recipe: Recipe
+    ) -> Pieces:
+        """Documents between the pieces of a chat prompt, of which there is one more."""
+        segments: list[Sequence[int]] = [pieces[0]]
+        for document, piece in zip(documents, pieces[1:], strict=True):
+            segments += [self.ids(document), piece]
+        return self._pieces(segments, [index % 2 == 1 for index in range(len(segments))], recipe)
+
+    def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> Pieces:
+        quilt = Quilt.of(segments, documents)
+        if not quilt.ids or not segments[-1]:
+            raise InputError("the question is empty; give at least one token behind the documents")
+        return Pieces(quilt, recipe)
