@@ -39,7 +39,7 @@ ANSWER_TOKENS = 24
 AGREE_TOKENS = 16
 RATIOS = (0.05, 0.15, 0.30)
 SYSTEM = "Answer the question with a few words, using only the passages."
-FORM = "\nQuestion: {question}\nAnswer with a few words."
+FORM = "Question: {question}\nAnswer with a few words."
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,14 @@ def methods(strategies: Sequence[str]) -> list[Method]:
 
 def quilt_of(llm: LLM, entry: dict[str, Any], context: int) -> Quilt:
     """System text, passages and question as one chat prompt; passages are cut alike until they fit."""
-    marks = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "\0"}]
-    text = llm.chat_template.render(marks, add_generation_prompt=True)
-    before, after = text.split("\0")
-    encode = llm.tokenizer.encode
-    first = encode(before, add_special=False)
-    last = encode(FORM.format(question=entry["question"]) + after, add_special=False)
-    passages = [encode(f"{one['title']}\n{one['text']}\n".lstrip(), add_special=False) for one in entry["ctxs"]]
-    room = (context - len(first) - len(last) - ANSWER_TOKENS - 1) // len(passages)
-    cut = [one[:room] for one in passages]
-    return Quilt.of([first, *cut, last], [False, *[True] * len(cut), False])
+    asked = FORM.format(question=entry["question"])
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+    passages = [
+        llm.tokenizer.encode(f"{one['title']}\n{one['text']}".lstrip(), add_special=False) for one in entry["ctxs"]
+    ]
+    pieces = llm.chat_template.encode_around(llm.tokenizer, messages, len(passages))
+    room = (context - sum(map(len, pieces)) - ANSWER_TOKENS - 1) // len(passages)
+    return llm.documents.between(pieces, [one[:room] for one in passages], Recipe()).quilt
 
 
 def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:

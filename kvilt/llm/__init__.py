@@ -5,6 +5,7 @@ The one room whose `__init__` has names: `from kvilt.llm import ...` is what eve
 
 from .async_llm import AsyncLLM as AsyncLLM
 from .async_llm import AsyncStream as AsyncStream
+from .blend import Documents as Documents
 from .build import load as load
 from .build import load_async as load_async
 from .build import run_config as run_config

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..engine.event import Ended, Event, Scored, Token
+from ..engine.event import Drafts, Ended, Event, Scored, Token
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
@@ -187,7 +187,7 @@ class Answer:
             text=sample.text,
             token_ids=sample.token_ids,
             finish_reason=reason,
-            usage=_usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended),
+            usage=_drafted(_usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended), sample.ended.drafts),
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=kv,
@@ -196,16 +196,16 @@ class Answer:
 
 
 def _usage(prompt: int, completion: int, ended: Ended) -> Usage:
-    drafts = ended.drafts
-    return Usage(
-        prompt,
-        completion,
-        ended.computed,
-        prefix_hit=ended.cached,
-        drafted_tokens=drafts.drafted,
-        accepted_tokens=drafts.accepted,
-        accepted_places=drafts.places,
-    )
+    """Tokens by where their KV came from; those of the prompt add up, whatever happened to it."""
+    found = ended.blended
+    if found is None or ended.cached + ended.computed < prompt:  # not blended, or ended before that was done
+        return Usage(prompt, completion, ended.computed, prefix_hit=ended.cached)
+    computed = ended.computed - found.reused - found.recomputed
+    return Usage(prompt, completion, computed, ended.cached, found.reused, found.recomputed, found.recipe)
+
+
+def _drafted(usage: Usage, drafts: Drafts) -> Usage:
+    return replace(usage, drafted_tokens=drafts.drafted, accepted_tokens=drafts.accepted, accepted_places=drafts.places)
 
 
 def _ending(ended: Ended) -> tuple[FinishReason, KVCache | None]:

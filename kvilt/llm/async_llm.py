@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
 
+from ..blend.recipe import Recipe
 from ..config import EngineConfig
 from ..engine.drafting import Drafting
 from ..engine.driver import Driver
@@ -32,9 +33,11 @@ from ..metrics import Metrics
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from ..speculative.drafter import Drafter
+from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .async_kv import AsyncKV
+from .blend import Pieces
 from .completion import Completion
 from .model import Message, Model, Prompt, behind, is_one, shared
 from .outlet import Delta, Outlet, Post
@@ -49,6 +52,8 @@ class Terms:
     tenant: str = ""  # KV is found again, and handles are seen, only by the same tenant
     kv: KVCache | str | None = None  # what the prompt stands behind: a cache, which is forked, or a handle's id
     keep_kv: bool = False  # the completion's `kv` is then yours to close
+    documents: Sequence[Prompt] = ()  # stand before the prompt, or where a chat template puts them, and are blended
+    recipe: Recipe | None = None  # how
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Ready:
     ids: Sequence[int]
     lent: Lent | None
     behind: int = 0  # tokens that the prompt continues, as far as they are not its own
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the request says of documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ class AsyncStream:
 class AsyncLLM(Model):
     """A model for many callers at once. Close it, or use it as an async context manager.
 
-    Besides sampling fields, every method takes those of `Terms`: id, priority, tenant, kv, keep_kv.
+    Besides sampling fields, every method takes those of `Terms`: id, priority, tenant, kv, keep_kv, documents, recipe.
     """
 
     def __init__(
@@ -132,8 +138,9 @@ class AsyncLLM(Model):
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         drafter: Drafter | None = None,
+        store: Store | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids)
+        super().__init__(executor, tokenizer, stop_ids, store)
         self.config = config or EngineConfig()
         self.engine = Engine(executor, self.config, metrics, drafting=None if drafter is None else Drafting(drafter))
         self._drafter = drafter
@@ -177,6 +184,12 @@ class AsyncLLM(Model):
             [self._whole(partial(self._prompt, text), chosen, own) for text, own in zip(prompts, each, strict=True)]
         )
         return done[0] if one else done
+
+    async def blend(self, parts: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any) -> Completion:
+        """Continue a prompt of parts: what stands first, any documents, and the question."""
+        terms, chosen = _terms(params, fields)
+        made = terms.recipe or Recipe()
+        return await self._whole(lambda own: self._pieces(self.documents.parts(parts, made), own), chosen, terms)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False, **fields: Any
@@ -231,6 +244,7 @@ class AsyncLLM(Model):
         """Stop, and let go of the model. Requests in progress fail."""
         await asyncio.to_thread(self._driver.close)
         self._handles.close()
+        self.documents.close()
         if self._driver.healthy:
             self.executor.close()
             if self._drafter is not None:
@@ -246,7 +260,15 @@ class AsyncLLM(Model):
 
     # From what was asked to a job; these run in a thread of their own.
 
+    def _pieces(self, pieces: Pieces, terms: Terms) -> Ready:
+        if terms.kv is not None:
+            raise InputError("documents stand in a prompt of their own; leave out kv")
+        self.engine.chunks = self.documents.chunks
+        return Ready(pieces.quilt.ids, None, more=pieces.fields)
+
     def _prompt(self, prompt: Prompt, terms: Terms) -> Ready:
+        if len(terms.documents):
+            return self._pieces(self.documents.before(prompt, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.prompt_ids(prompt, begins=terms.kv is None)
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
@@ -257,6 +279,8 @@ class AsyncLLM(Model):
         return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
+        if len(terms.documents):
+            return self._pieces(self.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.chat_ids(messages, tools)
         if isinstance(terms.kv, str):
             return self._begins_with(ids, terms.kv, terms.tenant)
@@ -303,6 +327,7 @@ class AsyncLLM(Model):
                 reuse=not isinstance(terms.kv, KVCache),
                 progress=hearing.progress,
                 **own,
+                **ready.more,
             )
         except BaseException:
             if ready.lent is not None:

@@ -14,6 +14,7 @@ from ..executor.executor import Executor
 from ..executor.load import build_executor
 from ..models.families.registry import recognise
 from ..speculative.drafter import Drafter
+from ..store.store import Store
 from ..text import tokenizer as tokenizers
 from ..text.tokenizer import Tokenizer
 from ..weights.hub import Progress, resolve
@@ -28,14 +29,18 @@ def load(
     *,
     on_fetch: Progress | None = None,
     on_load: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
 ) -> LLM:
-    """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend."""
+    """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
+
+    `store` keeps documents that prompts are blended of, across restarts if it has a disk.
+    """
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
-    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options))
+    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), store=store)
 
 
 def load_async(
@@ -44,6 +49,7 @@ def load_async(
     on_fetch: Progress | None = None,
     on_load: Callable[[int, int], None] | None = None,
     engine: EngineConfig | None = None,
+    store: Store | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
@@ -51,7 +57,7 @@ def load_async(
     """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
-    return AsyncLLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), config=engine)
+    return AsyncLLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), config=engine, store=store)
 
 
 def _parts(

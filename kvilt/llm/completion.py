@@ -25,6 +25,7 @@ class Usage:
     prefix_hit: int = 0  # found in the prefix index, or in the cache or handle that the prompt continues
     blended_reused: int = 0
     blended_recomputed: int = 0
+    recipe: str = ""  # how documents were blended, if they were
     drafted_tokens: int = 0  # proposed before they were drawn
     accepted_tokens: int = 0  # of these, drawn
     accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft

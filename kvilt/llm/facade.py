@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
 
+from ..blend.recipe import Recipe
 from ..config import EngineConfig
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
@@ -23,8 +25,10 @@ from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
+from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer
+from .blend import Pieces
 from .completion import Completion, Piece, Stream
 from .model import Message, Model, Prompt, behind, is_one, shared
 from .wheel import Wheel
@@ -52,8 +56,9 @@ class LLM(Model):
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         drafter: Drafter | None = None,
+        store: Store | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids)
+        super().__init__(executor, tokenizer, stop_ids, store)
         self.engine = Engine(executor, config, metrics, drafting=None if drafter is None else Drafting(drafter))
         self._drafter = drafter
         self._wheel = Wheel(self.engine, executor)
@@ -66,6 +71,8 @@ class LLM(Model):
         *,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         **fields: Any,
     ) -> Completion: ...
 
@@ -77,6 +84,8 @@ class LLM(Model):
         *,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         **fields: Any,
     ) -> list[Completion]: ...
 
@@ -87,16 +96,23 @@ class LLM(Model):
         *,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         **fields: Any,
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them in one batch.
 
         With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed. With `n`
-        the prompt is computed once, and the samples after the first are the result's `alternatives`.
+        the prompt is computed once, and the samples after the first are the result's `alternatives`. `documents` stand
+        before each prompt; what is computed of them is kept, and blended wherever they stand next time.
         """
         chosen = SamplingParams.of(params, **fields)
         one = is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
+        if len(documents):
+            made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
+            blended = self._blend(made, chosen, kv, keep_kv)
+            return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
         done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv)
         return done[0] if one else done
@@ -122,10 +138,18 @@ class LLM(Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         **fields: Any,
     ) -> Completion:
-        """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again."""
+        """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again.
+
+        `documents` stand where the chat template puts them, else before the last user's text, and are blended.
+        """
         chosen = SamplingParams.of(params, **fields)
+        if len(documents):
+            pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
+            return self._blend([pieces], chosen, kv, keep_kv)[0]
         ids = self.chat_ids(messages, tools)
         return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv)[0]
 
@@ -143,6 +167,27 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         ids = self.chat_ids(messages, tools)
         return self._stream(ids, chosen, kv, _reused(ids, chosen, kv), keep_kv)
+
+    def blend(
+        self,
+        parts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        strategy: str | None = None,
+        recipe: Recipe | None = None,
+        keep_kv: bool = False,
+        **fields: Any,
+    ) -> Completion:
+        """Continue a prompt of parts: what stands first, any documents, and the question.
+
+        The KV of documents is reused wherever they stand, and a `ratio` of their tokens is computed again; the recipe
+        says which. What is not stored yet is computed once, kept, and blended as it will be next time.
+        """
+        given = {"ratio": ratio, "strategy": strategy}
+        made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
+        chosen = SamplingParams.of(params, **fields)
+        return self._blend([self.documents.parts(parts, made)], chosen, None, keep_kv)[0]
 
     def prefill(self, prompt: Prompt) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
@@ -162,6 +207,7 @@ class LLM(Model):
         self.executor.close()
         if self._drafter is not None:
             self._drafter.close()
+        self.documents.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,14 +232,31 @@ class LLM(Model):
         lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
 
+    def _blend(
+        self, prompts: Sequence[Pieces], params: SamplingParams, kv: KVCache | None, keep_kv: bool
+    ) -> list[Completion]:
+        """Prompts with documents, all at once."""
+        if kv is not None:
+            raise InputError("documents stand in a prompt of their own; leave out kv")
+        self.engine.chunks = self.documents.chunks
+        return self._answers([partial(self._prepare_blend, one, params, keep_kv) for one in prompts])
+
+    def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool) -> Question:
+        request, asked = self.request(pieces.quilt.ids, params, keep_kv=keep_kv, **pieces.fields)
+        answer = Answer(asked)
+        return Question(self.engine.prepare(request, answer), answer)
+
     def _complete(
         self, prompts: Sequence[list[int]], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool
     ) -> list[Completion]:
+        return self._answers([partial(self._prepare, ids, params, kv, reused, keep_kv) for ids in prompts])
+
+    def _answers(self, asked: Sequence[Callable[[], Question]]) -> list[Completion]:
         """Ask for all prompts at once, and wait for every answer."""
         questions: list[Question] = []
         with self._asking(questions):
-            for ids in prompts:
-                questions.append(self._prepare(ids, params, kv, reused, keep_kv))  # noqa: PERF401 (see `_asking`)
+            for prepare in asked:
+                questions.append(prepare())  # noqa: PERF401 (see `_asking`)
             for question in questions:
                 self.engine.add(question.job)
             self._drive(questions, lambda: all(question.answer.over for question in questions))
