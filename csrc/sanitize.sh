@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 cmake -S csrc -B "$build" -G Ninja -DKVILT_SANITIZE=ON -DPython_EXECUTABLE="$(command -v python)" > "$build/log"
-ninja -C "$build" >> "$build/log"
+ninja -C "$build" >> "$build/log" || { tail -n 40 "$build/log"; exit 1; }
 # Python itself is not built with the sanitizer, so it has to come first; leaks of the interpreter are not ours.
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 export ASAN_OPTIONS=detect_leaks=0
