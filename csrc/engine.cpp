@@ -43,7 +43,7 @@ std::vector<std::string> available_isas() {
 
 Engine::Engine(int threads, const std::string& isa)
     : workers_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(workers_, kernels_->name),
-      reducer_(workers_, kernels_->name) {}
+      reducer_(workers_, kernels_->name), lora_(workers_, kernels_->name) {}
 
 Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
@@ -211,6 +211,16 @@ void Engine::logprobs(const float* x, int64_t n, const std::vector<int64_t>& row
                       int64_t top, const LogprobsOut& out) {
   std::lock_guard<std::mutex> guard(lock_);
   reducer_.logprobs(x, n, rows, tokens, top, out);
+}
+
+void Engine::adapt(const AdaptArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  lora_.adapt(args);
+}
+
+void Engine::open(const float* gate, const float* up, int64_t n, int activation, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  lora_.open(gate, up, n, activation, out);
 }
 
 }  // namespace kvilt

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "lora.h"
 #include "pack.h"
 #include "program.h"
 #include "reduce.h"
@@ -64,6 +65,10 @@ class Engine {
   void logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,
                 int64_t top, const LogprobsOut& out);
 
+  // Adapters (lora.h).
+  void adapt(const AdaptArgs& args);
+  void open(const float* gate, const float* up, int64_t n, int activation, float* out);
+
   // Each row one token further, into the page its table names.
   void advance(const Cursor& cursor);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
@@ -86,6 +91,7 @@ class Engine {
   const Kernels* kernels_;
   Attention attention_;
   Reducer reducer_;
+  Lora lora_;
   Rows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);

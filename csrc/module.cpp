@@ -123,4 +123,5 @@ NB_MODULE(_kvilt_native, m) {
       }, Release());
   bind_pages(m, engine);
   bind_reduce(engine);
+  bind_lora(engine);
 }

@@ -18,5 +18,6 @@ T* at(Address address) {
 
 void bind_pages(nb::module_& m, nb::class_<Engine>& engine);
 void bind_reduce(nb::class_<Engine>& engine);
+void bind_lora(nb::class_<Engine>& engine);
 
 }  // namespace kvilt

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..quant.tensor import Weight
+from .lowrank import LowRank, LowRankTable, Picks
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 Pairing = Literal["half", "interleaved"]
@@ -238,6 +239,25 @@ class Ops(Protocol):
 
     def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
         """activation(gate(x)) * up(x)."""
+        ...
+
+    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, to the same bits as by `gated`."""
+        ...
+
+    def prepare_low_rank(self, product: LowRank) -> LowRank:
+        """Bring an adapter's product into the form this backend multiplies with, once, at load."""
+        ...
+
+    def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
+        """Room for the products of one linear map [outputs, inputs]."""
+        ...
+
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+        """Add to each of `outs` [tokens, out], in place, what each token's slot of its table makes of `x` [tokens, in].
+
+        One gathered product for all tokens and adapters; a token with slot -1 keeps its bits.
+        """
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from .contract import (
     Prepared,
     Rotation,
 )
+from .lowrank import LowRank, LowRankTable, Picks, PlainTable, adapt
 from .mass import first_seen, key_mass
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
@@ -92,6 +93,19 @@ class ReferenceOps:
 
     def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](self.linear(x, *gate)) * self.linear(x, *up)
+
+    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](gate) * up
+
+    def prepare_low_rank(self, product: LowRank) -> LowRank:
+        down, up = (half.to(torch.float32, copy=True) for half in (product.down, product.up))
+        return LowRank(down, up, product.scale)
+
+    def new_table(self, outputs: int, inputs: int, slots: int) -> PlainTable:  # noqa: ARG002 (the contract's arguments)
+        return PlainTable(slots)
+
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+        adapt(x, tables, outs, picks)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y

@@ -24,6 +24,8 @@ from ..contract import (
     Prepared,
     Rotation,
 )
+from ..lowrank import LowRank, LowRankTable, Picks
+from . import lora
 from . import pages as paged
 from .memory import Buffers, Slabs
 from .pack import pack
@@ -115,6 +117,20 @@ class NativeOps:
         maps = (opens.handle, _at(gate[1]), opened.handle, _at(up[1]))
         self._engine.gated(*maps, x.data_ptr(), x.shape[0], _ACTIVATIONS[activation], out.data_ptr())
         return out
+
+    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        out = self.buffers.empty(*gate.shape)
+        self._engine.open(gate.data_ptr(), up.data_ptr(), gate.numel(), _ACTIVATIONS[activation], out.data_ptr())
+        return out
+
+    def prepare_low_rank(self, product: LowRank) -> LowRank:
+        return lora.prepare(product)
+
+    def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
+        return lora.NativeTable(outputs, inputs, slots)
+
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+        lora.adapt(self._engine, x, tables, outs, picks)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.contiguous(), y.contiguous()

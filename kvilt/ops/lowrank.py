@@ -1,0 +1,73 @@
+"""What adapters add to linear maps: low-rank products by slot, each token with its own.
+
+The values that every backend exchanges, and the products in plain torch. Refuses to know adapters' files and names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """scale * up(down(x)). How a backend keeps the two is its own business once it has prepared them."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.down.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Which slot each token of a step uses, and how strongly."""
+
+    slots: Tensor  # [tokens] int64, -1: none
+    scales: Tensor  # [tokens] float32
+
+    def of(self, tokens: Tensor | slice) -> Picks:
+        """Those of some of the tokens."""
+        return Picks(self.slots[tokens].contiguous(), self.scales[tokens].contiguous())
+
+
+class LowRankTable(Protocol):
+    """The products of one linear map by slot."""
+
+    def put(self, slot: int, product: LowRank | None) -> None:
+        """Give a slot a product that this backend prepared, or none."""
+        ...
+
+
+class PlainTable:
+    """Products in a list."""
+
+    __slots__ = ("products",)
+
+    def __init__(self, slots: int) -> None:
+        self.products: list[LowRank | None] = [None] * slots
+
+    def put(self, slot: int, product: LowRank | None) -> None:
+        self.products[slot] = product
+
+
+def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+    """Add to each of `outs` [tokens, out] what each token's slot makes of `x` [tokens, in]; an obvious loop."""
+    for slot in sorted(set(picks.slots.tolist()) - {-1}):
+        mine = picks.slots == slot
+        for table, out in zip(tables, outs, strict=True):
+            assert isinstance(table, PlainTable)
+            if (product := table.products[slot]) is not None:
+                inner = x[mine] @ product.down.to(torch.float32).T @ product.up.to(torch.float32).T
+                out[mine] += inner * (product.scale * picks.scales[mine, None])
