@@ -110,6 +110,7 @@ class Adapted:
 
     adapter_id: int
     scale: float = 1.0
+    begins: int = 0  # tokens at earlier positions run on the base model
 
 
 Adapter = Base | Adapted

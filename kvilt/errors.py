@@ -41,6 +41,14 @@ class ContextOverflow(InputError):
         self.setting = setting
 
 
+class AdapterUnknown(InputError):
+    """No loaded adapter has that id or name."""
+
+    def __init__(self, which: object) -> None:
+        super().__init__(f"there is no LoRA adapter {f'{which!r}'[:80]}; load it first")
+        self.which = which
+
+
 class TokenizerError(KviltError):
     """A tokenizer definition is damaged or of a kind kvilt does not know."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..batch import Batch, Logits
 from ..errors import InputError
 from .caches import CacheTable, Part
-from .counters import ROWS
 from .exchange import (
     CacheHandle,
     DecodeInput,
@@ -156,13 +155,7 @@ class LlmExecutor:
 
     def lora_metrics_snapshot(self) -> dict[str, Any]:
         """Adapters, and the rows each has served."""
-        loaded = self._executor.adapters
-        rows = self._executor.metrics.snapshot()[ROWS.name]["series"]
-        return {
-            "loaded": len(loaded),
-            "active": sum(loaded.values()),
-            "rows": {series["labels"]["adapter"]: int(series["value"]) for series in rows},
-        }
+        return self._executor.lora_metrics_snapshot()
 
     def _decoded(self, cache_id: str, logits: Tensor, later: int) -> DecodeOutput:
         return DecodeOutput(logits, CacheHandle(cache_id, self._table.get(cache_id).num_entries - later))

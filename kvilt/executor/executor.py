@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..batch import Adapted, Batch, Ids, Last, Logits, Nothing, Row, Score, Scores
-from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ModelClosed, ParamError, Unsupported
+from ..batch import Adapter, Base, Batch, Ids, Last, Logits, Nothing, Row, Score, Scores
+from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ModelClosed, ParamError
 from ..kv.cache import KVCache, positive, read_file, read_images
+from ..kv.codec import describe
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.prefix import PrefixIndex
-from ..kv.row import RowImage
+from ..kv.row import RowImage, Token, maker_parts
 from ..metrics import Metrics
+from ..models.adapting import Adapting
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampled, SampleState, is_argmax, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
+from .lora import Adapters, mark_rows
 from .replay import Replay
 
 _DEFAULTS = SamplingParams()
@@ -45,13 +50,14 @@ class Executor:
         max_context: int,
         metrics: Metrics | None = None,
         on_close: Callable[[], None] = lambda: None,
+        lora_memory: int | None = None,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
         self.prefixes = PrefixIndex(pool)  # KV that nobody holds any more, for whoever comes with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
-        self.adapters: dict[int, int] = {}  # rows that are running on each loaded adapter
+        self.adapters = Adapters(decoder, lora_memory)
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self._on_close = on_close
@@ -93,19 +99,25 @@ class Executor:
         if batch.pool is not self._pool:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
-            if isinstance(row.adapter, Adapted):
-                raise Unsupported("LoRA adapters are not supported in this version")
             check_row(row, self.spec.vocab_size, self.spec.hidden_size)
-        with self.call() as stop, batch.lease(), torch.no_grad():
-            logits = self._replay.run(batch, lambda: _observe(stop))
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as adapting:
+            logits = self._replay.run(batch, lambda: _observe(stop), adapting)
             if logits is None:
-                logits = self._decoder(batch, lambda _layer: _observe(stop))
+                logits = self._decoder(batch, lambda _layer: _observe(stop), adapting)
         self._count(batch)
         return logits
 
+    @contextmanager
+    def _adapted(self, batch: Batch) -> Iterator[Adapting | None]:
+        """For the length of a step: the adapters of its rows, whose caches then say whose KV they hold."""
+        with self.adapters.step(batch.rows, batch.starts) as adapting:
+            mark_rows(batch.rows, self.adapters)
+            yield adapting
+
     def _count(self, batch: Batch) -> None:
         self.metrics.add(STEPS)
-        self.metrics.add(ROWS, len(batch.rows), adapter="base")
+        for name, rows in Counter(self.adapters.name_of(row.adapter) for row in batch.rows).items():
+            self.metrics.add(ROWS, rows, adapter=name)
         self.metrics.add(TOKENS, batch.num_tokens)
 
     def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
@@ -113,7 +125,14 @@ class Executor:
         with torch.no_grad():
             return sample(logits, states, positions, self._pool.ops.reductions)
 
-    def score(self, ids: Sequence[int], kv: KVCache | None = None, top: int = 0) -> Scores:
+    def score(
+        self,
+        ids: Sequence[int],
+        kv: KVCache | None = None,
+        top: int = 0,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+    ) -> Scores:
         """Log-probability of every token after the first, with the `top` likeliest beside it.
 
         The tokens stand behind what `kv` holds, which stays as it is: this runs on a fork and commits nothing.
@@ -125,12 +144,14 @@ class Executor:
             if own.batch_size != 1:
                 raise InputError(f"scoring continues a cache of one row, this one has {own.batch_size}")
             start, parts = own.num_entries, []
+            (adapter,) = self._adapters(lora_id, lora_scale, 1, lambda _: [*own.tokens(), *row.ids])
             own.reserve(len(row) - 1)
             for first in range(0, len(row) - 1, STEP_TOKENS):
                 stop = min(first + STEP_TOKENS, len(row) - 1)
                 want = Score(row.ids[first + 1 : stop + 1], top)
                 positions = range(start + first, start + stop)
-                parts.append(self.run(Batch.of([Row(Ids(row.ids[first:stop]), positions, own, want=want)])).scores[0])
+                part = Row(Ids(row.ids[first:stop]), positions, own, want=want, adapter=adapter)
+                parts.append(self.run(Batch.of([part])).scores[0])
         return Scores(
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.top_ids for part in parts]),
@@ -148,32 +169,48 @@ class Executor:
             raise ContextOverflow(asked, self._max_context)
         return KVCache(self._pool, batch_size, asked)
 
-    def open_kv_cache(self, path: str | os.PathLike[str], accept_numerics: bool = False) -> KVCache:
-        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
+    def open_kv_cache(
+        self,
+        path: str | os.PathLike[str],
+        accept_numerics: bool = False,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+    ) -> KVCache:
+        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is.
+
+        What an adapter made is opened by who names that adapter, with its scale.
+        """
         data = read_file(self._pool, path, self._room)
+        adapter = Base() if lora_id is None else self.adapters.choose(lora_id, lora_scale)
+        maker = self._maker(data, adapter)
         try:
-            images = read_images(self._pool, data, self._room, accept_numerics)
+            images = read_images(self._pool, data, self._room, accept_numerics, maker)
             return KVCache.of_images(self._pool, images, self._room)
         except BlobError as error:
             if error.field != "identity.numerics":
                 raise
-        return self._compute_again(read_images(self._pool, data, self._room, accept_numerics=True))
+        return self._compute_again(read_images(self._pool, data, self._room, True, maker), lora_id, lora_scale)
+
+    def _maker(self, data: bytes, adapter: Adapter) -> str:
+        """Whose KV a blob must hold: the adapter's, from wherever it was switched on."""
+        identity = self.adapters.identity(adapter)
+        said = describe(data).identity.adapter
+        return said if maker_parts(said)[0] == identity else identity
 
     # The seeds' executor.
 
-    def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> None:
+    def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> None:
         """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
-        with self.call():
-            self._extend(self._read(inputs, kv, lora_id), kv)
+        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
+            self._extend(rows, kv, adapters)
 
-    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None) -> Tensor:
+    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> Tensor:
         """One decode step for your own sampler: float32 logits [batch, vocab] after the input."""
-        with self.call():
-            rows = self._read(inputs, kv, lora_id)
+        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
             kv.reserve([len(row) for row in rows])
             with settled(kv):
                 since = kv.lengths
-                logits = self._forward(rows, kv, Last())
+                logits = self._forward(rows, kv, Last(), adapters)
                 kv.commit([row.tokens() for row in rows], since)
             return logits
 
@@ -184,6 +221,7 @@ class Executor:
         kv: KVCache,
         lora_id: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_scale: float = 1.0,
     ) -> list[list[int]]:
         """Up to `num_steps` sampled ids per row, without leaving the executor.
 
@@ -191,14 +229,13 @@ class Executor:
         Afterwards the cache holds the input and all sampled tokens but the last.
         """
         num_steps = positive("num_steps", num_steps)
-        with self.call():
-            rows = self._read(inputs, kv, lora_id)
+        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
             states = self._states(rows, kv, params)
             # All room is found before any work, so that no step can fail for want of pages.
             most = [min(num_steps, state.params.max_tokens or num_steps) for state in states]
             kv.reserve([_room(kv, index, len(row), most[index]) for index, row in enumerate(rows)])
             with settled(kv):
-                return self._sample_loop(num_steps, rows, states, kv)
+                return self._sample_loop(num_steps, rows, states, kv, adapters)
 
     def cancel(self) -> None:
         """Stop the call in progress before its next layer; does nothing when there is none."""
@@ -206,13 +243,29 @@ class Executor:
             running.set()
             self._replay.stop()
 
-    def load_lora(self, assets: object) -> int:  # noqa: ARG002 (the contract's argument)
-        """Load an adapter and return its id."""
-        raise Unsupported("LoRA adapters are not supported in this version")
+    def load_lora(self, assets: str | os.PathLike[str], name: str | None = None) -> int:
+        """Load an adapter from its PEFT folder and return its id."""
+        self._check_open()
+        return self.adapters.load(assets, name)
 
     def unload_lora(self, lora_id: int) -> None:
-        """Unload an adapter."""
-        raise InputError(f"there is no LoRA adapter with id {lora_id}")
+        """Unload an adapter: at once for whoever comes, and from memory when its last user is gone."""
+        self.adapters.unload(lora_id)
+
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        """Adapters, what they take, and the rows each has served."""
+        adapters, rows = self.adapters, self.metrics.snapshot()[ROWS.name]["series"]
+        every = adapters.all()
+        return {
+            "loaded": len(every),
+            "active": sum(one.users > 0 for one in every),
+            "resident": sum(one.resident for one in every),
+            "bytes": adapters.resident_bytes,
+            "budget_bytes": adapters.budget_bytes,
+            "loads": adapters.loads,
+            "evictions": adapters.evictions,
+            "rows": {series["labels"]["adapter"]: int(series["value"]) for series in rows},
+        }
 
     def close(self) -> None:
         """Let go of the checkpoint's files, once the call in progress is done.
@@ -248,35 +301,58 @@ class Executor:
         if self._closed:
             raise ModelClosed()
 
-    def _read(self, inputs: InputsLike, kv: KVCache, lora_id: int | None) -> list[RowInput]:
-        if lora_id is not None and lora_id not in self.adapters:
-            raise InputError(f"there is no LoRA adapter with id {lora_id}")
+    @contextmanager
+    def _using(
+        self, inputs: InputsLike, kv: KVCache, lora_id: int | None, lora_scale: float
+    ) -> Iterator[tuple[list[RowInput], list[Adapter]]]:
+        """The rows of an input and what each runs on; the adapter stays loaded for the length of the call."""
         if kv.pool is not self._pool:
             raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
-        return read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
+        rows = read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
+        adapters = self._adapters(lora_id, lora_scale, len(rows), lambda i: [*kv.tokens(i), *rows[i].tokens()])
+        hold = self.adapters.hold(adapters[0])
+        try:
+            yield rows, adapters
+        finally:
+            if hold is not None:
+                hold.release()
 
-    def _compute_again(self, images: Sequence[RowImage]) -> KVCache:
+    def _adapters(
+        self, lora_id: int | None, scale: float, rows: int, tokens: Callable[[int], list[Token]]
+    ) -> list[Adapter]:
+        """What each row runs on; an adapter that tokens switch on looks for them in its row."""
+        if lora_id is None:
+            return [Base()] * rows
+        if not self.adapters.find(lora_id).invocation:
+            return [self.adapters.choose(lora_id, scale)] * rows
+        ids = [[token if isinstance(token, int) else -1 for token in tokens(row)] for row in range(rows)]
+        return [self.adapters.choose(lora_id, scale, row) for row in ids]
+
+    def _compute_again(self, images: Sequence[RowImage], lora_id: int | None, lora_scale: float) -> KVCache:
         if any(image.embeds for image in images):
             raise BlobError(
                 "identity.numerics", "made on another machine from embeddings, which cannot be computed again"
             )
         kv = self.create_kv_cache(len(images))
         try:
+            adapters = self._adapters(lora_id, lora_scale, len(images), lambda i: list(images[i].ids))
             with self.call():
-                self._extend([RowInput(tuple(image.ids), {}) for image in images], kv)
+                self._extend([RowInput(tuple(image.ids), {}) for image in images], kv, adapters)
         except BaseException:
             kv.close()
             raise
         return kv
 
-    def _extend(self, rows: Sequence[RowInput], kv: KVCache) -> None:
+    def _extend(self, rows: Sequence[RowInput], kv: KVCache, adapters: Sequence[Adapter]) -> None:
         kv.reserve([len(row) for row in rows])
         with settled(kv):
             since = kv.lengths
-            self._forward(rows, kv, Nothing())
+            self._forward(rows, kv, Nothing(), adapters)
             kv.commit([row.tokens() for row in rows], since)
 
-    def _forward(self, rows: Sequence[RowInput], kv: KVCache, want: Last | Nothing) -> Tensor:
+    def _forward(
+        self, rows: Sequence[RowInput], kv: KVCache, want: Last | Nothing, adapters: Sequence[Adapter]
+    ) -> Tensor:
         """Run each row's input in reserved room behind its cache row; [non-empty rows, vocab] if logits are wanted.
 
         A long input runs in several steps, but positions are explicit, so nothing needs to be committed in between
@@ -290,8 +366,9 @@ class Executor:
             for i in waiting:
                 start, stop = done[i], min(done[i] + share, len(rows[i]))
                 positions = range(lengths[i] + start, lengths[i] + stop)
-                ends = stop == len(rows[i])
-                step.append(Row(rows[i].source(start, stop), positions, kv, i, want=want if ends else Nothing()))
+                wanted = want if stop == len(rows[i]) else Nothing()
+                source = rows[i].source(start, stop)
+                step.append(Row(source, positions, kv, i, want=wanted, adapter=adapters[i]))
                 done[i] = stop
             with self._pool.lock:
                 kv.reserve([len(row) for row in rows])  # another thread may have forked the cache: its tail is shared
@@ -319,7 +396,12 @@ class Executor:
         ]
 
     def _sample_loop(
-        self, num_steps: int, rows: list[RowInput], states: list[SampleState], kv: KVCache
+        self,
+        num_steps: int,
+        rows: list[RowInput],
+        states: list[SampleState],
+        kv: KVCache,
+        adapters: Sequence[Adapter],
     ) -> list[list[int]]:
         sampled: list[list[int]] = [[] for _ in rows]
         pending = list(rows)
@@ -327,9 +409,9 @@ class Executor:
             while any(len(row) for row in pending) and max(len(tokens) for tokens in sampled) < num_steps:
                 active = [i for i, row in enumerate(pending) if len(row)]
                 left = num_steps - max(len(tokens) for tokens in sampled)
-                drawn = self._replay_greedy(left, pending, active, states, kv)
+                drawn = self._replay_greedy(left, pending, active, states, kv, adapters)
                 if drawn is None:
-                    drawn = [self._sample_once(pending, active, states, kv)]
+                    drawn = [self._sample_once(pending, active, states, kv, adapters)]
                 for tokens in drawn:
                     for i, token in zip(active, tokens, strict=True):
                         sampled[i].append(token)
@@ -345,11 +427,16 @@ class Executor:
         return sampled
 
     def _sample_once(
-        self, pending: Sequence[RowInput], active: Sequence[int], states: Sequence[SampleState], kv: KVCache
+        self,
+        pending: Sequence[RowInput],
+        active: Sequence[int],
+        states: Sequence[SampleState],
+        kv: KVCache,
+        adapters: Sequence[Adapter],
     ) -> list[int]:
         """One forward and one token for each active row."""
         since = kv.lengths
-        logits = self._forward(pending, kv, Last())
+        logits = self._forward(pending, kv, Last(), adapters)
         drawn = self.sample(logits, [states[i] for i in active], [since[i] + len(pending[i]) for i in active])
         kv.commit([row.tokens() for row in pending], since)
         return [int(token) for token in drawn.tokens.tolist()]
@@ -361,6 +448,7 @@ class Executor:
         active: Sequence[int],
         states: Sequence[SampleState],
         kv: KVCache,
+        adapters: Sequence[Adapter],
     ) -> list[list[int]] | None:
         """Several tokens for each active row without Python between them; None where sampling needs more than that."""
         if any(len(pending[i]) != 1 or pending[i].embeds or not is_argmax(states[i]) for i in active):
@@ -372,10 +460,11 @@ class Executor:
             steps = min(steps, left, kv.capacity - since[i])
         with self._pool.lock:
             kv.reserve([steps if i in active else 0 for i in range(len(pending))])
-            batch = Batch.of([Row(Ids(pending[i].ids), range(since[i], since[i] + 1), kv, i) for i in active])
-        with self.call() as stop, batch.lease(), torch.no_grad():
+            rows = [Row(Ids(pending[i].ids), [since[i]], kv, i, adapter=adapters[i]) for i in active]
+            batch = Batch.of(rows)
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as adapting:
             ends = [states[i].params.stop_token_ids for i in active]
-            drawn = self._replay.sample(batch, steps, ends, lambda: _observe(stop))
+            drawn = self._replay.sample(batch, steps, ends, lambda: _observe(stop), adapting)
         if drawn is None or not len(drawn):
             return None
         written: list[list[int]] = [[] for _ in pending]

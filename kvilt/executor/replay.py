@@ -7,15 +7,17 @@ result is the same to the bit as that of the decoder: it is the same operations 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..batch import Base, Batch, Ids, Last, Logits, Segment
+from ..batch import Batch, Ids, Last, Logits, Segment
 from ..kv.pool import PagePool
+from ..models.adapting import Adapting
 from ..models.decoder import Decoder
 from ..ops.contract import Paging, Recorded, Recorder
+from ..ops.lowrank import Picks
 
 MAX_ROWS = 64  # larger steps spend their time in products, not in Python
 
@@ -26,12 +28,15 @@ class Recording:
 
     ids: Tensor  # [rows]
     segment: Segment
+    adapting: Adapting | None
     step: Recorded
 
-    def fill(self, ids: Sequence[int], segment: Segment) -> None:
-        """Put in the tokens, positions and pages of another step."""
+    def fill(self, ids: Sequence[int], segment: Segment, adapting: Adapting | None) -> None:
+        """Put in the tokens, positions, pages and adapters of another step."""
         self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
         copy_segment(segment, self.segment)
+        if self.adapting is not None and adapting is not None:
+            copy_picks(adapting.picks, self.adapting.picks)
 
 
 class Replay:
@@ -42,42 +47,49 @@ class Replay:
         self._pool = pool
         self._width = pool.layout.pages_for(max_context)
         self._recorder: Recorder | None = decoder.ops.recorder()
-        self._steps: dict[int, Recording] = {}
-        self._greedy: dict[int, Recording] = {}
+        self._steps: dict[Shape, Recording] = {}
+        self._greedy: dict[Shape, Recording] = {}
 
-    def run(self, batch: Batch, observe: Callable[[], None]) -> Logits | None:
+    def run(self, batch: Batch, observe: Callable[[], None], adapting: Adapting | None = None) -> Logits | None:
         """The logits of a plain decode step; None for any other batch, which the decoder has to run.
 
         `observe` raises if the call was cancelled.
         """
-        if self._recorder is None or (ids := decoded_ids(batch)) is None:
+        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(adapting):
             return None
-        recording = self._steps.get(len(ids))
+        recording = self._known(self._steps, len(ids), adapting)
         if recording is None:
-            if (recording := self._record(ids, batch.segments[0], self._steps, greedy=False)) is None:
+            if (recording := self._record(ids, batch.segments[0], self._steps, adapting, greedy=False)) is None:
                 return None
         else:
-            recording.fill(ids, batch.segments[0])
+            recording.fill(ids, batch.segments[0], adapting)
             self._go(observe)
             while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
                 self._go(observe)
         return Logits(recording.step.result.clone(), tuple(range(len(ids) + 1)), {}, {})
 
     def sample(
-        self, batch: Batch, steps: int, ends: Sequence[Sequence[int]], observe: Callable[[], None]
+        self,
+        batch: Batch,
+        steps: int,
+        ends: Sequence[Sequence[int]],
+        observe: Callable[[], None],
+        adapting: Adapting | None = None,
     ) -> Tensor | None:
         """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
 
         There must be room for all of them. Stops behind the first step in which a row draws one of its `ends`; a
         step without a likeliest token in some row is left out, for the caller to meet it again.
         """
-        if self._recorder is None or (ids := decoded_ids(batch)) is None:
+        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(adapting):
             return None
         segment = batch.segments[0]
-        recording = self._greedy.get(len(ids)) or self._record(ids, segment, self._greedy, greedy=True)
+        recording = self._known(self._greedy, len(ids), adapting)
+        if recording is None:
+            recording = self._record(ids, segment, self._greedy, adapting, greedy=True)
         if recording is None:
             return None
-        recording.fill(ids, segment)
+        recording.fill(ids, segment, adapting)
         self._go(observe)
         drawn = recording.step.loop(steps, recording.ids, ends)
         return drawn[:-1] if len(drawn) and bool((drawn[-1] < 0).any()) else drawn
@@ -93,16 +105,29 @@ class Replay:
         self._recorder.stop(False)
         observe()
 
+    def _known(self, recordings: dict[Shape, Recording], rows: int, adapting: Adapting | None) -> Recording | None:
+        """The recording of such a step, unless the tables of adapters have moved since."""
+        found = recordings.get(shape_of(rows, adapting))
+        if found is None or adapting is None or found.adapting is None:
+            return found
+        return found if found.adapting.tables_are(adapting) else None
+
     def _record(
-        self, ids: Sequence[int], segment: Segment, recordings: dict[int, Recording], greedy: bool
+        self,
+        ids: Sequence[int],
+        segment: Segment,
+        recordings: dict[Shape, Recording],
+        adapting: Adapting | None,
+        greedy: bool,
     ) -> Recording | None:
         assert self._recorder is not None
         recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
         own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, len(ids), self._width)
         copy_segment(segment, own)
+        picked = own_picks(adapting)
 
         def step() -> Tensor:
-            logits = self._decoder.decode(own_ids, own, stores)
+            logits = self._decoder.decode(own_ids, own, stores, picked)
             if greedy:
                 recorder.follow(logits, own_ids, own.paging, size)
             return logits
@@ -111,8 +136,8 @@ class Replay:
         if recorded is None:
             self._recorder = None  # this model does something that cannot be recorded
             return None
-        recordings[len(ids)] = Recording(own_ids, own, recorded)
-        return recordings[len(ids)]
+        recording = recordings[shape_of(len(ids), adapting)] = Recording(own_ids, own, picked, recorded)
+        return recording
 
 
 def decoded_ids(batch: Batch) -> list[int] | None:
@@ -122,10 +147,36 @@ def decoded_ids(batch: Batch) -> list[int] | None:
     ids = []
     for row in batch.rows:
         source, want = row.source, row.want
-        if not (isinstance(source, Ids) and isinstance(want, Last) and isinstance(row.adapter, Base)):
+        if not (isinstance(source, Ids) and isinstance(want, Last)):
             return None
         ids.append(source.ids[0])
     return ids
+
+
+Shape = tuple[int, frozenset[str]]  # rows, and the kinds of maps that adapters change
+
+
+def shape_of(rows: int, adapting: Adapting | None) -> Shape:
+    """Steps of one shape are one recording."""
+    return rows, frozenset() if adapting is None else adapting.parts
+
+
+def recordable(adapting: Adapting | None) -> bool:
+    """Whether a step with these adapters consists of operations of the backend alone."""
+    return adapting is None or not adapting.embedded
+
+
+def own_picks(adapting: Adapting | None) -> Adapting | None:
+    """The same adapters, picked by tensors of a recording's own."""
+    if adapting is None:
+        return None
+    return replace(adapting, picks=Picks(adapting.picks.slots.clone(), adapting.picks.scales.clone()))
+
+
+def copy_picks(source: Picks, target: Picks) -> None:
+    """The adapters of one step into another of the same shape."""
+    target.slots.copy_(source.slots)
+    target.scales.copy_(source.scales)
 
 
 def blank_segment(like: Segment, rows: int, width: int) -> Segment:

@@ -22,7 +22,7 @@ from .codec import max_bytes, pack, unpack
 from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
-from .row import EXACT, CacheRow, RowImage, Token, held, rows_from_images
+from .row import BASE, EXACT, CacheRow, RowImage, Token, held, rows_from_images
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +75,11 @@ class KVCache:
     def origin(self) -> str:
         """How the KV was made: `exact`, or the recipe of a blend; of several rows, all there are."""
         return " | ".join(dict.fromkeys(row.origin for row in self.rows()))
+
+    @property
+    def maker(self) -> str:
+        """What the KV was made with: `base`, or an adapter by content and scale; of several rows, all there are."""
+        return " | ".join(dict.fromkeys(row.maker for row in self.rows()))
 
     @property
     def batch_size(self) -> int:
@@ -227,14 +232,14 @@ class KVCache:
         self.rows()
         identity = self._pool.identity()  # may hash all weights, so nobody waits for it
         with self._pool.lock:
-            images, origin = self._images(), self.origin
-        if origin != EXACT:
-            identity = replace(identity, origin=origin)
+            images, origin, maker = self._images(), self.origin, self.maker
+        if origin != EXACT or maker != BASE:
+            identity = replace(identity, origin=origin, adapter=maker)
         return pack(images, self.layout, identity)
 
-    def load(self, data: bytes, accept_numerics: bool = False) -> None:
-        """Become what `data` holds, or raise a BlobError and stay as it was."""
-        images = read_images(self._pool, data, self._capacity, accept_numerics)
+    def load(self, data: bytes, accept_numerics: bool = False, maker: str = BASE) -> None:
+        """Become what `data` holds, or raise a BlobError and stay as it was. `maker` says whose KV is wanted."""
+        images = read_images(self._pool, data, self._capacity, accept_numerics, maker)
         if len(images) != self.batch_size:
             raise BlobError("rows", f"{len(images)} rows do not fit a cache of batch size {self.batch_size}")
         self._adopt(images)
@@ -357,9 +362,11 @@ def read_file(pool: PagePool, path: str | os.PathLike[str], capacity: int) -> by
     return Path(path).read_bytes()
 
 
-def read_images(pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False) -> list[RowImage]:
+def read_images(
+    pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False, maker: str = BASE
+) -> list[RowImage]:
     """The rows of a blob, if they could be rows of this pool; a BlobError otherwise."""
-    images = unpack(data, pool.layout, pool.identity(), capacity, accept_numerics)
+    images = unpack(data, pool.layout, replace(pool.identity(), adapter=maker), capacity, accept_numerics)
     if any(token >= pool.token_limit for image in images for token in image.ids):
         raise BlobError("payload.tokens", f"a token id is past this model's vocabulary of {pool.token_limit}")
     return images

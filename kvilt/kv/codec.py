@@ -26,7 +26,7 @@ from ..errors import BlobError
 from ..ops.contract import KeysValues, PageShape
 from .identity import Identity
 from .layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
-from .row import EMBEDDED, HASH_BYTES, RowImage
+from .row import EMBEDDED, HASH_BYTES, RowImage, maker_parts
 
 MAGIC = b"KVILTKV\0"
 VERSION = 1
@@ -96,7 +96,9 @@ def unpack(
     rows = _row_headers(fields, layout, capacity, payload)
     images, at = [], 0
     for row in rows:
-        images.append(_row_image(row, layout, payload[at : at + _row_bytes(row, layout)]))
+        images.append(
+            _row_image(row, layout, payload[at : at + _row_bytes(row, layout)], maker_parts(identity.adapter))
+        )
         at += _row_bytes(row, layout)
     return images
 
@@ -248,7 +250,7 @@ def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
     return length, embeds, firsts
 
 
-def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview) -> RowImage:
+def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview, maker: tuple[str, int]) -> RowImage:
     ids = array("q", bytes(payload[: 8 * row.length]))
     at = 8 * row.length
     embeds = {}
@@ -262,7 +264,7 @@ def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview) -> RowIma
         size = sum(_part_bytes(group.shape, row.length - first))
         groups.append(_keys_values(payload[at : at + size], group.shape, row.length - first))
         at += size
-    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups))
+    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups), adapter=maker[0], adapted_from=maker[1])
 
 
 def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:

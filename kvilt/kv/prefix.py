@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from ..ops.contract import KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
-from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, Token
+from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, Token, made_by, maker_parts
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +52,19 @@ class Node:
 
 
 class Trail:
-    """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed."""
+    """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed.
 
-    __slots__ = ("contents", "keys", "node", "placed", "scope")
+    With an adapter that begins later, whole pages before that are the base model's, and shared with everybody who has
+    the same; those behind know where it began.
+    """
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    __slots__ = ("contents", "keys", "node", "placed", "scope", "since", "turn")
+
+    def __init__(self, scope: Scope, begins: int = 0, page_tokens: int = 1) -> None:
+        """`begins` is the position at which the scope's adapter does."""
+        self.scope = Scope(salt=scope.salt) if begins else scope
+        self.since = replace(scope, adapter=made_by(scope.adapter, begins))  # behind the turn
+        self.turn = begins // page_tokens  # the first page that the adapter has a part in
         self.keys: list[bytes] = []
         self.contents: list[bytes] = []
         self.node: Node | None = None
@@ -68,9 +75,20 @@ class Trail:
         for start in range(len(self.keys) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
             self.add(array("q", ids[start : start + page_tokens]).tobytes())
 
+    def scope_of(self, page: int) -> Scope:
+        """Whose KV a page holds."""
+        return self.since if page >= self.turn else self.scope
+
+    def twin(self) -> Trail:
+        """Another sequence that begins in the same way; it has no pages yet."""
+        other = Trail(self.scope)
+        other.since, other.turn = self.since, self.turn
+        return other
+
     def add(self, content: bytes) -> None:
         """One more page of tokens."""
-        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + content))
+        turned = self.since.key() if len(self.keys) == self.turn and self.since != self.scope else b""
+        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + turned + content))
         self.contents.append(content)
 
     def rewind(self) -> None:
@@ -151,7 +169,9 @@ class PrefixIndex:
             tokens = self._tokens(nodes)[:length]
             ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
-            return KVCache.of_row(CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length)), capacity)
+            row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
+            row.adapter, row.adapted_from = maker_parts(trail.since.adapter)
+            return KVCache.of_row(row, capacity)
 
     def branches(self, salt: str) -> list[Branch]:
         """All that is known of one tenant, as a tree: parents before children."""
@@ -187,7 +207,8 @@ class PrefixIndex:
         found: list[Node] = []
         for key, content in zip(trail.keys, trail.contents, strict=True):
             node = self._nodes.get(key)
-            if node is None or not _is_child(node, found[-1] if found else None, content, trail.scope):
+            scope = trail.scope_of(len(found))
+            if node is None or not _is_child(node, found[-1] if found else None, content, scope):
                 break
             found.append(node)
         return found
@@ -238,10 +259,10 @@ class PrefixIndex:
             trail.add(content)
         if trail.contents[trail.placed] != content:
             return None  # the trail is not this row's
-        key = trail.keys[trail.placed]
+        key, scope = trail.keys[trail.placed], trail.scope_of(trail.placed)
         if (node := self._nodes.get(key)) is not None:
-            return node if _is_child(node, trail.node, content, trail.scope) else None
-        node = Node(key, content, trail.node, [GONE] * len(self._owners), trail.scope)
+            return node if _is_child(node, trail.node, content, scope) else None
+        node = Node(key, content, trail.node, [GONE] * len(self._owners), scope)
         self._nodes[key] = node
         if trail.node is not None:
             trail.node.children[key] = node

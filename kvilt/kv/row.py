@@ -21,6 +21,7 @@ Token = int | bytes
 EMBEDDED = -1  # what `ids` holds where `embeds` has a hash
 HASH_BYTES = 32
 EXACT = "exact"  # the origin of KV that stands for a computation; otherwise it is the recipe of a blend
+BASE = "base"  # the maker of KV that no adapter had a part in
 GONE = -1  # what a table holds where a window gave a page back
 
 
@@ -33,6 +34,8 @@ class RowImage:
     firsts: tuple[int, ...]  # per group, the oldest position held
     groups: tuple[KeysValues, ...]
     origin: str = EXACT
+    adapter: str = BASE
+    adapted_from: int = 0
 
     @property
     def length(self) -> int:
@@ -42,7 +45,7 @@ class RowImage:
 class CacheRow:
     """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
 
-    __slots__ = ("_pool", "embeds", "firsts", "ids", "origin", "tables", "version")
+    __slots__ = ("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids", "origin", "tables", "version")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -51,6 +54,8 @@ class CacheRow:
         self.tables: list[list[int]] = [[] for _ in pool.layout.groups]
         self.firsts = [0] * len(pool.layout.groups)
         self.origin = EXACT  # how its KV was made
+        self.adapter = BASE  # what it is made with, by content and scale, from position `adapted_from` on
+        self.adapted_from = 0
         self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
 
     @property
@@ -60,6 +65,13 @@ class CacheRow:
     @property
     def length(self) -> int:
         return len(self.ids)
+
+    @property
+    def maker(self) -> str:
+        """Whose KV this is: the base model's, an adapter's, or an adapter's behind some of the base model's."""
+        if self.adapter == BASE or self.length <= self.adapted_from:
+            return BASE
+        return made_by(self.adapter, self.adapted_from)
 
     @property
     def reserved(self) -> int:
@@ -185,7 +197,7 @@ class CacheRow:
         child.ids = self.ids[:]
         child.embeds = dict(self.embeds)
         child.firsts = list(self.firsts)
-        child.origin = self.origin
+        child.origin, child.adapter, child.adapted_from = self.origin, self.adapter, self.adapted_from
         keep = self._pool.layout.pages_for(self.length)
         for g, table in enumerate(self.tables):
             child.tables[g] = table[:keep]
@@ -233,7 +245,19 @@ class CacheRow:
             pool.ops.read_slots(pool.stores[g], self.slots(g, first, self.length).to(pool.device))
             for g, first in enumerate(self.firsts)
         )
-        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, self.origin)
+        made = (self.origin, self.adapter, self.adapted_from)
+        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, *made)
+
+
+def made_by(adapter: str, start: int) -> str:
+    """The maker of KV that an adapter had a part in from position `start` on."""
+    return f"{adapter} from {start}" if start else adapter
+
+
+def maker_parts(maker: str) -> tuple[str, int]:
+    """The inverse of `made_by`."""
+    adapter, _, start = maker.partition(" from ")
+    return adapter, int(start) if start.isdecimal() else 0
 
 
 def held(table: list[int]) -> list[int]:
@@ -255,7 +279,7 @@ def rows_from_images(pool: PagePool, images: Sequence[RowImage]) -> list[CacheRo
 def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> CacheRow:
     row = CacheRow(pool)
     row.ids, row.embeds, row.firsts = image.ids[:], dict(image.embeds), list(image.firsts)
-    row.origin = image.origin
+    row.origin, row.adapter, row.adapted_from = image.origin, image.adapter, image.adapted_from
     for g, first in enumerate(image.firsts):
         gone = first // pool.layout.page_tokens
         count = pool.layout.pages_for(image.length) - gone

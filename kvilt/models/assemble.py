@@ -47,7 +47,7 @@ def assemble(
         embedding=embedding,
         layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
         norm=loader.norm("norm"),
-        head=Linear(embedding if spec.tied_head else loader.weight("head")),
+        head=Linear(embedding if spec.tied_head else loader.weight("head"), name="head"),
         frequencies={rope: frequencies(rope) for rope in _ropes(spec)},
     )
 
@@ -158,7 +158,7 @@ class _Loader:
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}_bias"
-        return Linear(self.weight(name), self.vector(bias) if bias in self.found else None)
+        return Linear(self.weight(name), self.vector(bias) if bias in self.found else None, name)
 
     def norm(self, name: str) -> Norm:
         weight = self.vector(name)

@@ -33,7 +33,7 @@ class Attention:
         """`x` [tokens, hidden] to [tokens, hidden], plus `onto`; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        parts = ops.linears(x, (self.q.map, self.k.map, self.v.map))
+        parts = context.linears(x, (self.q, self.k, self.v))
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
@@ -45,7 +45,7 @@ class Attention:
             context.tap.written(k, v)
             context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
         mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
-        return self.out(mixed.view(-1, spec.heads * spec.head_dim), ops, onto)
+        return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, onto)
 
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend wants to hear it."""

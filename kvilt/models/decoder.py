@@ -15,6 +15,7 @@ from torch import Tensor
 from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Segment, Source
 from ..ops.contract import Ops, PageStore, Prepared, RowLogprobs
 from ..ops.logprobs import row_logprobs
+from .adapting import Adapting
 from .attention import Attention
 from .layers import Context, FeedForward, Linear, Norm
 from .rope import rotation
@@ -61,24 +62,29 @@ class Decoder:
     head: Linear
     frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
 
-    def __call__(self, batch: Batch, before_layer: Callable[[int], None]) -> Logits:
+    def __call__(self, batch: Batch, before_layer: Callable[[int], None], adapting: Adapting | None = None) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
+        if adapting is not None:
+            self._adapt_embedding(batch, x, adapting)
         seen = Seen()
         for segment in batch.segments:
             part = x if segment.tokens is None else x[segment.tokens]
             taps = layer_taps(batch, segment, len(self.layers), seen)
-            part = self._through(part, segment, batch.pool.stores, before_layer, taps)
+            own = adapting.of(segment.tokens) if adapting is not None else None
+            part = self._through(part, segment, batch.pool.stores, before_layer, taps, own)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
-        return self._leave(batch, x, seen)
+        return self._leave(batch, x, seen, adapting)
 
-    def decode(self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...]) -> Tensor:
+    def decode(
+        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], adapting: Adapting | None = None
+    ) -> Tensor:
         """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
         x = self.ops.embed(self.embedding, ids, self.spec.embed_scale)
-        return self.logits(self._through(x, segment, stores, lambda _: None))
+        return self.logits(self._through(x, segment, stores, lambda _: None, adapting=adapting), adapting)
 
     @property
     def weight_bytes(self) -> int:
@@ -96,10 +102,11 @@ class Decoder:
         stores: tuple[PageStore, ...],
         before_layer: Callable[[int], None],
         taps: Mapping[int, LayerTap] = NO_TAPS,
+        adapting: Adapting | None = None,
     ) -> Tensor:
         """The layers of a segment."""
         rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
-        context = Context(self.ops, stores, segment.paging, rotations)
+        context = Context(self.ops, stores, segment.paging, rotations, adapting=adapting)
         for index in range(segment.start, segment.stop):
             before_layer(index)
             x = self.layers[index](x, replace(context, tap=taps[index]) if index in taps else context)
@@ -122,32 +129,51 @@ class Decoder:
     def _embed(self, ids: Tensor) -> Tensor:
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
-    def _leave(self, batch: Batch, x: Tensor, seen: Seen) -> Logits:
+    def _adapt_embedding(self, batch: Batch, x: Tensor, adapting: Adapting) -> None:
+        """Add what adapters of the embedding have for tokens that were embedded, not for those that came as vectors."""
+        for index, own in adapting.embedded.items():
+            start, source = batch.starts[index], batch.rows[index].source
+            if isinstance(source, Hidden):
+                continue
+            ids = torch.as_tensor(source.ids, dtype=torch.int64, device=x.device)
+            vectors = set(source.at) if isinstance(source, Embeds) else set()
+            places = torch.tensor([i for i in range(own.first, len(ids)) if i not in vectors], dtype=torch.int64)
+            x[start + places] += own.rows.of(ids[places], own.scale * self.spec.embed_scale)
+
+    def _leave(self, batch: Batch, x: Tensor, seen: Seen, adapting: Adapting | None) -> Logits:
         """What each row wants of its last hidden states."""
         wanted: list[Tensor] = []
+        places: list[Tensor] = []
         starts, scores, hidden = [0], {}, {}
         for index, row in enumerate(batch.rows):
-            states = x[batch.starts[index] : batch.starts[index + 1]]
+            start, stop = batch.starts[index], batch.starts[index + 1]
+            states = x[start:stop]
             kept = 0
             match row.want:
                 case Last(k):
                     wanted.append(states[-k:])
+                    places.append(torch.arange(stop - k, stop))
                     kept = k
                 case Score():
-                    scores[index] = self._score(states, row.want)
+                    own = adapting.of(torch.arange(start, stop)) if adapting is not None else None
+                    scores[index] = self._score(states, row.want, own)
                 case HiddenOut():
                     hidden[index] = states
             starts.append(starts[-1] + kept)
-        values = self.logits(torch.cat(wanted)) if wanted else x.new_empty((0, self.spec.vocab_size))
+        last = adapting.of(torch.cat(places)) if adapting is not None and places else None
+        values = self.logits(torch.cat(wanted), last) if wanted else x.new_empty((0, self.spec.vocab_size))
         return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapting: Adapting | None = None) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""
-        values = self.head(self.norm(states, self.ops), self.ops)
+        states = self.norm(states, self.ops)
+        values = self.head(states, self.ops)
+        if adapting is not None:
+            adapting.add([self.head.name], states, [values], self.ops)
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 
-    def _score(self, states: Tensor, want: Score) -> Scores:
+    def _score(self, states: Tensor, want: Score, adapting: Adapting | None = None) -> Scores:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
         wanted, top = torch.as_tensor(want.targets, dtype=torch.int64, device=states.device), want.top
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
@@ -159,7 +185,8 @@ class Decoder:
         ranks = wanted.new_empty(len(wanted) if want.ranks else 0)
         for start in range(0, len(wanted), block):
             part = slice(start, start + block)
-            found = self._logprobs(self.logits(states[part]), wanted[part], top)
+            own = adapting.of(torch.arange(len(wanted))[part]) if adapting is not None else None
+            found = self._logprobs(self.logits(states[part], own), wanted[part], top)
             logprobs[part], top_ids[part], top_logprobs[part] = found.logprobs, found.top_ids, found.top_logprobs
             if want.ranks:
                 ranks[part] = found.ranks

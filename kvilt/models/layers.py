@@ -5,13 +5,14 @@ Reads like the equation; names no backend and no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, Rotation
+from .adapting import Adapting
 from .spec import FeedForwardSpec, RopeSpec
 
 
@@ -38,6 +39,21 @@ class Context:
     paging: tuple[Paging, ...]  # one per layer group
     rotations: Mapping[RopeSpec, Rotation]
     tap: Tap | None = None  # somebody wants to see what this layer's attention does
+    adapting: Adapting | None = None  # some rows run on adapters
+
+    def linears(self, x: Tensor, maps: Sequence[Linear]) -> list[Tensor]:
+        """Several linear maps of the same input, each token's adapter included."""
+        outs = self.ops.linears(x, [linear.map for linear in maps])
+        if self.adapting is not None:
+            self.adapting.add([linear.name for linear in maps], x, outs, self.ops)
+        return outs
+
+    def linear(self, x: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
+        """One of them, plus `onto`."""
+        out = linear(x, self.ops, onto)
+        if self.adapting is not None:
+            self.adapting.add([linear.name], x, [out], self.ops)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,7 @@ class Linear:
 
     weight: Prepared
     bias: Tensor | None = None
+    name: str = ""  # what adapters know it by
 
     def __call__(self, x: Tensor, ops: Ops, onto: Tensor | None = None) -> Tensor:
         return ops.linear(x, self.weight, self.bias, onto)
@@ -77,5 +94,11 @@ class FeedForward:
     down: Linear
 
     def __call__(self, x: Tensor, context: Context, onto: Tensor | None = None) -> Tensor:
-        ops = context.ops
-        return self.down(ops.gated(x, self.gate.map, self.up.map, self.spec.activation), ops, onto)
+        return context.linear(self._opened(x, context), self.down, onto)
+
+    def _opened(self, x: Tensor, context: Context) -> Tensor:
+        ops, adapting = context.ops, context.adapting
+        if adapting is None or not adapting.touches(self.gate.name, self.up.name):
+            return ops.gated(x, self.gate.map, self.up.map, self.spec.activation)
+        gate, up = context.linears(x, (self.gate, self.up))
+        return ops.opened(gate, up, self.spec.activation)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora_files import write_lora
 from tiny import write_tiny
 
 from kvilt import Executor, Inputs, KVCache, SamplingParams
@@ -23,7 +24,6 @@ from kvilt.errors import (
     ModelClosed,
     ParamError,
     PoolExhausted,
-    Unsupported,
 )
 from kvilt.executor.load import load_executor
 from kvilt.kv.cache import KVCache as Cache
@@ -42,7 +42,7 @@ def at_layer(executor: Executor, monkeypatch: pytest.MonkeyPatch, nth: int, act:
     monkeypatch.setattr(executor._replay, "_recorder", None)
     seen = 0
 
-    def spying(batch: Batch, before_layer: Callable[[int], None]) -> object:
+    def spying(batch: Batch, before_layer: Callable[[int], None], *rest: object) -> object:
         def before(layer: int) -> None:
             nonlocal seen
             if seen == nth:
@@ -50,7 +50,7 @@ def at_layer(executor: Executor, monkeypatch: pytest.MonkeyPatch, nth: int, act:
             seen += 1
             before_layer(layer)
 
-        return decoder(batch, before)
+        return decoder(batch, before, *rest)
 
     monkeypatch.setattr(executor, "_decoder", spying)
     monkeypatch.setattr(type(executor), "spec", property(lambda _self: decoder.spec))
@@ -209,17 +209,23 @@ def test_no_steps_is_an_error(tiny: Executor, steps: int) -> None:
         tiny.sample_tokens(steps, PROMPT, kv)
 
 
-def test_lora_is_refused_by_name_until_it_is_there(tiny: Executor) -> None:
-    """ "Loads a LoRA adapter with the provided model assets." Not yet; a request never silently runs on the base."""
-    with pytest.raises(Unsupported, match="LoRA"):
-        tiny.load_lora("some/adapter")
-    with pytest.raises(InputError, match="adapter"):
-        tiny.unload_lora(3)
-    with tiny.create_kv_cache() as kv:
-        for call in (tiny.prefill, tiny.step):
-            with pytest.raises(InputError, match="adapter"):
-                call(PROMPT, kv, lora_id=3)
-        assert kv.lengths == (0,)
+def test_lora_adapters_are_loaded_used_and_unloaded(tiny: Executor, tmp_path: Path) -> None:
+    """ "Loads a LoRA adapter with the provided model assets." A request never silently runs on the base model."""
+    lora = tiny.load_lora(write_lora(tmp_path / "adapter"))
+    with tiny.create_kv_cache() as kv, tiny.create_kv_cache() as plain:
+        tiny.prefill(PROMPT[:-1], kv, lora_id=lora)
+        tiny.prefill(PROMPT[:-1], plain)
+        assert not torch.allclose(tiny.step(PROMPT[-1:], kv, lora_id=lora), tiny.step(PROMPT[-1:], plain))
+        assert len(tiny.sample_tokens(3, [5], kv, lora_id=lora)[0]) == 3
+    tiny.unload_lora(lora)
+    for unknown in (lora, 3000):
+        with pytest.raises(InputError, match="adapter"):
+            tiny.unload_lora(unknown)
+        with tiny.create_kv_cache() as kv:
+            for call in (tiny.prefill, tiny.step):
+                with pytest.raises(InputError, match="adapter"):
+                    call(PROMPT, kv, lora_id=unknown)
+            assert kv.lengths == (0,)
 
 
 def test_cancel_is_a_no_op_when_idle(tiny: Executor) -> None:

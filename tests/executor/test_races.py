@@ -32,7 +32,7 @@ def during_the_step(tiny: Executor, monkeypatch: pytest.MonkeyPatch, act: Callab
     decoder = tiny._decoder
     monkeypatch.setattr(tiny._replay, "_recorder", None)
 
-    def spying(batch: Batch, before_layer: Callable[[int], None]) -> object:
+    def spying(batch: Batch, before_layer: Callable[[int], None], *rest: object) -> object:
         def before(layer: int) -> None:
             if layer == 1:
                 other = threading.Thread(target=act)
@@ -40,7 +40,7 @@ def during_the_step(tiny: Executor, monkeypatch: pytest.MonkeyPatch, act: Callab
                 other.join()
             before_layer(layer)
 
-        return decoder(batch, before)
+        return decoder(batch, before, *rest)
 
     monkeypatch.setattr(tiny, "_decoder", spying)
     monkeypatch.setattr(type(tiny), "spec", property(lambda _self: decoder.spec))

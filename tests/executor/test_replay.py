@@ -16,6 +16,7 @@ from kvilt.batch import Batch, Ids, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Cancelled
 from kvilt.executor.load import load_executor
+from kvilt.executor.replay import shape_of
 from kvilt.ops.native.backend import NativeOps
 
 
@@ -51,7 +52,7 @@ def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataO
             again = native.run(batch)
             assert torch.equal(again.values, truth) and torch.equal(found.values, truth)  # nobody wrote over a result
             kv.commit([[token] for token in tokens])
-    assert len(prompts) in native._replay._steps
+    assert shape_of(len(prompts), None) in native._replay._steps
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -1,0 +1,184 @@
+"""LoRA adapters fitted to a model: which linear map each module is, whether shapes agree, what makes two unlike.
+
+Nothing is half fitted: every name, shape and number is checked before the first product is prepared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported, WeightError
+from ..ops.lowrank import LowRank
+from ..weights.peft import ModuleTensors, PeftFolder
+from .adapting import EMBEDDING, HEAD, EmbeddedRows, part_of
+from .decoder import Decoder
+from .families.family import Dialect
+from .families.registry import FAMILIES
+from .layers import Linear
+from .spec import ModelSpec, RopeSpec
+
+_MAPS = ("q", "k", "v", "out", "gate", "up", "down")
+_BLOCK = 4096  # rows of an embedding that are compared at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedAdapter:
+    """An adapter in the form one model's backend multiplies with."""
+
+    content: str  # hash of everything that decides what it computes
+    products: Mapping[str, LowRank]  # by the name of a linear map
+    embedded: EmbeddedRows | None
+    invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
+    rank: int  # the largest
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Kinds of maps it changes."""
+        return frozenset(part_of(name) for name in self.products)
+
+    @property
+    def nbytes(self) -> int:
+        embedded = self.embedded.nbytes if self.embedded is not None else 0
+        return sum(product.nbytes for product in self.products.values()) + embedded
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A module of the model as checkpoints of its family name it, and the maps whose outputs it holds in turn."""
+
+    maps: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+
+
+def linears_of(decoder: Decoder) -> dict[str, Linear]:
+    """Every linear map that an adapter may change, by name."""
+    found = {HEAD: decoder.head}
+    for layer in decoder.layers:
+        attention, feed = layer.attention, layer.feed_forward
+        for linear in (attention.q, attention.k, attention.v, attention.out, feed.gate, feed.up, feed.down):
+            found[linear.name] = linear
+    return found
+
+
+def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear map that an adapter may change."""
+    return {name: (linear.weight.shape[0], linear.weight.shape[1]) for name, linear in linears_of(decoder).items()}
+
+
+def fit(folder: PeftFolder, decoder: Decoder) -> FittedAdapter:
+    """An adapter for a model; a named error if it is for another one, damaged, or of a kind that is not computed."""
+    targets = dict(_targets(decoder))
+    for module, tensors in folder.modules.items():
+        _check_module(module, tensors, folder, targets)
+    _check_copies(folder, decoder, targets)
+    digest, products = hashlib.sha256(b"kvilt lora 1"), {}
+    embedded: EmbeddedRows | None = None
+    _tell(digest, "invocation", *folder.config.invocation)
+    for module in sorted(folder.modules):
+        tensors, scale = folder.modules[module], folder.config.scale_of(module)
+        down, up = folder.tensor(tensors.down), folder.tensor(tensors.up)
+        _tell(digest, module, scale, tensors.embedding, down.dtype, *down.shape, up.dtype, *up.shape)
+        for tensor in (down, up):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        if tensors.embedding:
+            embedded = EmbeddedRows(down.T.clone(memory_format=torch.contiguous_format), up.T.clone(), scale)
+            continue
+        target, start = targets[module], 0
+        for name, outputs in zip(target.maps, target.outputs, strict=True):
+            part = _reordered(name, up[start : start + outputs], decoder.spec)
+            products[name] = decoder.ops.prepare_low_rank(LowRank(down, part, scale))
+            start += outputs
+    rank = max(folder.shape(tensors.down)[0] for tensors in folder.modules.values())
+    return FittedAdapter(digest.hexdigest(), products, embedded, folder.config.invocation, rank)
+
+
+def _tell(digest: hashlib._Hash, *facts: object) -> None:
+    digest.update(("\0".join(map(str, facts)) + "\n").encode("utf-8", "surrogatepass"))
+
+
+# Whose maps these are.
+
+
+def _targets(decoder: Decoder) -> Iterator[tuple[str, _Target]]:
+    """Every module that an adapter may name."""
+    shapes = map_shapes(decoder)
+    for dialect in _dialects(decoder.spec):
+        for module, maps in _named(dialect, len(decoder.spec.layers)):
+            yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
+        vocabulary = decoder.spec.vocab_size
+        yield _bare(dialect.names[EMBEDDING]), _Target((EMBEDDING,), (decoder.spec.hidden_size,), vocabulary)
+        yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
+
+
+def _dialects(spec: ModelSpec) -> list[Dialect]:
+    """PEFT's names are those of Hugging Face, whatever file the base model comes from."""
+    (family,) = (family for family in FAMILIES if family.name == spec.family)
+    return [dialect for dialect in family.dialects if dialect.kind == "hf"]
+
+
+def _named(dialect: Dialect, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    inside = {part for parts in dialect.fused.values() for part in parts}
+    for i in range(layers):
+        for part in _MAPS:
+            if part not in inside:
+                yield _bare(dialect.names[part].format(i=i)), (f"{i}.{part}",)
+        for whole, parts in dialect.fused.items():
+            yield _bare(dialect.names[whole].format(i=i)), tuple(f"{i}.{part}" for part in parts)
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+# Whether they fit.
+
+
+def _check_module(module: str, tensors: ModuleTensors, folder: PeftFolder, targets: Mapping[str, _Target]) -> None:
+    target = targets.get(module)
+    if target is None or tensors.embedding != (target.maps == (EMBEDDING,)):
+        raise WeightError("target_modules", f"{module!r} is no linear map of this model that an adapter may change")
+    rank = folder.config.rank_of(module)
+    wanted = {tensors.down: (rank, target.inputs), tensors.up: (sum(target.outputs), rank)}
+    for name, shape in wanted.items():
+        if folder.shape(name) != shape:
+            raise WeightError(name, f"is {list(folder.shape(name))} instead of {list(shape)}; it is for another model")
+
+
+def _check_copies(folder: PeftFolder, decoder: Decoder, targets: Mapping[str, _Target]) -> None:
+    """PEFT may save whole embeddings beside an adapter for them; they must be the ones that this model has."""
+    for module, name in folder.copies.items():
+        maps = targets[module].maps if module in targets else ()
+        if maps not in ((EMBEDDING,), (HEAD,)):
+            raise Unsupported(f"{name}: whole weights in an adapter are not supported")
+        own = decoder.embedding if maps == (EMBEDDING,) else decoder.head.weight
+        if folder.shape(name) != tuple(own.shape) or not _same(folder.tensor(name), own, decoder):
+            raise Unsupported(
+                f"{name}: the adapter holds weights unlike this model's own (a packed model's are never the same); "
+                "save it with save_embedding_layers=False"
+            )
+
+
+def _same(copy: Tensor, own: object, decoder: Decoder) -> bool:
+    for start in range(0, len(copy), _BLOCK):
+        rows = torch.arange(start, min(start + _BLOCK, len(copy)))
+        if not torch.equal(decoder.ops.embed(own, rows), copy[rows].to(torch.float32)):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+def _reordered(name: str, up: Tensor, spec: ModelSpec) -> Tensor:
+    """Outputs in the order of this model's checkpoint: some GGUF files have q and k in neighbouring pairs."""
+    ropes = [layer.attention.rope for layer in spec.layers]
+    paired = any(isinstance(rope, RopeSpec) and rope.pairing == "interleaved" for rope in ropes)
+    part = part_of(name)
+    if part not in ("q", "k") or not paired:
+        return up
+    attention = spec.layers[int(name.partition(".")[0])].attention
+    heads = attention.heads if part == "q" else attention.kv_heads
+    return up.view(heads, 2, -1, up.shape[1]).transpose(1, 2).reshape(up.shape)

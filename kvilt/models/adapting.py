@@ -1,0 +1,117 @@
+"""What adapters add to one forward: for each token the slot it uses, for each linear map a table of products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..ops.contract import Ops
+from ..ops.lowrank import LowRank, LowRankTable, Picks
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedRows:
+    """What an adapter adds to the embedding: a few numbers for each token, and what they are multiplied with."""
+
+    numbers: Tensor  # [vocab, rank]
+    up: Tensor  # [rank, hidden]
+    scale: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.up.nbytes
+
+    def of(self, ids: Tensor, scale: float) -> Tensor:
+        """[tokens, hidden]. One rank after the other, number by number: no sum depends on how many tokens there are."""
+        numbers, up = self.numbers[ids].to(torch.float32), self.up.to(torch.float32)
+        added = torch.zeros(len(ids), up.shape[1])
+        for rank in range(up.shape[0]):
+            added += numbers[:, rank, None] * up[rank]
+        return added * (self.scale * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEmbedding:
+    """What one row's adapter adds to its embedded tokens, from its token number `first` on."""
+
+    rows: EmbeddedRows
+    scale: float
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapting:
+    """The adapters of the rows of one step."""
+
+    parts: frozenset[str]  # kinds of maps that some row of the step changes: q, gate, head, ...
+    tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
+    picks: Picks  # of all tokens of the step
+    embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
+
+    def touches(self, *names: str) -> bool:
+        """Whether some row changes one of these maps."""
+        return any(name in self.tables for name in names)
+
+    def add(self, names: Sequence[str], x: Tensor, outs: Sequence[Tensor], ops: Ops) -> None:
+        """To what these maps made of `x`, what the adapters make of it."""
+        chosen = [(self.tables[name], out) for name, out in zip(names, outs, strict=True) if name in self.tables]
+        if chosen:
+            ops.adapt(x, [table for table, _ in chosen], [out for _, out in chosen], self.picks)
+
+    def tables_are(self, other: Adapting) -> bool:
+        """Whether both read the same memory."""
+        return all(other.tables.get(name) is table for name, table in self.tables.items())
+
+    def of(self, tokens: Tensor | None) -> Adapting:
+        """For some tokens of the step; None: all of them."""
+        return self if tokens is None else replace(self, picks=self.picks.of(tokens))
+
+
+class Bank:
+    """The products of all adapters that are in memory, by slot. A step keeps the tables it began with."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], ops: Ops, slots: int = 16) -> None:
+        self._shapes = shapes  # by the name of a linear map, [out, in]
+        self._ops = ops
+        self._held: list[Mapping[str, LowRank] | None] = [None] * slots
+        self.tables = self._new_tables(slots)
+
+    def put(self, products: Mapping[str, LowRank]) -> int:
+        """Give prepared products a slot."""
+        if None not in self._held:
+            self._grow()
+        slot = self._held.index(None)
+        self._fill(slot, products)
+        return slot
+
+    def drop(self, slot: int) -> None:
+        """Empty a slot."""
+        for name in self._held[slot] or ():
+            self.tables[name].put(slot, None)
+        self._held[slot] = None
+
+    def _fill(self, slot: int, products: Mapping[str, LowRank]) -> None:
+        self._held[slot] = products
+        for name, product in products.items():
+            self.tables[name].put(slot, product)
+
+    def _grow(self) -> None:
+        self._held += [None] * len(self._held)
+        self.tables = self._new_tables(len(self._held))
+        for slot, products in enumerate(self._held):
+            if products is not None:
+                self._fill(slot, products)
+
+    def _new_tables(self, slots: int) -> dict[str, LowRankTable]:
+        return {name: self._ops.new_table(*shape, slots) for name, shape in self._shapes.items()}
+
+
+def part_of(name: str) -> str:
+    """The kind of a linear map: q of 3.q."""
+    return name.rpartition(".")[2]

@@ -1,0 +1,295 @@
+"""LoRA adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors.
+
+Reads what decides the mathematics, and refuses by name whatever would change it in a way kvilt does not compute. Knows
+no model: which linear map a module is, and what shape it has, is for others to say.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from torch import Tensor
+
+from ..errors import ModelNotFound, Unsupported, WeightError
+from .files import PICKLES
+from .json_file import read_object
+from .safetensors import SafetensorsFiles
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+MAX_RANK = 4096
+MAX_INVOCATION_TOKENS = 4096
+
+# Fields that say how an adapter was trained or begun, and nothing about what it computes.
+_SILENT = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
+        "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+        "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+        "runtime_config", "target_modules", "task_type",
+    }
+)  # fmt: skip
+_READ = frozenset(
+    {
+        "alora_invocation_tokens", "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "modules_to_save",
+        "peft_type", "r", "rank_pattern", "use_dora", "use_rslora",
+    }
+)  # fmt: skip
+# Ways to begin that leave the base model as it is; the others move a part of its weights into the adapter.
+_BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
+# Keys of patterns are regular expressions in PEFT. These few signs are enough for real ones, and none of them can make
+# a search take long.
+_PATTERN = re.compile(r"\^?(?:[\w\-]|\\\.|\.(?![*+?{])|\\d\+?|\[0-9\]\+?|\(|\)(?![*+?{])|\|)*\$?", re.ASCII)
+
+T = TypeVar("T")
+Half = Literal["down", "up"]
+_HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
+    {
+        "lora_A.weight": ("down", False),
+        "lora_B.weight": ("up", False),
+        "lora_embedding_A": ("down", True),
+        "lora_embedding_B": ("up", True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What an adapter's configuration says about its mathematics."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: Mapping[str, int]  # by pattern, the first that fits
+    alphas: Mapping[str, float]
+    invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
+
+    def rank_of(self, module: str) -> int:
+        return _matched(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of a module is multiplied with."""
+        rank = self.rank_of(module)
+        return _matched(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensors:
+    """The names of one module's tensors."""
+
+    down: str  # [rank, in]
+    up: str  # [out, rank]
+    embedding: bool
+
+
+class PeftFolder:
+    """An open adapter. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, config: PeftConfig, tensors: SafetensorsFiles) -> None:
+        self.path = path
+        self.config = config
+        self._tensors = tensors
+        self.modules, self.copies = _modules(tensors.names())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as a view of the file, all of whose numbers are numbers."""
+        tensor = self._tensors.tensor(name)
+        if not bool(tensor.isfinite().all()):
+            raise WeightError(name, "holds NaN or infinity; the adapter is damaged or its training diverged")
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors, from the header alone."""
+        return sum(self._tensors.stored(name).nbytes for name in self._tensors.names())
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_peft(path: str | os.PathLike[str], inside: Path | None = None) -> PeftFolder:
+    """Open an adapter's folder. With `inside`, all of it must really lie there, whatever links say."""
+    folder = Path(path)
+    try:
+        _check_folder(folder)
+        for file in (folder / CONFIG, folder / WEIGHTS):
+            _check_place(file, inside)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{str(path)!r} cannot be looked at ({error}); check the path") from error
+    config = read_config(read_object(folder / CONFIG))
+    tensors = SafetensorsFiles.open(folder / WEIGHTS)
+    try:
+        return PeftFolder(folder, config, tensors)
+    except BaseException:
+        tensors.close()
+        raise
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.suffix == ".gguf":
+        raise Unsupported(
+            f"{folder.name}: LoRA adapters in GGUF are not supported; use the PEFT folder it was made from"
+        )
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "not there"
+        raise ModelNotFound(f"{str(folder)!r} is {what}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
+    if not (folder / CONFIG).exists():
+        raise ModelNotFound(f"{str(folder)!r} holds no {CONFIG}; it is no adapter's folder")
+    if (folder / WEIGHTS).exists():
+        return
+    if any(file.suffix in PICKLES for file in folder.iterdir()):
+        raise WeightError(WEIGHTS, "is missing; the other files may be pickles, which are never read: convert them")
+    raise WeightError(WEIGHTS, f"is missing from {folder.name}")
+
+
+def _check_place(file: Path, inside: Path | None) -> None:
+    if not file.is_file():
+        raise WeightError(file.name, "is not a regular file")
+    if inside is not None and not file.resolve().is_relative_to(inside.resolve()):
+        raise WeightError(file.name, "lies outside the folder that adapters may be loaded from")
+
+
+# The configuration.
+
+
+def read_config(fields: Mapping[str, Any]) -> PeftConfig:
+    """What a configuration says; anything in it that kvilt does not compute is refused by name."""
+    if fields.get("peft_type") != "LORA":
+        raise Unsupported(f"peft_type {fields.get('peft_type')!r} is not supported; only LORA is")
+    _refuse(fields)
+    return PeftConfig(
+        rank=_rank("r", fields.get("r", 8)),
+        alpha=_number("lora_alpha", fields.get("lora_alpha", 8)),
+        rslora=_flag("use_rslora", fields.get("use_rslora", False)),
+        ranks={key: _rank(f"rank_pattern.{key}", value) for key, value in _patterns(fields, "rank_pattern").items()},
+        alphas={
+            key: _number(f"alpha_pattern.{key}", value) for key, value in _patterns(fields, "alpha_pattern").items()
+        },
+        invocation=_invocation(fields.get("alora_invocation_tokens")),
+    )
+
+
+def _refuse(fields: Mapping[str, Any]) -> None:
+    if fields.get("use_dora"):
+        raise Unsupported("use_dora: DoRA adapters are not supported; merge the adapter into its model instead")
+    if (bias := fields.get("bias", "none")) != "none":
+        raise Unsupported(f"bias {bias!r}: adapters that train biases are not supported; train with bias='none'")
+    if fields.get("modules_to_save"):
+        raise Unsupported("modules_to_save: whole modules in an adapter are not supported; merge the adapter instead")
+    if (begun := fields.get("init_lora_weights", True)) not in _BEGUN:
+        raise Unsupported(
+            f"init_lora_weights {begun!r} changes the base model's weights; save the adapter as an ordinary one with "
+            "path_initial_model_for_weight_conversion"
+        )
+    for name, value in fields.items():
+        if name not in _SILENT and name not in _READ and value not in (None, False, [], {}, ""):
+            raise Unsupported(f"{name}: this setting of an adapter is not supported")
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 < value <= MAX_RANK:
+        raise WeightError(name, f"must be a whole number from 1 to {MAX_RANK}, not {value!r}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise WeightError(name, f"must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise WeightError(name, f"must be true or false, not {value!r}")
+    return value
+
+
+def _patterns(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = fields.get(name) or {}
+    if not isinstance(found, dict):
+        raise WeightError(name, "must be an object")
+    for key in found:
+        if len(key) > 256 or _PATTERN.fullmatch(key) is None or not _compiles(key):
+            raise WeightError(name, f"the pattern {key[:64]!r} is not one that kvilt matches")
+    return found
+
+
+def _compiles(key: str) -> bool:
+    try:
+        re.compile(key)
+    except re.error:
+        return False
+    return True
+
+
+def _invocation(tokens: Any) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        raise WeightError("alora_invocation_tokens", "must be a list of token ids")
+    if not 0 < len(tokens) <= MAX_INVOCATION_TOKENS:
+        raise WeightError("alora_invocation_tokens", f"must have 1 to {MAX_INVOCATION_TOKENS} tokens")
+    return tuple(tokens)
+
+
+def _matched(values: Mapping[str, T], module: str, otherwise: T) -> T:
+    """The value of the first pattern that fits the end of a module's name."""
+    for key, value in values.items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return otherwise
+
+
+# The tensors.
+
+
+def _modules(names: tuple[str, ...]) -> tuple[dict[str, ModuleTensors], dict[str, str]]:
+    """Both halves of every adapted module, and the whole weights of base modules that PEFT may save beside them."""
+    halves: dict[str, dict[Half, str]] = {}
+    embeddings: set[str] = set()
+    copies: dict[str, str] = {}
+    for name in names:
+        module, half, embedding = _module(name)
+        if half is None:
+            copies[module] = name
+            continue
+        halves.setdefault(module, {})[half] = name
+        if embedding:
+            embeddings.add(module)
+    if not halves:
+        raise WeightError(WEIGHTS, "holds no LoRA tensor")
+    for module, found in halves.items():
+        if len(found) < 2:
+            raise WeightError(module, f"has {next(iter(found.values()))!r} and not the other half of its product")
+    return {m: ModuleTensors(found["down"], found["up"], m in embeddings) for m, found in halves.items()}, copies
+
+
+def _module(name: str) -> tuple[str, Half | None, bool]:
+    """The module a tensor belongs to, as the model calls it, and which half of its product it is."""
+    bare = name.removeprefix("base_model.model.")
+    if "lora_magnitude_vector" in bare:
+        raise Unsupported(f"{name}: DoRA adapters are not supported; merge the adapter into its model instead")
+    if bare.endswith(".lora_B.bias"):
+        raise Unsupported(f"{name}: adapters with biases are not supported")
+    if bare.endswith(".base_layer.weight"):
+        return bare.removesuffix(".base_layer.weight"), None, False
+    for suffix, (half, embedding) in _HALVES.items():
+        if bare.endswith(f".{suffix}"):
+            return bare.removesuffix(f".{suffix}"), half, embedding
+    raise Unsupported(f"{name}: this tensor of an adapter is not of a kind that kvilt knows")

@@ -1,0 +1,67 @@
+"""PEFT folders for the tiny model, written without peft: any ranks, parts, dtypes and damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
+from torch import Tensor
+
+HEAD = HIDDEN // HEADS
+SHAPES = {  # out, in
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+    "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+ALL = tuple(SHAPES)
+
+
+def lora_tensors(
+    rank: int, parts: Sequence[str] = ALL, seed: int = 0, dtype: torch.dtype = torch.float32, size: float = 0.3
+) -> dict[str, Tensor]:
+    """Both halves of every part of every layer; `embed_tokens` and `lm_head` may be among the parts."""
+    random = torch.Generator().manual_seed(seed)
+
+    def of(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=random) * size).to(dtype)
+
+    tensors: dict[str, Tensor] = {}
+    for layer in range(LAYERS):
+        for part in parts:
+            if part in SHAPES:
+                out, into = SHAPES[part]
+                at = f"base_model.model.model.layers.{layer}.{part}"
+                tensors |= {f"{at}.lora_A.weight": of(rank, into), f"{at}.lora_B.weight": of(out, rank)}
+    if "embed_tokens" in parts:
+        at = "base_model.model.model.embed_tokens"
+        tensors |= {f"{at}.lora_embedding_A": of(rank, VOCAB), f"{at}.lora_embedding_B": of(HIDDEN, rank)}
+    if "lm_head" in parts:
+        at = "base_model.model.lm_head"
+        tensors |= {f"{at}.lora_A.weight": of(rank, HIDDEN), f"{at}.lora_B.weight": of(VOCAB, rank)}
+    return tensors
+
+
+def write_lora(
+    folder: Path,
+    rank: int = 4,
+    parts: Sequence[str] = ALL,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tensors: Mapping[str, Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """A folder with an adapter; `config` goes over the usual fields."""
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(parts), **config}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(dict(tensors or lora_tensors(rank, parts, seed, dtype)), folder / "adapter_model.safetensors")
+    return folder
