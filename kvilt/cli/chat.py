@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-from ..errors import ContextOverflow, KviltError, PoolExhausted
+from ..errors import ContextOverflow, KviltError, ParamError, PoolExhausted
 from ..sampling.params import SamplingParams
 from . import chat_commands as commands
 from .chat_input import Pipe, Reader, Terminal, unquoted
@@ -13,10 +13,14 @@ from .chat_screen import Screen
 from .chat_session import Session, count, history_file, numbers
 
 
-def chat(model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any]) -> bool:
+def chat(
+    model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any], show_drafts: bool = False
+) -> bool:
     """Chat until the input ends; False if a pipe asked for something that failed."""
     params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
-    screen = Screen()
+    if show_drafts and config.get("draft") is None:
+        raise ParamError("show_drafts", "needs a drafter beside it; add --draft ngram or a draft model")
+    screen = Screen(show_drafts)
     with closing(Session.open(model, params, config, system)) as session:
         if screen.interactive:
             limit = session.llm.executor.max_context
@@ -63,7 +67,7 @@ def _answer(session: Session, screen: Screen, text: str) -> None:
     conversation = session.conversation
     with screen.interruptible(conversation.stop), closing(conversation.say(text, session.params)) as pieces:
         for piece in pieces:
-            screen.piece(piece)
+            screen.piece(piece, piece.drafted)
     session.reused += conversation.last.usage.cached_tokens if conversation.last else 0
     screen.aside(numbers(session))
 

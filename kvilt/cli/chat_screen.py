@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+_DRAFTED, _USUAL = "\x1b[32m", "\x1b[39m"
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -24,15 +25,18 @@ def printable(text: str) -> str:
 class Screen:
     """One terminal, or the pipes in its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, show_drafts: bool = False) -> None:
+        self._show_drafts = show_drafts
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._plain = not sys.stdout.isatty()  # a program reads the bytes as they are
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._mid_line = False
 
-    def piece(self, text: str) -> None:
-        """A piece of an answer, at once."""
-        sys.stdout.write(text if self._plain else printable(text))
+    def piece(self, text: str, drafted: bool = False) -> None:
+        """A piece of an answer, at once; green, if that is wanted, where its tokens were drafted."""
+        shown = text if self._plain else printable(text)
+        green = drafted and self._show_drafts and not self._plain
+        sys.stdout.write(f"{_DRAFTED}{shown}{_USUAL}" if green else shown)
         sys.stdout.flush()
         self._mid_line = not text.endswith("\n")
 

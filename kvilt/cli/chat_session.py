@@ -125,6 +125,8 @@ def numbers(session: Session) -> str:
         f"context {min(used, limit):,} of {limit:,}",
         f"{done.usage.cached_tokens:,} reused",
     ]
+    if done.usage.drafted_tokens:
+        parts.append(f"{done.usage.accepted_tokens:,} of {done.usage.drafted_tokens:,} drafts accepted")
     if done.finish_reason == "cancelled":
         parts.append("stopped")
     elif done.finish_reason == "length":

@@ -36,7 +36,7 @@ def root(
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, config=opt.RUNTIME)
+@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def run(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' or nothing reads it from a pipe.")] = "-",
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -49,6 +49,7 @@ def run(
     *,
     sampling: dict[str, Any],
     grammar: dict[str, Any],
+    drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr."""
@@ -56,41 +57,44 @@ def run(
         from .run import Ask, answer, read_grammar
 
         ask = Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose)
-        answer(ask, model, {**sampling, **read_grammar(grammar)}, config)
+        answer(ask, model, {**sampling, **read_grammar(grammar)}, {**config, **drafts})
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING.without("n", "logprobs"), config=opt.RUNTIME)
+@opt.gathers(sampling=opt.SAMPLING.without("n", "logprobs"), drafts=opt.DRAFTS, config=opt.RUNTIME)
 def chat(
     model: opt.Model = opt.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
     saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Go on with a chat that was saved.")] = "",
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour what was drafted and accepted.")] = False,
     *,
     sampling: dict[str, Any],
+    drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
     """Talk with a model; /help inside lists what can be done with the chat's KV."""
     with reported():
         from .chat import chat as talk
 
-        if not talk(model, system, saved, sampling, config):
+        if not talk(model, system, saved, sampling, {**config, **drafts}, show_drafts):
             raise typer.Exit(FAILURE)
 
 
 @app.command()
-@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, config=opt.RUNTIME)
+@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def serve(
     model: opt.Model = opt.DEFAULT_MODEL,
     *,
     options: dict[str, Any],
     engine: dict[str, Any],
+    drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP, for every client that speaks the OpenAI API."""
     with reported():
         from .serve import serve as listen
 
-        listen(model, options, engine, config)
+        listen(model, options, engine, {**config, **drafts})
 
 
 @app.command()

@@ -97,6 +97,15 @@ RUNTIME = Group(
     ),
 )
 
+DRAFTS = Group(
+    "Speculation",
+    MappingProxyType(
+        {
+            "draft": Option(str | None, None, "Draft ahead: ngram, or a smaller model with the same tokenizer."),
+            "draft_tokens": Option(int | None, None, "Most tokens to draft; default 16 for ngram, 8 for a model."),
+        }
+    ),
+)
 
 SERVER = Group(
     "Server",

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any
         print(numbers(done), file=sys.stderr)
         if ask.verbose:
             print(details(llm, model, load_s), file=sys.stderr)
+            if said := drafts(done):
+                print(said, file=sys.stderr)
 
 
 def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +137,17 @@ def details(llm: LLM, model: str, load_s: float) -> str:
         f"loaded in {load_s:.2f} s · {pool.ops.numerics} · "
         f"KV pool of {pool.pages} pages, {pool.pages * pool.layout.page_bytes >> 20} MiB"
     )
+
+
+def drafts(completion: Completion) -> str:
+    """What became of drafts, all samples together; nothing where there were none."""
+    each = [sample.usage for sample in (completion, *completion.alternatives)]
+    drafted, accepted = sum(one.drafted_tokens for one in each), sum(one.accepted_tokens for one in each)
+    if not drafted:
+        return ""
+    columns = zip_longest(*(one.accepted_places for one in each), fillvalue=0)
+    places = " ".join(str(sum(column)) for column in columns)
+    return f"drafts: {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), by place {places}"
 
 
 def as_json(completion: Completion, model: str, load_s: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _SAME = (
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
+    "draft_tokens",
 )
 
 

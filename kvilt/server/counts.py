@@ -16,8 +16,9 @@ Count = Callable[[Mapping[str, Any]], None]
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """The counts of all answers to some prompts; a prompt counts once, whatever its answers share."""
-    generated = sum(len(sample.token_ids) for done in completions for sample in (done, *done.alternatives))
-    return usage([done.usage for done in completions], generated)
+    samples = [sample for done in completions for sample in (done, *done.alternatives)]
+    counts = usage([done.usage for done in completions], sum(len(sample.token_ids) for sample in samples))
+    return {**counts, "completion_tokens_details": _drafts([sample.usage for sample in samples])}
 
 
 def usage(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
@@ -36,8 +37,15 @@ def usage(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
             "cache_write_tokens": own["computed"],
             "blended_tokens": own["blended_reused"],
         },
+        "completion_tokens_details": _drafts(()),
         "kvilt": {**own, "recipe": "exact"},
     }
+
+
+def _drafts(samples: Sequence[Usage]) -> dict[str, int]:
+    """What became of drafts, under OpenAI's names for predicted outputs."""
+    drafted, accepted = sum(one.drafted_tokens for one in samples), sum(one.accepted_tokens for one in samples)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def running_usage(read: Sequence[Reading], generated: int) -> dict[str, Any]:

@@ -31,6 +31,13 @@ class CachedTokens(Shown):
     blended_tokens: int
 
 
+class DraftedTokens(Shown):
+    """What became of drafts."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Shown):
     """Counts of tokens."""
 
@@ -38,6 +45,7 @@ class Usage(Shown):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: DraftedTokens
     kvilt: dict[str, Any]
 
 

@@ -10,6 +10,7 @@ from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
 from ...sampling.params import (
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
+    MAX_DRAFT_TOKENS,
     MAX_LOGPROBS,
     MAX_NGRAM,
     MAX_SAMPLES,
@@ -158,6 +159,9 @@ class Sampling(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
+        None, description="Most tokens to draft ahead; 0 is off. Changes no token."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
