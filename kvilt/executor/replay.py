@@ -20,6 +20,7 @@ from ..ops.contract import Paging, Recorded, Recorder
 from ..ops.lowrank import Picks
 
 MAX_ROWS = 64  # larger steps spend their time in products, not in Python
+MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class Replay:
         self._greedy: dict[Shape, Recording] = {}
 
     def run(self, batch: Batch, observe: Callable[[], None], adapting: Adapting | None = None) -> Logits | None:
-        """The logits of a plain decode step; None for any other batch, which the decoder has to run.
+        """The logits of a plain decode step, or of one row with drafts; None for others, which the decoder has to run.
 
         `observe` raises if the call was cancelled.
         """
-        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(adapting):
+        if self._recorder is None or (ids := decoded_ids(batch) or run_ids(batch)) is None or not recordable(adapting):
             return None
-        recording = self._known(self._steps, len(ids), adapting)
+        recording = self._known(self._steps, batch.starts, adapting)
         if recording is None:
             if (recording := self._record(ids, batch.segments[0], self._steps, adapting, greedy=False)) is None:
                 return None
@@ -66,7 +67,7 @@ class Replay:
             self._go(observe)
             while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
                 self._go(observe)
-        return Logits(recording.step.result.clone(), tuple(range(len(ids) + 1)), {}, {})
+        return Logits(recording.step.result.clone(), batch.starts, {}, {})
 
     def sample(
         self,
@@ -84,7 +85,7 @@ class Replay:
         if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(adapting):
             return None
         segment = batch.segments[0]
-        recording = self._known(self._greedy, len(ids), adapting)
+        recording = self._known(self._greedy, batch.starts, adapting)
         if recording is None:
             recording = self._record(ids, segment, self._greedy, adapting, greedy=True)
         if recording is None:
@@ -105,9 +106,11 @@ class Replay:
         self._recorder.stop(False)
         observe()
 
-    def _known(self, recordings: dict[Shape, Recording], rows: int, adapting: Adapting | None) -> Recording | None:
+    def _known(
+        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], adapting: Adapting | None
+    ) -> Recording | None:
         """The recording of such a step, unless the tables of adapters have moved since."""
-        found = recordings.get(shape_of(rows, adapting))
+        found = recordings.get(shape_of(starts, adapting))
         if found is None or adapting is None or found.adapting is None:
             return found
         return found if found.adapting.tables_are(adapting) else None
@@ -122,7 +125,7 @@ class Replay:
     ) -> Recording | None:
         assert self._recorder is not None
         recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
-        own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, len(ids), self._width)
+        own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, self._width)
         copy_segment(segment, own)
         picked = own_picks(adapting)
 
@@ -136,7 +139,8 @@ class Replay:
         if recorded is None:
             self._recorder = None  # this model does something that cannot be recorded
             return None
-        recording = recordings[shape_of(len(ids), adapting)] = Recording(own_ids, own, picked, recorded)
+        shape = shape_of(segment.paging[0].starts, adapting)
+        recording = recordings[shape] = Recording(own_ids, own, picked, recorded)
         return recording
 
 
@@ -153,12 +157,21 @@ def decoded_ids(batch: Batch) -> list[int] | None:
     return ids
 
 
-Shape = tuple[int, frozenset[str]]  # rows, and the kinds of maps that adapters change
+def run_ids(batch: Batch) -> list[int] | None:
+    """The tokens of a single row that wants the logits behind each of them."""
+    if len(batch.rows) > 1 or batch.num_tokens > MAX_RUN or len(batch.segments) != 1:
+        return None
+    source, want = batch.rows[0].source, batch.rows[0].want
+    wants_all = isinstance(want, Last) and want.k == batch.num_tokens
+    return list(source.ids) if isinstance(source, Ids) and wants_all else None
 
 
-def shape_of(rows: int, adapting: Adapting | None) -> Shape:
+Shape = tuple[tuple[int, ...], frozenset[str]]  # where rows start, and the kinds of maps that adapters change
+
+
+def shape_of(starts: tuple[int, ...], adapting: Adapting | None) -> Shape:
     """Steps of one shape are one recording."""
-    return rows, frozenset() if adapting is None else adapting.parts
+    return starts, frozenset() if adapting is None else adapting.parts
 
 
 def recordable(adapting: Adapting | None) -> bool:
@@ -179,11 +192,11 @@ def copy_picks(source: Picks, target: Picks) -> None:
     target.scales.copy_(source.scales)
 
 
-def blank_segment(like: Segment, rows: int, width: int) -> Segment:
-    """A segment of `rows` rows with page tables as wide as they can get."""
-    positions = torch.zeros(rows, dtype=torch.int64)
+def blank_segment(like: Segment, width: int) -> Segment:
+    """A segment of the same shape with page tables as wide as they can get."""
+    positions = torch.zeros_like(like.positions)
     paging = tuple(
-        Paging(torch.full((rows, width), -1), torch.zeros(rows, dtype=torch.int64), one.starts, positions)
+        Paging(torch.full((len(one.tables), width), -1), torch.zeros_like(one.slots), one.starts, positions)
         for one in like.paging
     )
     return Segment(like.start, like.stop, None, positions, paging)

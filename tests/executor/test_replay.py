@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB, write_tiny
 
 from kvilt import Executor, KVCache, SamplingParams
-from kvilt.batch import Batch, Ids, Row
+from kvilt.batch import Batch, Ids, Last, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Cancelled
 from kvilt.executor.load import load_executor
@@ -52,7 +52,27 @@ def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataO
             again = native.run(batch)
             assert torch.equal(again.values, truth) and torch.equal(found.values, truth)  # nobody wrote over a result
             kv.commit([[token] for token in tokens])
-    assert shape_of(len(prompts), None) in native._replay._steps
+    assert shape_of(tuple(range(len(prompts) + 1)), None) in native._replay._steps
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70), data=st.data())
+def test_a_row_with_drafts_is_replayed_too(native: Executor, prompt: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 33))
+    with native.create_kv_cache() as kv:
+        native.prefill(prompt, kv)
+        for _ in range(2):
+            ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))
+            kv.reserve(count)
+            start = kv.num_entries
+            batch = Batch.of([Row(Ids(ids), range(start, start + count), kv, want=Last(count))])
+            with torch.no_grad():
+                truth = native._decoder(batch, lambda _: None)
+            found = native.run(batch)
+            assert torch.equal(found.values, truth.values)
+            assert found.starts == truth.starts
+            kv.commit([ids[:2]])
+    assert shape_of((0, count), None) in native._replay._steps
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
