@@ -29,9 +29,10 @@ class RunConfig:
     max_context: int | None = None  # tokens; None: the model's own
     kv_dtype: str = "auto"  # what the backend prefers
     backend: str = "auto"
+    lora_memory: int | None = None  # bytes that adapters may take between steps; None: 1 GiB
 
     def __post_init__(self) -> None:
-        for name in ("threads", "kv_memory", "max_context"):
+        for name in ("threads", "kv_memory", "max_context", "lora_memory"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
@@ -68,11 +69,11 @@ class EngineConfig:
                 raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "kv_memory") -> int:
     """A number of bytes from `512M`, `2GiB`, `1.5g` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ParamError("kv_memory", f"cannot read {text!r} as a size; write it like 512M or 2GiB")
+        raise ParamError(name, f"cannot read {text!r} as a size; write it like 512M or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

@@ -6,12 +6,12 @@ Returns rows and never runs them, so that they share steps with everybody else's
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..batch import HiddenOut, KeyMass, Last, LayerSpan, Logits, Nothing, Row
+from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Nothing, Row
 from ..errors import InputError, StoreMiss
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -26,6 +26,7 @@ from .stage import Stage
 
 PROBE_TOKENS = 128  # of a question, those whose attention counts: its last, in one row
 Course = Generator[Stage, None, None]
+_BASE = Base()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,15 @@ class Blending:
     The cache holds the `exact` tokens before the first document; room behind them is reserved here, when it begins.
     """
 
-    def __init__(self, executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, tenant: str = "") -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        chunks: Chunks,
+        quilt: Quilt,
+        recipe: Recipe,
+        tenant: str = "",
+        adapter: Adapter = _BASE,
+    ) -> None:
         layers = len(executor.spec.layers)
         if recipe.needs("deviation") and recipe.check_layer + len(recipe.gradual) >= layers - 1:
             raise InputError(f"check_layer {recipe.check_layer} leaves nothing to save of {layers} layers")
@@ -56,12 +65,19 @@ class Blending:
         self._executor = executor
         self._chunks = chunks
         self._tenant = tenant
+        self._adapter = adapter
+        # An adapter that tokens switch on finds documents as the base model made them.
+        late = isinstance(adapter, Adapted) and adapter.begins > 0
+        if isinstance(adapter, Adapted) and late and any(one.stop > adapter.begins for one in quilt.documents):
+            raise InputError("documents stand before the tokens that switch an adapter on; put them there")
+        self._alone = _BASE if late else adapter  # what documents are computed with
+        self._maker = executor.adapters.identity(self._alone)
         self._layers = layers
         self._meter = LoadMeter()
         self._texts = [quilt.ids[one.start : one.stop] for one in quilt.documents]
         # Equal documents are looked up, and perhaps computed, once. Looking begins here, long before the first row.
         self._found: dict[tuple[int, ...], Loading] = {
-            text: chunks.open(text, tenant) for text in dict.fromkeys(self._texts)
+            text: chunks.open(text, tenant, self._maker) for text in dict.fromkeys(self._texts)
         }
         self._made = 0
         self._recomputed = 0
@@ -107,7 +123,8 @@ class Blending:
         """The next row, of at most so many tokens; the same one again if it was not taken."""
         assert self._stage is not None, "there is nothing left to run"
         self._meter.begin()
-        return self._stage.row(tokens)
+        row = self._stage.row(tokens)
+        return replace(row, adapter=self._alone if row.cache is self._scratch else self._adapter)
 
     def took(self, row: Row, logits: Logits, index: int) -> None:
         """A row was run, as number `index` of its batch."""
@@ -120,7 +137,7 @@ class Blending:
 
     def twin(self) -> Blending:
         """The same once more, from its beginning."""
-        return Blending(self._executor, self._chunks, self.quilt, self.recipe, self._tenant)
+        return Blending(self._executor, self._chunks, self.quilt, self.recipe, self._tenant, self._adapter)
 
     def report(self) -> Report:
         reused = self.quilt.reused
@@ -233,7 +250,7 @@ class Blending:
             )
             for i in range(self._layers)
         ]
-        self._found[text] = self._chunks.keep(text, layers, self._tenant)
+        self._found[text] = self._chunks.keep(text, layers, self._tenant, maker=self._maker)
 
     def _room(self) -> KVCache:
         if self._scratch is None:

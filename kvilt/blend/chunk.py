@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.identity import Identity
+from ..kv.row import BASE
 from ..store.address import form_of, token_bytes
 from ..store.layer import LayerKV
 from ..store.loading import Loading
@@ -32,17 +33,25 @@ class Chunks:
         self.dtype = torch.float16 if dtype == torch.int8 else dtype
         self.form = form_of(executor.layout, self.dtype)
 
-    def open(self, ids: Sequence[int], tenant: str = "") -> Loading:
+    def open(self, ids: Sequence[int], tenant: str = "", maker: str = BASE) -> Loading:
         """Begin to look for a document; its layers arrive in order."""
-        return self._store.open_chunk(self._identity(tenant), ids, self.form)
+        return self._store.open_chunk(self._identity(tenant, maker), ids, self.form)
 
-    def keep(self, ids: Sequence[int], layers: Sequence[LayerKV], tenant: str = "", retain: bool = False) -> Loading:
+    def keep(
+        self,
+        ids: Sequence[int],
+        layers: Sequence[LayerKV],
+        tenant: str = "",
+        retain: bool = False,
+        maker: str = BASE,
+    ) -> Loading:
         """Keep a document that was computed, and give it back as everybody will find it."""
-        return self._store.put_chunk(self._identity(tenant), ids, layers, retain)
+        return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
 
-    def _identity(self, tenant: str) -> Identity:
+    def _identity(self, tenant: str, maker: str) -> Identity:
         behind = hashlib.sha256(token_bytes(self.behind)).hexdigest() if self.behind else "nothing"
-        return replace(self._executor.pool.identity(), origin=f"chunk/1 behind={behind}", salt=tenant)
+        origin = f"chunk/1 behind={behind}"
+        return replace(self._executor.pool.identity(), origin=origin, salt=tenant, adapter=maker)
 
     def __repr__(self) -> str:
         return f"Chunks(dtype={self.dtype}, behind={list(self.behind)}, layers={len(self.form)})"

@@ -66,8 +66,7 @@ class Driver:
         try:
             self._check()
         except BaseException:
-            if job.base is not None:
-                job.base.close()
+            job.let_go()
             raise
         self._engine.add(job)
         self._wake.set()

@@ -18,7 +18,6 @@ from ..config import EngineConfig
 from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
-from ..kv.prefix import Trail
 from ..metrics import Metrics
 from .blending import Blends, blend_task, blend_took, blend_twin
 from .counters import ENGINE_METRICS, Counters
@@ -271,7 +270,7 @@ class Engine:
             return None
         assert track.kv is not None
         ids, places = [*track.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
-        row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)))
+        row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)), adapter=track.job.request.adapter)
         if track.state is None or not work.draws:
             return Task(row, (), stop)
         return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop, drafts)
@@ -367,7 +366,7 @@ class Engine:
         assert parent.kv is not None
         job, trail = parent.job, None
         if parent.trail is not None and parent.blending is None:
-            trail = Trail(parent.trail.scope)
+            trail = parent.trail.twin()
             trail.extend(parent.ids[: sample.prompt], self._executor.layout.page_tokens)
             sample.keys = trail.keys
         ids = parent.ids[: sample.prompt]
@@ -397,8 +396,8 @@ class Engine:
         job = self._jobs.get(which) if isinstance(which, str) else which
         for track in list(job.live) if job is not None else ():
             self._end(track, "cancelled")
-        if job is not None and job.base is not None:
-            job.base.close()
+        if job is not None:
+            job.let_go()
 
     def _break_off(self, plan: StepPlan, error: BaseException) -> None:
         """A mistake of ours, or an interrupt, left the rows of a step half done: they end."""
@@ -452,8 +451,7 @@ class Engine:
                 event.kv.close()
 
     def _close(self, job: Job, last: Track, reason: Reason, error: BaseException | None) -> None:
-        if job.base is not None:
-            job.base.close()
+        job.let_go()
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
         self._counters.ended(job, last, reason, error)

@@ -18,13 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..batch import Adapted, Adapter
 from ..config import EngineConfig
 from ..errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
 from ..executor.executor import Executor
+from ..executor.lora import Adapters
 from ..kv.cache import KVCache, read_file
-from ..kv.codec import pack, unpack
+from ..kv.codec import describe, pack, unpack
 from ..kv.file import write_whole
 from ..kv.identity import Identity
+from ..kv.row import BASE, made_by, maker_parts
 from ..metrics import Metrics
 from .counters import HANDLES
 from .request import new_id
@@ -42,6 +45,7 @@ class HandleInfo:
     pinned: bool
     expires_in_s: float
     kv_bytes: int  # of its pages, those it shares included
+    maker: str = BASE  # the base model, or an adapter by content and scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Loan:
 
     tokens: Sequence[int]
     kv: KVCache | None
+    maker: str = BASE  # who read them: the base model, or an adapter by content and scale
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +63,7 @@ class _Handle:
     ids: array[int]
     kv: KVCache | None
     expires_s: float
+    maker: str = BASE
     pinned_until_s: float = -math.inf
 
 
@@ -104,7 +110,7 @@ class Handles:
         try:
             if kv.batch_size != 1 or any(not isinstance(token, int) for token in kv.tokens()):
                 raise InputError("a handle names one row of tokens; rows of embeddings cannot be computed again")
-            return self._add(tenant, kv.row(0).ids[:], kv, ttl_s)
+            return self._add(tenant, kv.row(0).ids[:], kv, ttl_s, kv.maker)
         except BaseException:
             kv.close()
             raise
@@ -113,15 +119,19 @@ class Handles:
         """A second handle on the same content; costs page ids."""
         with self._lock:
             found = self._find(tenant, handle)
-            return self._add(tenant, found.ids[:], None if found.kv is None else found.kv.fork(), ttl_s)
+            kv = None if found.kv is None else found.kv.fork()
+            return self._add(tenant, found.ids[:], kv, ttl_s, found.maker)
 
     def restore(self, tenant: str, path: str | os.PathLike[str], ttl_s: float | None = None) -> HandleInfo:
         """A handle from a file that `save` wrote for the same tenant and model.
 
-        KV made with other numerics is dropped, and computed again from its tokens when it is next needed.
+        KV made with other numerics is dropped, and computed again from its tokens when it is next needed. Whose KV it
+        is, the handle remembers: requests on another adapter, or on the base model, are refused it.
         """
         pool, capacity = self._executor.pool, self._room()
-        data, identity = read_file(pool, path, capacity), self._identity(tenant)
+        data = read_file(pool, path, capacity)
+        maker = describe(data).identity.adapter
+        identity = self._identity(tenant, maker)
         try:
             images, same = unpack(data, pool.layout, identity, capacity), True
         except BlobError as error:
@@ -131,7 +141,7 @@ class Handles:
         if len(images) != 1 or images[0].embeds or max(images[0].ids, default=0) >= pool.token_limit:
             raise BlobError("rows", "a handle is one row of this model's tokens")
         kv = KVCache.of_images(pool, images, capacity) if same else None
-        return self._add(tenant, images[0].ids, kv, ttl_s)
+        return self._add(tenant, images[0].ids, kv, ttl_s, maker)
 
     # Asking.
 
@@ -156,7 +166,12 @@ class Handles:
         with self._lock:
             found = self._find(tenant, handle)
             self._handles.move_to_end(handle)
-            return Loan(found.ids[:], None if found.kv is None else found.kv.fork())
+            return Loan(found.ids[:], None if found.kv is None else found.kv.fork(), found.maker)
+
+    def adapter_of(self, loan: Loan) -> Adapter:
+        """What must read a handle's tokens again."""
+        adapter, start = maker_parts(loan.maker)
+        return self._executor.adapters.by_identity(adapter, start)
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -170,6 +185,8 @@ class Handles:
             if not isinstance(length, int) or isinstance(length, bool) or not 0 < length <= len(found.ids):
                 raise TruncateError(f"cannot truncate to {length!r}: choose 1 to {len(found.ids)}", 1)
             del found.ids[length:]
+            if length <= maker_parts(found.maker)[1]:
+                found.maker = BASE
             self._cut(found, length)
             return self._info(handle, found)
 
@@ -185,7 +202,7 @@ class Handles:
         """KV that was computed again. Takes the cache over; what does not fit the handle any more is dropped."""
         with self._lock:
             found = self._handles.get(handle)
-            if found is None or found.tenant != tenant or found.kv is not None or kv.row(0).ids != found.ids:
+            if found is None or found.tenant != tenant or found.kv is not None or not _reads(kv, found):
                 kv.close()
                 return
             found.kv = kv
@@ -199,7 +216,7 @@ class Handles:
                 raise InputError("the KV of this handle is not here; compute it first")
             kv = found.kv.fork()
         with kv:
-            identity = self._identity(tenant)
+            identity = self._identity(tenant, kv.maker)
             with kv.pool.lock:
                 images = [row.image() for row in kv.rows()]
             data = pack(images, kv.layout, identity)
@@ -231,12 +248,12 @@ class Handles:
 
     # Inside.
 
-    def _add(self, tenant: str, ids: array[int], kv: KVCache | None, ttl_s: float | None) -> HandleInfo:
+    def _add(self, tenant: str, ids: array[int], kv: KVCache | None, ttl_s: float | None, maker: str) -> HandleInfo:
         with self._lock:
             try:
                 life_s = self._config.handle_ttl_s if ttl_s is None else _seconds(ttl_s)
                 self.check_room(tenant, len(ids))
-                found = _Handle(tenant, ids, kv, self._clock() + life_s)
+                found = _Handle(tenant, ids, kv, self._clock() + life_s, maker)
                 self._settle(tenant, found)
             except BaseException:
                 if kv is not None:
@@ -301,12 +318,13 @@ class Handles:
             pinned=self._pinned(one),
             expires_in_s=one.expires_s - self._clock(),
             kv_bytes=sum(len(each) * group.shape.page_bytes for each, group in zip(pages, groups, strict=False)),
+            maker=one.maker,
         )
 
-    def _identity(self, tenant: str) -> Identity:
+    def _identity(self, tenant: str, maker: str) -> Identity:
         """Whose KV this is; a tenant's name may be a secret, so a file has its hash."""
         salt = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest() if tenant else ""
-        return dataclasses.replace(self._executor.pool.identity(), salt=salt)
+        return dataclasses.replace(self._executor.pool.identity(), salt=salt, adapter=maker)
 
     def _room(self) -> int:
         with self._executor.create_kv_cache() as empty:
@@ -315,6 +333,21 @@ class Handles:
     def _count(self) -> None:
         if self._metrics is not None:
             self._metrics.set(HANDLES, len(self._handles))
+
+
+def check_loan(loan: Loan, adapter: Adapter, adapters: Adapters) -> None:
+    """Raise unless a handle's tokens were read by what a request runs on."""
+    begins = adapter.begins if isinstance(adapter, Adapted) else 0
+    wanted = made_by(adapters.identity(adapter), begins) if len(loan.tokens) > begins else BASE
+    if loan.maker != wanted:
+        raise InputError(
+            f"this KV handle was made with {loan.maker[:80]!r} and the request needs {wanted[:80]!r}; "
+            "give the adapter and scale it was made with, or create another handle"
+        )
+
+
+def _reads(kv: KVCache, handle: _Handle) -> bool:
+    return kv.row(0).ids == handle.ids and kv.maker == handle.maker
 
 
 def _pages(handles: Sequence[_Handle]) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ..batch import Adapted
 from ..blend.blender import Blending
 from ..blend.chunk import Chunks
 from ..blend.recipe import Quilt
 from ..errors import InputError, ParamError, TruncateError
 from ..executor.executor import Executor
+from ..executor.lora import check_maker
 from ..kv.cache import KVCache
 from ..kv.prefix import Scope, Trail
 from ..sampling.sampler import SampleState
@@ -34,6 +36,18 @@ def make_job(
     """A checked job; closes what was lent only if it has no use for it."""
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
+    hold = executor.adapters.hold(request.adapter)
+    try:
+        job = _job(executor, request, listener, lent, chunks)
+    except BaseException:
+        if hold is not None:
+            hold.release()
+        raise
+    job.hold = hold
+    return job
+
+
+def _job(executor: Executor, request: Request, listener: Listener, lent: Lent | None, chunks: Chunks | None) -> Job:
     scoring = _scoring(request, lent)
     capacity, reused, history = _room(executor, request, lent)
     state = None
@@ -45,7 +59,7 @@ def make_job(
     blending = _blending(executor, request, lent, chunks)
     trail = None
     if request.reuse and (lent is None or lent.exact):
-        trail = Trail(Scope(salt=request.tenant))
+        trail = _trail(executor, request)
         exact = request.prompt if blending is None else request.prompt[: blending.quilt.exact]
         trail.extend(exact, executor.layout.page_tokens)
     if lent is not None and not reused:
@@ -58,6 +72,13 @@ def make_job(
     job = Job(request, listener, first, base, capacity, unborn=request.samples - 1)
     first.job = job
     return job
+
+
+def _trail(executor: Executor, request: Request) -> Trail:
+    """Where its KV may be found, and will be."""
+    begins = request.adapter.begins if isinstance(request.adapter, Adapted) else 0
+    scope = Scope(executor.adapters.identity(request.adapter), request.tenant)
+    return Trail(scope, begins, executor.layout.page_tokens)
 
 
 def _blending(executor: Executor, request: Request, lent: Lent | None, chunks: Chunks | None) -> Blending | None:
@@ -73,7 +94,7 @@ def _blending(executor: Executor, request: Request, lent: Lent | None, chunks: C
     quilt = Quilt(tuple(request.prompt), request.documents)
     if not quilt.worth(request.recipe, len(executor.spec.layers)):
         return None
-    return Blending(executor, chunks, quilt, request.recipe, request.tenant)
+    return Blending(executor, chunks, quilt, request.recipe, request.tenant, request.adapter)
 
 
 def _scoring(request: Request, lent: Lent | None) -> Scoring | None:
@@ -101,6 +122,7 @@ def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int,
         raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
     if kv.batch_size != 1:
         raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")
+    check_maker(kv.row(0), request.adapter, executor.adapters)
     kv.check_fits(len(request.prompt))
     if kv.num_entries >= len(request.prompt):
         raise InputError("the cache that was lent holds the whole prompt; leave at least one token to compute")

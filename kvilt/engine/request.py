@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
@@ -33,6 +34,7 @@ class Request:
     grammar: Grammar | None = None  # that of the params, compiled
     documents: tuple[Span, ...] = ()  # parts of the prompt whose KV is reused wherever they stand
     recipe: Recipe = field(default_factory=Recipe)  # how they are blended
+    adapter: Adapter = field(default_factory=Base)  # what it runs on
 
     @property
     def samples(self) -> int:

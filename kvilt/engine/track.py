@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..blend.blender import Blending
 from ..executor.executor import Executor
+from ..executor.lora import Hold
 from ..kv.cache import KVCache
 from ..kv.prefix import Trail
 from ..sampling.sampler import SampleState
@@ -32,6 +33,14 @@ class Job:
     unborn: int  # samples that are forked off when the prompt is computed
     live: list[Track] = field(default_factory=list)
     arrived_s: float = 0.0
+    hold: Hold | None = None  # on its adapter
+
+    def let_go(self) -> None:
+        """Give back what it was lent; twice is fine."""
+        if self.base is not None:
+            self.base.close()
+        if self.hold is not None:
+            self.hold.release()
 
 
 @dataclass(slots=True, eq=False)

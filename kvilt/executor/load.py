@@ -53,7 +53,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
-    return Executor(decoder, pool, max_context, on_close=checkpoint.tensors.close)
+    return Executor(decoder, pool, max_context, on_close=checkpoint.tensors.close, lora_memory=config.lora_memory)
 
 
 def _max_context(spec: ModelSpec, config: RunConfig) -> int:

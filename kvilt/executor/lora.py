@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from ..batch import Adapted, Adapter, Row
+from ..batch import Adapted, Adapter, Base, Row
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
-from ..kv.row import BASE, made_by
+from ..kv.row import BASE, CacheRow, made_by
 from ..models.adapters import FittedAdapter, fit, map_shapes
 from ..models.adapting import EMBEDDING, Adapting, Bank, RowEmbedding, part_of
 from ..models.decoder import Decoder
@@ -68,7 +68,7 @@ class _Loaded:
 
 
 class Hold:
-    """Keeps an adapter loaded until it is released; releasing twice is fine."""
+    """Keeps an adapter loaded until it is released or forgotten; releasing twice is fine."""
 
     __slots__ = ("_release",)
 
@@ -79,6 +79,9 @@ class Hold:
         release, self._release = self._release, None
         if release is not None:
             release()
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Adapters:
@@ -165,6 +168,17 @@ class Adapters:
                     "prompt does not hold them; put them in, or ask the base model"
                 )
         return Adapted(found.id, float(scale), begins)
+
+    def by_identity(self, identity: str, begins: int) -> Adapter:
+        """What makes KV of that identity, if it is loaded."""
+        if identity == BASE:
+            return Base()
+        content, _, scale = identity.rpartition("@")
+        with self._lock:
+            for one in self._loaded.values():
+                if one.content == content and not one.leaving and _is_number(scale):
+                    return Adapted(one.id, float(scale), begins)
+        raise InputError("the adapter that this KV was made with is not loaded; load it again")
 
     def identity(self, adapter: Adapter) -> str:
         """Whose KV an adapter makes: its content and scale."""
@@ -316,30 +330,42 @@ class Adapters:
 
 
 def mark_rows(rows: Sequence[Row], adapters: Adapters) -> None:
-    """Say on each row's cache whose KV it holds from now on; refuse rows whose KV is somebody else's.
+    """Say on each row's cache whose KV it holds from now on; refuse rows whose KV is somebody else's."""
+    for row in rows:
+        own = row.cache.row(row.cache_row)
+        check_maker(own, row.adapter, adapters)
+        own.adapter, own.adapted_from = adapters.identity(row.adapter), _begins(row.adapter)
+
+
+def check_maker(row: CacheRow, adapter: Adapter, adapters: Adapters) -> None:
+    """Raise unless a cache's row holds KV that an adapter's may stand behind.
 
     KV of the base model, of an adapter and of the same adapter at another scale are three kinds; only an adapter that
     is switched on by tokens stands behind KV of the base model.
     """
-    for row in rows:
-        own, made = row.cache.row(row.cache_row), adapters.identity(row.adapter)
-        begins = row.adapter.begins if isinstance(row.adapter, Adapted) else 0
-        if own.length > begins or made == BASE:
-            wanted = BASE if made == BASE else made_by(made, begins)
-            if own.length and own.maker != wanted:
-                raise InputError(
-                    f"this cache holds KV of {own.maker[:80]!r} and the row runs on {wanted[:80]!r}; "
-                    "compute it again, or give the adapter and scale it was made with"
-                )
-        elif own.maker != BASE:
-            raise InputError(
-                f"this cache holds KV of {own.maker[:80]!r}, and the base model's is needed before token {begins}"
-            )
-        own.adapter, own.adapted_from = made, begins
+    made, begins = adapters.identity(adapter), _begins(adapter)
+    wanted = made_by(made, begins) if row.length > begins else BASE
+    if row.length and row.maker != wanted:
+        raise InputError(
+            f"this cache holds KV of {row.maker[:80]!r} and that of {wanted[:80]!r} is needed; "
+            "compute it again, or give the adapter and scale it was made with"
+        )
+
+
+def _begins(adapter: Adapter) -> int:
+    return adapter.begins if isinstance(adapter, Adapted) else 0
 
 
 def _parts(fitted: FittedAdapter) -> frozenset[str]:
     return fitted.parts | ({EMBEDDING} if fitted.embedded is not None else set())
+
+
+def _is_number(text: str) -> bool:
+    """Whether this is how a finite float is written; what says so may come from a file."""
+    try:
+        return math.isfinite(float(text)) and repr(float(text)) == text
+    except ValueError:
+        return False
 
 
 def _last(ids: list[int], wanted: list[int]) -> int:

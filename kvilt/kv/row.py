@@ -257,7 +257,7 @@ def made_by(adapter: str, start: int) -> str:
 def maker_parts(maker: str) -> tuple[str, int]:
     """The inverse of `made_by`."""
     adapter, _, start = maker.partition(" from ")
-    return adapter, int(start) if start.isdecimal() else 0
+    return adapter, int(start) if start.isdecimal() and len(start) < 16 else 0
 
 
 def held(table: list[int]) -> list[int]:

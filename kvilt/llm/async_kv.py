@@ -7,10 +7,11 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ..batch import Adapter
 from ..engine.handles import HandleInfo, Handles
 from ..errors import InputError
 from ..kv.cache import KVCache
-from .model import Message, Prompt
+from .model import Chosen, Message, Prompt
 
 
 class ChatIds(Protocol):
@@ -29,12 +30,14 @@ class AsyncKV:
         handles: Handles,
         prompt_ids: Callable[[Prompt], list[int]],
         chat_ids: ChatIds,
-        compute: Callable[[Sequence[int], str], Awaitable[KVCache]],
+        compute: Callable[[Sequence[int], str, Adapter], Awaitable[KVCache]],
+        adapter: Callable[[Chosen, Sequence[int]], Adapter],
     ) -> None:
         self._handles = handles
         self._prompt_ids = prompt_ids
         self._chat_ids = chat_ids
         self._compute = compute
+        self._adapter = adapter
 
     async def create(
         self,
@@ -44,6 +47,8 @@ class AsyncKV:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tenant: str = "",
         ttl_s: float | None = None,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
     ) -> HandleInfo:
         """A handle on the KV of a prompt, or of messages as a conversation begins with them."""
         if (prompt is None) == (messages is None):
@@ -54,7 +59,8 @@ class AsyncKV:
         else:
             ids = await asyncio.to_thread(self._chat_ids, messages, tools, False)
         self._handles.check_room(tenant, len(ids))
-        return self._handles.keep(tenant, await self._compute(ids, tenant), ttl_s)
+        adapter = self._adapter(Chosen(lora, lora_scale), ids)
+        return self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s)
 
     async def keep(self, kv: KVCache, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:
         """A handle on the KV that a completion kept; takes the cache over."""
@@ -94,7 +100,8 @@ class AsyncKV:
             loan = self._handles.lend(tenant, handle)
             if loan.kv is not None:
                 loan.kv.close()
-            self._handles.fill(tenant, handle, await self._compute(loan.tokens, tenant))
+            kv = await self._compute(loan.tokens, tenant, self._handles.adapter_of(loan))
+            self._handles.fill(tenant, handle, kv)
         return await asyncio.to_thread(self._handles.save, tenant, handle, path)
 
     async def restore(

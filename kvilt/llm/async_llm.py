@@ -17,12 +17,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
 
+from ..batch import Adapter
 from ..blend.recipe import Recipe
 from ..config import EngineConfig
 from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
-from ..engine.handles import Handles
+from ..engine.handles import Handles, Loan, check_loan
 from ..engine.job import Lent
 from ..engine.request import Request, new_id
 from ..engine.view import EngineView
@@ -39,7 +40,7 @@ from .answer import Answer, Asked
 from .async_kv import AsyncKV
 from .blend import Pieces
 from .completion import Completion
-from .model import Message, Model, Prompt, behind, is_one, shared
+from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Delta, Outlet, Post
 
 
@@ -54,6 +55,8 @@ class Terms:
     keep_kv: bool = False  # the completion's `kv` is then yours to close
     documents: Sequence[Prompt] = ()  # stand before the prompt, or where a chat template puts them, and are blended
     recipe: Recipe | None = None  # how
+    lora: int | str | None = None  # the adapter it runs on, by id or name
+    lora_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Ready:
     lent: Lent | None
     behind: int = 0  # tokens that the prompt continues, as far as they are not its own
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the request says of documents
+    loan: Loan | None = None  # of a handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class AsyncLLM(Model):
         self._lock = threading.Lock()
         self._outlets: weakref.WeakSet[Outlet] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
-        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute)
+        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter)
 
     @property
     def healthy(self) -> bool:
@@ -273,7 +277,7 @@ class AsyncLLM(Model):
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
             lent = Lent(loan.kv, exact=True) if loan.kv is not None else None
-            return Ready([*loan.tokens, *ids], lent, len(loan.tokens))
+            return Ready([*loan.tokens, *ids], lent, len(loan.tokens), loan=loan)
         if terms.kv is None:
             return Ready(ids, None)
         return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
@@ -304,7 +308,7 @@ class AsyncLLM(Model):
             if not isinstance(error, TruncateError):
                 raise
             kv = None  # a window gave that part back
-        return Ready(ids, Lent(kv, exact=True) if kv is not None else None)
+        return Ready(ids, Lent(kv, exact=True) if kv is not None else None, loan=loan)
 
     def _prepare(
         self,
@@ -317,7 +321,7 @@ class AsyncLLM(Model):
         ready = source(terms)
         if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
             ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
-            ready = Ready(ready.ids, None)
+            ready = dataclasses.replace(ready, lent=None)
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
         try:
             request, asked = self.request(
@@ -326,6 +330,7 @@ class AsyncLLM(Model):
                 behind=ready.behind,
                 reuse=not isinstance(terms.kv, KVCache),
                 progress=hearing.progress,
+                adapter=self._checked(ready, Chosen(terms.lora, terms.lora_scale)),
                 **own,
                 **ready.more,
             )
@@ -334,6 +339,13 @@ class AsyncLLM(Model):
                 ready.lent.kv.close()
             raise
         return self._outlet(Answer(asked), request, ready.lent, loop, hearing.unread)
+
+    def _checked(self, ready: Ready, lora: Chosen) -> Adapter:
+        """What a request runs on; a handle's tokens must have been read by the same, also where they must be again."""
+        adapter = self.adapter(lora, ready.ids)
+        if ready.loan is not None:
+            check_loan(ready.loan, adapter, self.executor.adapters)
+        return adapter
 
     def _outlet(
         self,
@@ -382,9 +394,9 @@ class AsyncLLM(Model):
         outlet = await self._submit(source, params, terms, Hearing(self.config.unread_tokens, progress))
         return AsyncStream(outlet, terms.id)
 
-    async def _compute(self, ids: Sequence[int], tenant: str) -> KVCache:
+    async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
         """The KV of a prompt."""
-        request = Request(ids, tenant=tenant, keep_kv=True)
+        request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter)
         answer = Answer(Asked(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
         outlet = self._outlet(answer, request, None, asyncio.get_running_loop())
         self._admit(outlet)

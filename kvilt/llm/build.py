@@ -101,13 +101,14 @@ def _drafter(
 
 
 def run_config(**options: Any) -> RunConfig:
-    """A RunConfig from options as users write them; kv_memory may be a size like 2G."""
+    """A RunConfig from options as users write them; amounts of memory may be sizes like 2G."""
     known = {option.name for option in dataclasses.fields(RunConfig)}
     for name in options:
         if name not in known:
             raise ParamError(name, f"there is no such option; the options are {', '.join(sorted(known))}")
-    if isinstance(options.get("kv_memory"), str):
-        options["kv_memory"] = parse_bytes(options["kv_memory"])
+    for name in ("kv_memory", "lora_memory"):
+        if isinstance(options.get(name), str):
+            options[name] = parse_bytes(options[name], name)
     return RunConfig(**options)
 
 

@@ -30,7 +30,7 @@ from ..text.tokenizer import Tokenizer
 from .answer import Answer
 from .blend import Pieces
 from .completion import Completion, Piece, Stream
-from .model import Message, Model, Prompt, behind, is_one, shared
+from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
 from .wheel import Wheel
 
 
@@ -73,6 +73,8 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Completion: ...
 
@@ -86,6 +88,8 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> list[Completion]: ...
 
@@ -98,23 +102,26 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them in one batch.
 
         With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed. With `n`
         the prompt is computed once, and the samples after the first are the result's `alternatives`. `documents` stand
-        before each prompt; what is computed of them is kept, and blended wherever they stand next time.
+        before each prompt; what is computed of them is kept, and blended wherever they stand next time. `lora` is
+        the id or the name of a loaded adapter.
         """
         chosen = SamplingParams.of(params, **fields)
         one = is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
         if len(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._blend(made, chosen, kv, keep_kv)
+            blended = self._blend(made, chosen, kv, keep_kv, Chosen(lora, lora_scale))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
-        done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv)
+        done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv, Chosen(lora, lora_scale))
         return done[0] if one else done
 
     def stream(
@@ -124,11 +131,14 @@ class LLM(Model):
         *,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Stream:
         """`generate` for one prompt, piece by piece."""
         chosen = SamplingParams.of(params, **fields)
-        return self._stream(self._ids(prompt, kv), chosen, kv, kv.num_entries if kv else 0, keep_kv)
+        ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
+        return self._stream(ids, chosen, kv, reused, keep_kv, Chosen(lora, lora_scale))
 
     def chat(
         self,
@@ -140,6 +150,8 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Completion:
         """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again.
@@ -149,9 +161,9 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         if len(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._blend([pieces], chosen, kv, keep_kv)[0]
+            return self._blend([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale))[0]
         ids = self.chat_ids(messages, tools)
-        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv)[0]
+        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, Chosen(lora, lora_scale))[0]
 
     def stream_chat(
         self,
@@ -161,12 +173,14 @@ class LLM(Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Stream:
         """`chat`, piece by piece."""
         chosen = SamplingParams.of(params, **fields)
         ids = self.chat_ids(messages, tools)
-        return self._stream(ids, chosen, kv, _reused(ids, chosen, kv), keep_kv)
+        return self._stream(ids, chosen, kv, _reused(ids, chosen, kv), keep_kv, Chosen(lora, lora_scale))
 
     def blend(
         self,
@@ -177,6 +191,8 @@ class LLM(Model):
         strategy: str | None = None,
         recipe: Recipe | None = None,
         keep_kv: bool = False,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
         **fields: Any,
     ) -> Completion:
         """Continue a prompt of parts: what stands first, any documents, and the question.
@@ -187,13 +203,16 @@ class LLM(Model):
         given = {"ratio": ratio, "strategy": strategy}
         made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
         chosen = SamplingParams.of(params, **fields)
-        return self._blend([self.documents.parts(parts, made)], chosen, None, keep_kv)[0]
+        pieces = self.documents.parts(parts, made)
+        return self._blend([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale))[0]
 
-    def prefill(self, prompt: Prompt) -> KVCache:
+    def prefill(self, prompt: Prompt, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
+        ids = self.prompt_ids(prompt)
+        lora_id = None if lora is None else self.executor.adapters.find(lora).id
         kv = self.executor.create_kv_cache()
         try:
-            self.executor.prefill(self.prompt_ids(prompt), kv)
+            self.executor.prefill(ids, kv, lora_id, lora_scale)
         except BaseException:
             kv.close()
             raise
@@ -221,35 +240,43 @@ class LLM(Model):
         return ids if kv is None else behind(kv, ids)
 
     def _prepare(
-        self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool
+        self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool, lora: Chosen
     ) -> Question:
         """A question about `ids`, whose first `reused` tokens are taken from a fork of `kv`.
 
         Who brings a cache of their own gets what it holds, and nothing from the prefix index.
         """
-        request, asked = self.request(ids, params, keep_kv=keep_kv, reuse=kv is None, behind=reused)
+        own = {"keep_kv": keep_kv, "reuse": kv is None, "behind": reused, "adapter": self.adapter(lora, ids)}
+        request, asked = self.request(ids, params, **own)
         answer = Answer(asked)
         lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
 
     def _blend(
-        self, prompts: Sequence[Pieces], params: SamplingParams, kv: KVCache | None, keep_kv: bool
+        self, prompts: Sequence[Pieces], params: SamplingParams, kv: KVCache | None, keep_kv: bool, lora: Chosen
     ) -> list[Completion]:
         """Prompts with documents, all at once."""
         if kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
-        return self._answers([partial(self._prepare_blend, one, params, keep_kv) for one in prompts])
+        return self._answers([partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts])
 
-    def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool) -> Question:
-        request, asked = self.request(pieces.quilt.ids, params, keep_kv=keep_kv, **pieces.fields)
+    def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool, lora: Chosen) -> Question:
+        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.quilt.ids), **pieces.fields}
+        request, asked = self.request(pieces.quilt.ids, params, **own)
         answer = Answer(asked)
         return Question(self.engine.prepare(request, answer), answer)
 
     def _complete(
-        self, prompts: Sequence[list[int]], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        kv: KVCache | None,
+        reused: int,
+        keep_kv: bool,
+        lora: Chosen,
     ) -> list[Completion]:
-        return self._answers([partial(self._prepare, ids, params, kv, reused, keep_kv) for ids in prompts])
+        return self._answers([partial(self._prepare, ids, params, kv, reused, keep_kv, lora) for ids in prompts])
 
     def _answers(self, asked: Sequence[Callable[[], Question]]) -> list[Completion]:
         """Ask for all prompts at once, and wait for every answer."""
@@ -262,10 +289,12 @@ class LLM(Model):
             self._drive(questions, lambda: all(question.answer.over for question in questions))
             return [question.answer.completion() for question in questions]
 
-    def _stream(self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool) -> Stream:
+    def _stream(
+        self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool, lora: Chosen
+    ) -> Stream:
         if params.n > 1:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
-        question = self._prepare(ids, params, kv, reused, keep_kv)
+        question = self._prepare(ids, params, kv, reused, keep_kv, lora)
         results: list[Completion] = []
 
         def result() -> Completion:

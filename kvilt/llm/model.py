@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ..batch import Adapter, Base
 from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
 from ..errors import InputError
@@ -21,6 +24,14 @@ from .grammars import Grammars
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An adapter as a caller names it; None: the model as it is."""
+
+    which: int | str | None = None
+    scale: float = 1.0
 
 
 class Model:
@@ -70,6 +81,20 @@ class Model:
         """A conversation with documents where its template puts them, else before the last user's text."""
         pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools)
         return self.documents.between(pieces, documents, recipe)
+
+    def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
+        """Load an adapter from its PEFT folder, under its folder's name if not given; its id."""
+        return self.executor.load_lora(path, name)
+
+    def unload_lora(self, which: int | str) -> None:
+        """Unload an adapter: nobody new may use it, and who does goes on to the end."""
+        self.executor.unload_lora(self.executor.adapters.find(which).id)
+
+    def adapter(self, chosen: Chosen, ids: Sequence[int]) -> Adapter:
+        """What a prompt runs on."""
+        if chosen.which is None:
+            return Base()
+        return self.executor.adapters.choose(chosen.which, chosen.scale, ids)
 
     def request(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> tuple[Request, Asked]:
         """A request for these tokens, and what its answer must know; `fields` are the request's own."""
