@@ -29,25 +29,7 @@ from kvilt.store.tier import Budget, Tier
 PEER_PYTHON = Path("~/.cache/kvilt-bench/venv/bin/python").expanduser()
 SYSTEM = "Answer from the passages below.\n"
 QUESTION = "\nQuestion: which of the passages above says most about rivers, towns and people, and why does it? Answer:"
-WORDS = [
-    "river",
-    "town",
-    "people",
-    "north",
-    "winter",
-    "field",
-    "stone",
-    "bridge",
-    "market",
-    "history",
-    "water",
-    "road",
-    "hill",
-    "trade",
-    "year",
-    "king",
-    "church",
-]
+WORDS = ("river", "town", "people", "north", "winter", "field", "stone", "bridge", "market", "history", "water", "road")
 PEER = """
 import json, sys, time
 from llama_cpp import Llama
