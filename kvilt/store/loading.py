@@ -288,4 +288,4 @@ def _image(address: Address, firsts: tuple[int, ...], groups: tuple[KeysValues, 
     tokens = tokens_of(address.content)
     ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
     embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
-    return RowImage(ids, embeds, firsts, groups)
+    return RowImage(ids, embeds, firsts, groups, address.identity.origin)

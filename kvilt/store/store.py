@@ -22,7 +22,7 @@ from ..kv.cache import KVCache
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.prefix import Evicted
-from ..kv.row import RowImage, Token
+from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
@@ -193,7 +193,9 @@ class Store:
         return [self.put_image(identity, kv.layout, image, retain) for image in images]
 
     def put_image(self, identity: Identity, layout: KVLayout, image: RowImage, retain: bool = False) -> Loading:
-        """Keep one row of a cache."""
+        """Keep one row of a cache; blended KV under its recipe, so that nobody finds it as exact."""
+        if image.origin != EXACT:
+            identity = replace(identity, origin=image.origin)
         tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]
         address = row_address(identity, tokens, layout).needing(_per_layer(layout, image.firsts))
         return self.put(address, _layers(layout, image), retain)

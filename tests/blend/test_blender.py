@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from kvilt.config import RunConfig
 from kvilt.errors import BlobError, InputError, StoreMiss
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
 from kvilt.kv.prefix import Scope, Trail
 from kvilt.store.loading import Loading
@@ -319,6 +321,18 @@ def test_a_blended_cache_says_so_in_its_bytes(native: Executor, store: Store) ->
         assert describe(data).identity.origin == blending.recipe.name
         with pytest.raises(BlobError, match="origin"):
             other.load(data)
+
+
+def test_a_stored_blended_cache_is_found_by_its_recipe_alone(native: Executor, store: Store) -> None:
+    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    identity, layout = native.pool.identity(), native.layout
+    with kv:
+        store.put_cache(kv)
+        assert not store.open_row(identity, layout, kv.tokens()).hit()
+        found = store.open_row(replace(identity, origin=blending.recipe.name), layout, kv.tokens())
+        with KVCache.of_images(native.pool, [found.image(layout)], kv.capacity) as again:
+            assert again.origin == kv.origin
+            assert all(map(torch.equal, content(kv), content(again)))
 
 
 def test_recipes_that_a_model_cannot_follow_are_refused(native: Executor, store: Store) -> None:
