@@ -44,6 +44,8 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    lora: Annotated[str, typer.Option(metavar="PATH", help="A LoRA adapter's PEFT folder.")] = "",
+    lora_scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
     *,
@@ -56,7 +58,8 @@ def run(
     with reported():
         from .run import Ask, answer, read_grammar
 
-        ask = Ask(prompt=prompt, system=system, raw=raw, json=json, verbose=verbose)
+        shown = {"json": json, "verbose": verbose}
+        ask = Ask(prompt=prompt, system=system, raw=raw, **shown, lora=lora, lora_scale=lora_scale)
         answer(ask, model, {**sampling, **read_grammar(grammar)}, {**config, **drafts})
 
 
@@ -204,6 +207,29 @@ def inspect(
         from .inspect import inspect as look
 
         look(path, tensors, json)
+
+
+adapting = typer.Typer(help="LoRA adapters.")
+app.add_typer(adapting, name="lora")
+
+
+@adapting.callback()
+def adapters() -> None:
+    """LoRA adapters."""
+
+
+@adapting.command("merge")
+def lora_merge(
+    adapter: Annotated[str, typer.Argument(help="The adapter's PEFT folder.")],
+    target: Annotated[str, typer.Argument(help="A new folder for the merged checkpoint.")],
+    model: opt.Model = opt.DEFAULT_MODEL,
+    scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
+) -> None:
+    """Write a checkpoint with an adapter in its weights; for safetensors of floats, not for packed GGUF files."""
+    with reported():
+        from .lora import merge
+
+        typer.echo(merge(model, adapter, target, scale))
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
 
+ADAPTER = "adapter"  # what the one that was given is called here
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -27,6 +29,8 @@ class Ask:
     raw: bool
     json: bool
     verbose: bool
+    lora: str = ""  # the folder of an adapter
+    lora_scale: float = 1.0
 
 
 def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any]) -> None:
@@ -40,6 +44,8 @@ def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any
         llm = load(model, on_fetch=shown.fetching, **config)
     load_s = time.perf_counter() - started_s
     with llm:
+        if ask.lora:
+            llm.load_lora(ask.lora, ADAPTER)
         if ask.json:
             done = _complete(llm, ask, prompt, params)
             print(json.dumps(as_json(done, model, load_s), ensure_ascii=False, allow_nan=False))
@@ -92,13 +98,17 @@ def read_prompt(given: str) -> str:
 
 
 def _stream(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Stream:
-    messages = _messages(llm, ask, prompt)
-    return llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
+    messages, own = _messages(llm, ask, prompt), _adapter(ask)
+    return llm.stream(prompt, params, **own) if messages is None else llm.stream_chat(messages, params, **own)
 
 
 def _complete(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Completion:
-    messages = _messages(llm, ask, prompt)
-    return llm.generate(prompt, params) if messages is None else llm.chat(messages, params)
+    messages, own = _messages(llm, ask, prompt), _adapter(ask)
+    return llm.generate(prompt, params, **own) if messages is None else llm.chat(messages, params, **own)
+
+
+def _adapter(ask: Ask) -> dict[str, Any]:
+    return {"lora": ADAPTER, "lora_scale": ask.lora_scale} if ask.lora else {}
 
 
 def _messages(llm: LLM, ask: Ask, prompt: str) -> list[Message] | None:

@@ -29,8 +29,13 @@ def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: d
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
         print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
+    adapters = [named_path(each) for each in options["lora"]]
     with bars() as shown:
         llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **config)
+    for name, path in adapters:
+        if name in settings.names:
+            raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
+        llm.load_lora(path, name)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(listen(llm, settings, _ready))
 
@@ -54,8 +59,17 @@ def settings_of(model: str, options: dict[str, Any]) -> ServeConfig:
         allowed_hosts=tuple(options["allowed_host"]),
         cors_origins=tuple(options["cors_origin"]),
         kv_dir=Path(options["kv_dir"]) if options["kv_dir"] else None,
+        lora_dir=Path(options["lora_dir"]) if options["lora_dir"] else None,
         **{name: options[name] for name in same},
     )
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """An adapter's name and folder, from NAME=PATH."""
+    name, equals, path = text.partition("=")
+    if not name or not equals or not path:
+        raise ParamError("lora", f"cannot read {text!r}; write it as NAME=PATH")
+    return name, path
 
 
 def default_name(model: str) -> str:

@@ -90,9 +90,13 @@ def _structured(asked: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def terms_of(asked: Sampling, caller: Caller, name: str) -> dict[str, Any]:
+def terms_of(asked: Sampling, caller: Caller, name: str, lora: str | None = None) -> dict[str, Any]:
     """How a request is served."""
+    if asked.lora_scale is not None and lora is None:
+        raise ParamError("lora_scale", "is for adapters; name one as the model")
     return {
+        "lora": lora,
+        "lora_scale": 1.0 if asked.lora_scale is None else asked.lora_scale,
         "id": name,
         "tenant": caller.salted(asked.cache_salt).tenant,
         "kv": asked.kv,

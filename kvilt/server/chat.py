@@ -32,19 +32,20 @@ class Talk:
     tools: list[dict[str, Any]] | None
     params: SamplingParams
     listening: Listening
+    lora: str | None = None  # the adapter that was asked for as a model
 
     def given(self) -> dict[str, Any]:
         """The keywords of `AsyncLLM.stream_chat`."""
         return {
             "tools": self.tools,
             "progress": wants_progress(self.asked),
-            **terms_of(self.asked, self.caller, self.name),
+            **terms_of(self.asked, self.caller, self.name, self.lora),
         }
 
 
 async def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
     """Check a request and work out what it asks for."""
-    service.check_model(asked.model)
+    lora = service.check_model(asked.model)
     _check(service, asked)
     messages = messages_of(asked.messages)
     tools = _tools(asked)
@@ -58,7 +59,7 @@ async def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         **_forced(service, asked, listening),
     )
-    return Talk(asked, caller, new_name("chatcmpl"), messages, tools, params, listening)
+    return Talk(asked, caller, new_name("chatcmpl"), messages, tools, params, listening, lora)
 
 
 def _check(service: Service, asked: ChatRequest) -> None:
@@ -129,7 +130,7 @@ async def whole(service: Service, talk: Talk) -> dict[str, Any]:
         logprobs = None if sample.logprobs is None else chat_logprobs(service.llm.tokenizer, sample.logprobs)
         choice = {"index": index, "message": voice.message(), "logprobs": logprobs}
         choices.append({**choice, "finish_reason": _reason(voice, sample.finish_reason), **kept.get(index, {})})
-    return {**envelope(service, "chat.completion", talk.name), "choices": choices, "usage": usage_of([done])}
+    return {**envelope(service, "chat.completion", talk.name, talk.lora), "choices": choices, "usage": usage_of([done])}
 
 
 class ChatStream:
@@ -142,7 +143,7 @@ class ChatStream:
         self._stream = stream
         self._count = count
         self._voices = [talk.listening.voice() for _ in range(talk.params.n)]
-        self._head = envelope(service, "chat.completion.chunk", talk.name)
+        self._head = envelope(service, "chat.completion.chunk", talk.name, talk.lora)
         options = talk.asked.stream_options
         self._usage = bool(options and options.include_usage)
         self._running = bool(options and options.continuous_usage_stats)

@@ -34,15 +34,16 @@ class Prompts:
     ids: Sequence[Sequence[int]]  # of each prompt
     texts: Sequence[str]  # what echo shows of each
     params: SamplingParams
+    lora: str | None = None  # the adapter that was asked for as a model
 
     def given(self, index: int) -> dict[str, Any]:
         """The terms of one prompt."""
-        return terms_of(self.asked, self.caller, f"{self.name}-{index}")
+        return terms_of(self.asked, self.caller, f"{self.name}-{index}", self.lora)
 
 
 async def ready(service: Service, asked: CompletionRequest, caller: Caller) -> Prompts:
     """Check a request and work out what it asks for."""
-    service.check_model(asked.model)
+    lora = service.check_model(asked.model)
     prompts = _listed(asked)
     _check(service, asked, len(prompts))
     ids, texts = await asyncio.to_thread(_read, service, asked, prompts)
@@ -53,7 +54,7 @@ async def ready(service: Service, asked: CompletionRequest, caller: Caller) -> P
         logprobs=asked.logprobs,
         prompt_logprobs=(asked.logprobs or 0) if scored else None,
     )
-    return Prompts(asked, caller, new_name("cmpl"), ids, texts, params)
+    return Prompts(asked, caller, new_name("cmpl"), ids, texts, params, lora)
 
 
 def _listed(asked: CompletionRequest) -> list[str | list[int]]:
@@ -102,7 +103,11 @@ async def whole(service: Service, prompts: Prompts) -> dict[str, Any]:
         for index, sample in enumerate((completion, *completion.alternatives)):
             choice = _choice(service, prompts, place, sample)
             choices.append({"index": place * prompts.params.n + index, **choice, **kept.get(index, {})})
-    return {**envelope(service, "text_completion", prompts.name), "choices": choices, "usage": usage_of(done)}
+    return {
+        **envelope(service, "text_completion", prompts.name, prompts.lora),
+        "choices": choices,
+        "usage": usage_of(done),
+    }
 
 
 async def _one(service: Service, prompts: Prompts, index: int) -> Completion:
@@ -156,7 +161,7 @@ class CompletionStream:
         self._prompts = prompts
         self._streams = streams
         self._count = count
-        self._head = envelope(service, "text_completion", prompts.name)
+        self._head = envelope(service, "text_completion", prompts.name, prompts.lora)
         options = prompts.asked.stream_options
         self._usage = bool(options and options.include_usage)
         self._running = bool(options and options.continuous_usage_stats)

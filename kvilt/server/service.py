@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ..errors import AdapterUnknown
 from ..llm import AsyncLLM
 from ..metrics import Metrics
 from ..text.parse import parser_for
@@ -48,15 +49,24 @@ class Service:
         identity = self.llm.executor.pool.identity()
         return "fp_" + hashlib.sha256(f"{identity.model} {identity.numerics}".encode()).hexdigest()[:12]
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse requests for another model."""
-        if name is not None and name not in self.config.names:
+    def check_model(self, name: str | None) -> str | None:
+        """Refuse requests for another model; the adapter that a name stands for, None: the model itself."""
+        if name is None or name in self.config.names:
+            return None
+        try:
+            return self.llm.executor.adapters.find(name).name
+        except AdapterUnknown:
             raise Refused(
                 404,
                 f"this server has no model {name[:64]!r}; it has {self.model!r}",
                 param="model",
                 code="model_not_found",
-            )
+            ) from None
+
+    def check_new_name(self, name: str) -> None:
+        """Refuse an adapter the name of the model itself, which requests could not tell from it."""
+        if name in self.config.names:
+            raise Refused(400, f"lora_name: {name[:64]!r} is the model's own name", param="lora_name", code="bad_name")
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
@@ -97,12 +107,12 @@ def new_name(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(16)}"
 
 
-def envelope(service: Service, kind: str, name: str) -> dict[str, Any]:
+def envelope(service: Service, kind: str, name: str, lora: str | None = None) -> dict[str, Any]:
     """How every answer of a kind begins."""
     return {
         "id": name,
         "object": kind,
         "created": int(time.time()),
-        "model": service.model,
+        "model": lora or service.model,
         "system_fingerprint": service.fingerprint,
     }

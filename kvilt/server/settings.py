@@ -27,6 +27,7 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] = ()  # names of this machine besides localhost and addresses; "*": any
     cors_origins: tuple[str, ...] = ()  # pages that may ask besides localhost's; "*": any
     kv_dir: Path | None = None  # where KV handles are saved; none: nowhere
+    lora_dir: Path | None = None  # where adapters may be loaded from while it runs; none: nowhere
     max_body_bytes: int = 8 << 20
     max_connections: int = 2048
     header_timeout_s: float = 15.0  # from the first byte of a request, or from connecting, to its last header

@@ -46,6 +46,8 @@ OPERATIONS = [
     "POST /v1/kv/{handle}/pin",
     "POST /v1/kv/{handle}/save",
     "POST /reset_prefix_cache",
+    "POST /v1/load_lora_adapter",
+    "POST /v1/unload_lora_adapter",
     "GET /health",
     "GET /ready",
     "GET /version",

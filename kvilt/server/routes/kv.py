@@ -39,11 +39,11 @@ _LOOK = refusals(400, 404, 410)
 @router.post("/v1/kv", response_model=None, responses=_KEPT)
 async def create(asked: CreateRequest, request: Request, service: Here, caller: Owner) -> Response:
     """Compute the KV of a prompt or of messages, and name it."""
-    service.check_model(asked.model)
+    lora = service.check_model(asked.model)
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
     messages = None if asked.messages is None else messages_of(asked.messages)
     making = service.llm.kv.create(
-        asked.prompt, messages=messages, tools=tools, tenant=caller.tenant, ttl_s=asked.ttl_s
+        asked.prompt, messages=messages, tools=tools, tenant=caller.tenant, ttl_s=asked.ttl_s, lora=lora
     )
     return json_response(handle_of(await unless_gone(request.receive, making)))
 

@@ -58,6 +58,7 @@ class Kept(Shown):
     pinned: bool
     expires_in_s: float
     kv_bytes: int
+    maker: str  # base, or an adapter by content and scale
 
 
 class CallFunction(Shown):
@@ -167,7 +168,7 @@ class ModelCard(Shown):
     created: int
     owned_by: str
     root: str
-    parent: None = None
+    parent: str | None = None  # an adapter's base model
     max_model_len: int
 
 

@@ -162,6 +162,9 @@ class Sampling(Strict):
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
         None, description="Most tokens to draft ahead; 0 is off. Changes no token."
     )
+    lora_scale: Annotated[float, Field(ge=-100, le=100)] | None = Field(
+        None, description="How strongly the adapter acts that is named as the model; 1 by default."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
