@@ -157,20 +157,22 @@ def main() -> None:
         print(json.dumps(measure(args, [open_tier(args.inner, args.where)], ways(args.ratio), False)))
         return
     plain: dict[str, Recipe | None] = {"full prefill": None, **ways(args.ratio)}
-    rows = {"memory": measure(args, [], plain, args.peer and PEER_PYTHON.exists())}
-    with tempfile.TemporaryDirectory() as folder:
-        places = {"disk": folder} | ({"redis": args.redis} if args.redis else {})
-        for kind, where in places.items():
-            in_new_process(args, kind, where)  # leaves the documents there
-            rows[f"{kind}, after a restart"] = in_new_process(args, kind, where)
-    full = rows["memory"]["full prefill"]
     print(
-        f"{args.documents} documents of {args.tokens} tokens, medians of {args.rounds} rounds, {args.threads} threads"
+        f"{args.documents} documents of {args.tokens} tokens, {args.threads} threads, medians of {args.rounds} rounds"
     )
-    print("| documents from | way | TTFT s | against full prefill |\n|---|---|---|---|")
-    for place, found in rows.items():
-        for name, seconds in found.items():
-            print(f"| {place} | {name} | {seconds:.3f} | {full / seconds:.2f}x |")
+    print("| documents from | way | TTFT s | against full prefill |\n|---|---|---|---|", flush=True)
+    found = measure(args, [], plain, args.peer and PEER_PYTHON.exists())
+    full = found["full prefill"]
+    show("memory", found, full)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, where in ({"disk": folder} | ({"redis": args.redis} if args.redis else {})).items():
+            in_new_process(args, kind, where)  # leaves the documents there
+            show(f"{kind}, after a restart", in_new_process(args, kind, where), full)
+
+
+def show(place: str, found: dict[str, float], full: float) -> None:
+    for name, seconds in found.items():
+        print(f"| {place} | {name} | {seconds:.3f} | {full / seconds:.2f}x |", flush=True)
 
 
 if __name__ == "__main__":
