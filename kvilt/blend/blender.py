@@ -25,7 +25,7 @@ from .select import budget, choose, deviations
 from .stage import Stage
 
 PROBE_TOKENS = 128  # of a question, those whose attention counts: its last, in one row
-MASS_EVERY = 4  # of the layers, one in so many says what the question attends to: as good as all, and quicker
+MASS_EVERY = 4  # of the layers, one in so many says what the question attends to: each costs a softmax in plain torch
 Course = Generator[Stage, None, None]
 _BASE = Base()
 
