@@ -41,6 +41,11 @@ class RowImage:
     def length(self) -> int:
         return len(self.ids)
 
+    @property
+    def maker(self) -> str:
+        """Whose KV this is."""
+        return _maker(self.adapter, self.adapted_from, self.length)
+
 
 class CacheRow:
     """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
@@ -69,9 +74,7 @@ class CacheRow:
     @property
     def maker(self) -> str:
         """Whose KV this is: the base model's, an adapter's, or an adapter's behind some of the base model's."""
-        if self.adapter == BASE or self.length <= self.adapted_from:
-            return BASE
-        return made_by(self.adapter, self.adapted_from)
+        return _maker(self.adapter, self.adapted_from, self.length)
 
     @property
     def reserved(self) -> int:
@@ -252,6 +255,10 @@ class CacheRow:
 def made_by(adapter: str, start: int) -> str:
     """The maker of KV that an adapter had a part in from position `start` on."""
     return f"{adapter} from {start}" if start else adapter
+
+
+def _maker(adapter: str, start: int, length: int) -> str:
+    return BASE if adapter == BASE or length <= start else made_by(adapter, start)
 
 
 def maker_parts(maker: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import BlobError, InputError, ParamError, StoreError, StoreMiss, Unsupported
 from ..kv.layout import KVLayout
-from ..kv.row import EMBEDDED, RowImage
+from ..kv.row import EMBEDDED, RowImage, maker_parts
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import Address, tokens_of
@@ -288,4 +288,4 @@ def _image(address: Address, firsts: tuple[int, ...], groups: tuple[KeysValues, 
     tokens = tokens_of(address.content)
     ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
     embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
-    return RowImage(ids, embeds, firsts, groups, address.identity.origin)
+    return RowImage(ids, embeds, firsts, groups, address.identity.origin, *maker_parts(address.identity.adapter))

@@ -193,7 +193,8 @@ class Store:
         return [self.put_image(identity, kv.layout, image, retain) for image in images]
 
     def put_image(self, identity: Identity, layout: KVLayout, image: RowImage, retain: bool = False) -> Loading:
-        """Keep one row of a cache; blended KV under its recipe, so that nobody finds it as exact."""
+        """Keep one row of a cache: blended KV under its recipe, an adapter's as its own, and neither as exact KV."""
+        identity = replace(identity, adapter=image.maker)
         if image.origin != EXACT:
             identity = replace(identity, origin=image.origin)
         tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]

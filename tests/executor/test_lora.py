@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kvilt.config import RunConfig
 from kvilt.errors import AdapterUnknown, BlobError, InputError, ModelNotFound, ParamError, WeightError
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.kv.cache import KVCache
 from kvilt.sampling.params import SamplingParams
+from kvilt.store.store import Store
+from kvilt.store.tier import Budget
 
 KINDS = [  # name, rank, parts, dtype
     ("a", 4, ("self_attn.q_proj", "self_attn.v_proj"), torch.float32),
@@ -386,7 +390,7 @@ def test_an_activated_adapter_stands_behind_kv_of_the_base_model(executor: Execu
         executor.prefill([1, 7, 3, 8], kv, lora)
     with executor.create_kv_cache() as kv:
         executor.prefill(ids[:5], kv, plain)
-        with pytest.raises(InputError, match="base model"):
+        with pytest.raises(InputError, match="'base' is needed"):
             executor.step(ids[5:], kv, lora)
 
 
@@ -415,3 +419,17 @@ def test_metrics_count_adapters_rows_and_bytes(native: Executor, folders: dict[s
     assert (found["loaded"], found["active"], found["resident"]) == (1, 0, 1)
     assert found["rows"]["counted"] == 2
     assert found["bytes"] == native.adapters.find(lora).nbytes > 0
+
+
+def test_a_store_keeps_an_adapters_kv_apart(executor: Executor, folders: dict[str, Path]) -> None:
+    lora = executor.load_lora(folders["d"])
+    identity, ids = executor.pool.identity(), [1, 2, 3, 4]
+    with closing(Store(Budget(1 << 24))) as store, executor.create_kv_cache() as kv:
+        executor.prefill(ids, kv, lora)
+        store.put_cache(kv)
+        assert not store.open_row(identity, kv.layout, ids).hit()
+        own = replace(identity, adapter=kv.maker)
+        image = store.open_row(own, kv.layout, ids).image(kv.layout)
+        with KVCache.of_images(executor.pool, [image], 100) as again:
+            assert again.maker == kv.maker
+            assert torch.equal(executor.step([5], again, lora), executor.step([5], kv, lora))

@@ -124,7 +124,7 @@ class NativeOps:
         return out
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
-        return lora.prepare(product)
+        return lora.prepare(self._engine, product)
 
     def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
         return lora.NativeTable(outputs, inputs, slots)

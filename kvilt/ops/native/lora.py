@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from ...errors import Unsupported
 from ..lowrank import LowRank, LowRankTable, Picks
 
 _LANES = 16
@@ -40,8 +41,10 @@ class NativeTable:
         self._held[slot] = product
 
 
-def prepare(product: LowRank) -> LowRank:
+def prepare(engine: Any, product: LowRank) -> LowRank:
     """A product as the kernels read it: both halves [rank, padded]."""
+    if not hasattr(engine, "adapt"):
+        raise Unsupported("the installed native kernels are older than this kvilt; reinstall it to build them again")
     down, up = product.down, product.up.T
     if down.dtype != up.dtype or down.dtype not in _KINDS:
         down, up = down.to(torch.float32), up.to(torch.float32)
