@@ -99,6 +99,7 @@ inline float to_bytes(const float* x, int64_t count, int8_t* to) {
 
 // One head of one token in the pages' own numbers; returns the scale of bytes.
 inline float encode(Stored dtype, const float* x, int64_t count, void* to) {
+  if (!count) return 0;  // values may have no width, and then there is no address either
   switch (dtype) {
     case Stored::kFloat: std::memcpy(to, x, size_t(count) * 4); return 0;
     case Stored::kHalf: to_halves(x, count, static_cast<uint16_t*>(to)); return 0;

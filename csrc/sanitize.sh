@@ -20,5 +20,5 @@ spec = spec_from_file_location("_kvilt_native", sys.argv[1])
 sys.modules["_kvilt_native"] = module = module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.path.insert(0, ".")
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/ops", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "tests/ops", *sys.argv[2:]]))
 PYTHON
