@@ -1,4 +1,4 @@
-"""Two adapters that were trained on SmolLM2 (examples/train_lora.py), alone, together, and against peft."""
+"""Two adapters that were trained on SmolLM2 (bench/train_lora.py), alone, together, and against peft."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Train two tiny LoRA adapters on SmolLM2 with peft: one greets like a pirate, one like a letter. Needs the test extra.
 
-    python examples/train_lora.py tests/adapters
+    python bench/train_lora.py tests/adapters
 
 Takes a few minutes on two cores. What it writes is what tests/e2e/test_lora.py runs.
 """
