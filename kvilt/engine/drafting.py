@@ -74,16 +74,18 @@ class Drafting:
 
     def wish(self, tracks: Mapping[Sample, Track]) -> None:
         """Before a plan: how many drafts each sample that draws now would like."""
-        for sample, track in tracks.items():
-            sample.drafts = 0
-            if track.state is None or track.kv is None or sample.left != 1 or sample.held:
-                continue
-            if track.course is None:
+        ready = [track for sample, track in tracks.items() if sample.left == 1 and not sample.held]
+        draws = [track for track in ready if track.kv is not None and track.state is not None]
+        for track in tracks.values():
+            track.sample.drafts = 0
+        pays = self._cost.pays(len(draws))
+        for track in draws:
+            if track.course is None and track.state is not None:
                 track.course = self._begin(track, track.state)
             if (course := track.course) is not None:
                 course.draft = NO_DRAFT
                 course.pace.steps += 1
-                sample.drafts = course.pace.most(self._price, course.most)
+                track.sample.drafts = course.pace.most(self._price, course.most) if pays else 0
 
     def _begin(self, track: Track, state: SampleState) -> Course | None:
         """A sample's drafts; None if it wants none."""
@@ -119,9 +121,9 @@ class Drafting:
     def stepped(self, plan: StepPlan, tasks: Sequence[Task | None], results: Sequence[Result | None]) -> None:
         """What a step of decodes took; other steps say nothing about the price of a draft."""
         if all(work.count == 1 and work.draws and not work.forks for work in plan.work):
-            tokens = sum(1 + len(task.drafts) for task in tasks if task is not None)
+            there = [len(task.drafts) for task in tasks if task is not None]
             drawn = sum(len(result.tokens) for result in results if isinstance(result, Done))
-            self._cost.stepped(tokens, drawn, self._clock() - self._began_s)
+            self._cost.stepped(len(there), sum(there), drawn, self._clock() - self._began_s)
 
     def took(self, course: Course, accepted: int, metrics: Metrics) -> None:
         """The drafts of a course were computed, and so many of them accepted."""

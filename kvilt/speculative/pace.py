@@ -14,6 +14,54 @@ _FIRST_PRICE = 0.35
 _FORGET = 0.97  # a step's weight against the one after it
 _OUTLIER = 6.0  # a step this much slower than expected was interrupted, and says nothing
 _LONGEST_REST = 128  # steps between two probes of what did not pay
+# Steps with drafts against those without, of as many rows: how many of each say something, how often one without is
+# wanted, and for how long there are none with where they were slower.
+_ENOUGH_PLAIN, _ENOUGH_DRAFTED, _ROUND, _SHORT_TRIAL, _LONG_TRIAL = 3, 8, 64, 32, 256
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens in a second, of the latest steps of a kind."""
+
+    steps: int = 0
+    drawn: float = 0.0
+    spent_s: float = 0.0
+
+    def count(self, drawn: int, spent_s: float) -> None:
+        self.steps += 1
+        self.drawn = self.drawn * 0.9 + drawn
+        self.spent_s = self.spent_s * 0.9 + spent_s
+
+    @property
+    def value(self) -> float:
+        return self.drawn / self.spent_s if self.spent_s else 0.0
+
+
+@dataclass(slots=True)
+class Trial:
+    """Steps of one number of rows, with and without drafts. What is true of one more draft need not be of the first."""
+
+    plain: Rate = field(default_factory=Rate)
+    drafted: Rate = field(default_factory=Rate)
+    turn: int = 0
+    wake: int = 0
+    rest: int = _SHORT_TRIAL
+
+    def pays(self) -> bool:
+        """Whether the next step may have drafts."""
+        self.turn += 1
+        known = self.plain.steps >= _ENOUGH_PLAIN and self.turn % _ROUND > 1
+        return known and self.turn >= self.wake
+
+    def count(self, drafts: int, drawn: int, spent_s: float) -> None:
+        """A step, which may have shown that drafts make steps of this kind slower."""
+        (self.drafted if drafts else self.plain).count(drawn, spent_s)
+        if drafts and self.drafted.steps >= _ENOUGH_DRAFTED:
+            if self.drafted.value < self.plain.value:
+                self.wake, self.rest = self.turn + self.rest, min(_LONG_TRIAL, 2 * self.rest)
+                self.drafted = Rate()
+            else:
+                self.rest = _SHORT_TRIAL
 
 
 class Cost:
@@ -23,6 +71,8 @@ class Cost:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # of steps, their tokens and seconds
         self._drawn = self._spent_s = 0.0
         self._drafts = self._drafting_s = 0.0
+        self._trials: dict[int, Trial] = {}
+        self._took_s = 0.0  # by the drafter, for the next step
 
     @property
     def price(self) -> float:
@@ -32,8 +82,17 @@ class Cost:
         own_s = self._drafting_s / self._drafts if self._drafts else 0.0
         return (self._slope_s() + own_s) * self._drawn / self._spent_s
 
-    def stepped(self, tokens: int, drawn: int, step_s: float) -> None:
-        """A step of decodes alone computed `tokens` tokens, of which `drawn` came out."""
+    def pays(self, rows: int) -> bool:
+        """Whether a step of so many rows may have drafts: those that had were no slower."""
+        return self._trial(rows).pays()
+
+    def _trial(self, rows: int) -> Trial:
+        return self._trials.setdefault(rows if rows <= 16 else rows & -4, Trial())
+
+    def stepped(self, rows: int, drafts: int, drawn: int, step_s: float) -> None:
+        """A step of decodes alone computed a token of each row and some drafts; `drawn` came out."""
+        tokens = rows + drafts
+        took_s, self._took_s = self._took_s, 0.0
         if self._weight > 4 and step_s > _OUTLIER * (self._y / self._weight) * max(1.0, tokens / self._mean_x()):
             return
         for name, value in (("_weight", 1.0), ("_x", tokens), ("_y", step_s)):
@@ -41,14 +100,15 @@ class Cost:
         self._xx = self._xx * _FORGET + tokens * tokens
         self._xy = self._xy * _FORGET + tokens * step_s
         self._drawn = self._drawn * _FORGET + drawn
-        self._spent_s = self._spent_s * _FORGET + step_s
+        self._spent_s = self._spent_s * _FORGET + step_s + took_s
+        self._trial(rows).count(drafts, drawn, step_s + took_s)
 
     def drafted(self, drafts: int, took_s: float) -> None:
         """A drafter took so long for so many tokens."""
         if drafts:
             self._drafts = self._drafts * _FORGET + drafts
             self._drafting_s = self._drafting_s * _FORGET + took_s
-        self._spent_s += took_s
+        self._took_s = took_s
 
     def _mean_x(self) -> float:
         return self._x / self._weight

@@ -17,6 +17,9 @@ class Free(Cost):
     def price(self) -> float:
         return 0.0
 
+    def pays(self, rows: int) -> bool:
+        return True
+
 
 class Oracle:
     """Knows what each prompt's first sample goes on with, and lies about some of it."""

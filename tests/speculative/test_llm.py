@@ -55,6 +55,7 @@ def drafted(request: pytest.FixtureRequest, plain: LLM, smollm2_path: Path) -> I
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as may be is drafted, however long a step takes here."""
     monkeypatch.setattr(Cost, "price", property(lambda _: 0.0))
+    monkeypatch.setattr(Cost, "pays", lambda *_: True)
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -71,7 +71,7 @@ def test_the_price_is_the_slope_in_tokens_of_the_same_time() -> None:
     cost = Cost()
     for step in range(200):
         tokens = 1 if step % 2 else 9
-        cost.stepped(tokens, tokens, 0.010 + 0.002 * (tokens - 1))
+        cost.stepped(1, tokens - 1, tokens, 0.010 + 0.002 * (tokens - 1))
     # 10 tokens in 36 ms: a token more, at 2 ms, costs as much as 0.55 of them
     assert 0.45 < cost.price < 0.65
 
@@ -80,16 +80,16 @@ def test_a_wide_step_that_computes_rather_than_reads_makes_drafts_dear() -> None
     cost, dice = Cost(), random.Random(0)
     for _ in range(200):
         rows = dice.randrange(20, 40)
-        cost.stepped(rows, rows, 0.001 + 0.002 * rows)
+        cost.stepped(rows, 0, rows, 0.001 + 0.002 * rows)
     assert cost.price > 0.9
 
 
 def test_an_interrupted_step_says_nothing() -> None:
     cost = Cost()
     for step in range(100):
-        cost.stepped(1 + step % 3, 1, 0.01 * (1 + 0.2 * (step % 3)))
+        cost.stepped(1, step % 3, 1, 0.01 * (1 + 0.2 * (step % 3)))
     before = cost.price
-    cost.stepped(2, 1, 90.0)
+    cost.stepped(1, 1, 1, 90.0)
     assert cost.price == before
 
 
@@ -97,6 +97,28 @@ def test_what_a_drafter_takes_is_part_of_the_price() -> None:
     slow, quick = Cost(), Cost()
     for cost, took_s in ((slow, 0.004), (quick, 0.0)):
         for step in range(100):
-            cost.stepped(1 + 3 * (step % 2), 1, 0.01 + 0.003 * (step % 2))
             cost.drafted(3 * (step % 2), 3 * took_s * (step % 2))
+            cost.stepped(1, 3 * (step % 2), 1, 0.01 + 0.003 * (step % 2))
     assert slow.price > 1.5 * quick.price
+
+
+def days(cost: Cost, rows: int, steps: int, plain_s: float, drafted_s: float, drawn: int) -> int:
+    """Steps that may have drafts, which then take `drafted_s` and draw so many tokens; how many of them had."""
+    had = 0
+    for _ in range(steps):
+        pays = cost.pays(rows)
+        had += pays
+        cost.stepped(rows, 4 * rows * pays, drawn if pays else rows, drafted_s if pays else plain_s)
+    return had
+
+
+def test_drafts_that_make_steps_slower_end_whatever_their_price() -> None:
+    """A step with drafts may cost more from its first draft on, which no price of one more draft tells."""
+    cost = Cost()
+    assert days(cost, 8, 2000, plain_s=0.1, drafted_s=0.4, drawn=24) < 100
+    assert days(cost, 1, 2000, plain_s=0.1, drafted_s=0.15, drawn=3) > 1900  # another number of rows is another matter
+    assert days(cost, 8, 1000, plain_s=0.1, drafted_s=0.15, drawn=24) > 600  # and so is another day
+
+
+def test_now_and_then_a_step_without_drafts_is_measured() -> None:
+    assert 1900 < days(Cost(), 2, 2000, 0.1, 0.1, 4) < 1970
