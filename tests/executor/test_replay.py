@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +174,17 @@ def test_a_second_recording_of_about_the_same_size_takes_no_memory_of_its_own(na
         assert torch.equal(decode(rows), whole[:rows])
     assert recorder._buffers._held_bytes == before  # type: ignore[attr-defined]
     assert torch.equal(decode(32), whole)
+
+
+def test_recording_a_step_does_not_load_a_compiler(tmp_path: Path) -> None:
+    """It takes a second, in the middle of the first answer of every process."""
+    program = (
+        "import sys; from pathlib import Path; from kvilt.config import RunConfig\n"
+        "from kvilt.executor.load import load_executor\n"
+        "executor = load_executor(Path(sys.argv[1]), RunConfig(kv_memory=1 << 22, backend='native', threads=1))\n"
+        "with executor.create_kv_cache() as kv: [executor.step([token], kv) for token in (1, 2, 3)]\n"
+        "assert executor._replay._steps, 'nothing was recorded'\n"
+        "executor.close(); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(write_tiny(tmp_path))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -32,6 +32,11 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = buffers
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch imports its compiler, for a second, when the first step is recorded. Nothing here is compiled.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A new tensor is fine if it looks at a buffer that stays; any other would be gone before the replay.
         stays = func.name() == "aten::lift_fresh" and self._buffers.holds(args[0])
