@@ -19,6 +19,7 @@ from kvilt.executor.load import load_executor
 from kvilt.sampling.params import SamplingParams
 
 CONTEXT = 512
+PAGES = 40  # of the executor that most files share
 
 
 def load_small(folder: Path, pages: int, window: int | None = None, backend: str = "auto") -> Executor:

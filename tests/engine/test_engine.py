@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small import CONTEXT, Ask, Ear, asks, finish, load_small, start, together
+from small import CONTEXT, PAGES, Ask, Ear, asks, finish, start, together
 
 from kvilt import Inputs
 from kvilt.batch import Batch, Logits
@@ -35,26 +34,9 @@ from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.sampling.params import SamplingParams
 
-PAGES = 40
 LONG = Ask(tuple(i * 7 % 61 for i in range(90)), SamplingParams(max_tokens=12))
 
-
-@pytest.fixture(scope="module", params=["full", "window"])
-def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    window = 40 if request.param == "window" else None
-    return load_small(tmp_path_factory.mktemp("small"), PAGES, window, "native")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(executor: Executor) -> Iterator[None]:
-    executor.prefixes.clear()
-    yield
-    assert executor.pool.usage().used == 0
-
-
-@pytest.fixture
-def engine(executor: Executor) -> Engine:
-    return Engine(executor, EngineConfig(step_tokens=32, max_rows=8))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def computed(executor: Executor) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from small import Ask, Ear, asks, finish, load_small, start
+from small import PAGES, Ask, Ear, asks, finish, start
 
 from kvilt import Inputs
 from kvilt.batch import Batch, Ids, Logits, Row, Score
@@ -21,28 +21,11 @@ from kvilt.executor.executor import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.sampler import TokenLogprobs, token_logprobs
 
-PAGES = 40
 TEXT = tuple(i * 7 % 61 for i in range(90))
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3)
 BOTH = SamplingParams(max_tokens=12, prompt_logprobs=3)
 
-
-@pytest.fixture(scope="module", params=["full", "window"])
-def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    window = 40 if request.param == "window" else None
-    return load_small(tmp_path_factory.mktemp("small"), PAGES, window, "native")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(executor: Executor) -> Iterator[None]:
-    executor.prefixes.clear()
-    yield
-    assert executor.pool.usage().used == 0
-
-
-@pytest.fixture
-def engine(executor: Executor) -> Engine:
-    return Engine(executor, EngineConfig(step_tokens=32, max_rows=8))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def scored(ear: Ear) -> dict[int, TokenLogprobs]:

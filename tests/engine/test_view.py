@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
-from small import Ask, asks, finish, load_small, start
+from small import PAGES, Ask, asks, finish, start
 
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.executor.executor import Executor
 from kvilt.sampling.params import SamplingParams
 
-PAGES = 40
 LONG = Ask(tuple(i * 7 % 61 for i in range(90)), SamplingParams(max_tokens=12))
 
-
-@pytest.fixture(scope="module", params=["full", "window"])
-def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    return load_small(tmp_path_factory.mktemp("small"), PAGES, 40 if request.param == "window" else None, "native")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(executor: Executor) -> Iterator[None]:
-    executor.prefixes.clear()
-    yield
-    assert executor.pool.usage().used == 0
-
-
-@pytest.fixture
-def engine(executor: Executor) -> Engine:
-    return Engine(executor, EngineConfig(step_tokens=32, max_rows=8))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_a_request_is_seen_from_its_arrival_to_its_end(executor: Executor, engine: Engine) -> None:
