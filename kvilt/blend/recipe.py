@@ -39,10 +39,13 @@ class Recipe:
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
     load_floor: float | None = None  # the ratio follows loading times, but not below this; None: it does not follow
+    gate: bool = True  # a quality gate, where there is one, may compare the answer and raise the ratio
 
     def __post_init__(self) -> None:
         _share("ratio", self.ratio)
         _share("min_gain", self.min_gain)
+        if not isinstance(self.gate, bool):
+            raise ParamError("gate", f"must be true or false, not {self.gate!r}")
         if self.load_floor is not None:
             _share("load_floor", self.load_floor)
         for name in ("check_layer", "first_tokens"):

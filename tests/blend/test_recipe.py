@@ -41,6 +41,7 @@ def test_mixes() -> None:
         {"gradual": [2.0], "strategy": "head"},
         {"min_gain": 2},
         {"load_floor": -1},
+        {"gate": 1},
         {"budget": 3},
     ],
     ids=str,
