@@ -6,7 +6,6 @@ needed, so a handle is slow at worst. Every method may be called from any thread
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -15,7 +14,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..batch import Adapted, Adapter
@@ -27,7 +26,7 @@ from ..kv.cache import KVCache, read_file
 from ..kv.codec import describe, pack, unpack
 from ..kv.file import write_whole
 from ..kv.identity import Identity
-from ..kv.row import BASE, made_by, maker_parts
+from ..kv.row import BASE, EXACT, made_by, maker_parts
 from ..metrics import Metrics
 from .counters import HANDLES
 from .request import new_id
@@ -126,12 +125,13 @@ class Handles:
         """A handle from a file that `save` wrote for the same tenant and model.
 
         KV made with other numerics is dropped, and computed again from its tokens when it is next needed. Whose KV it
-        is, the handle remembers: requests on another adapter, or on the base model, are refused it.
+        is, the handle remembers: requests on another adapter, or on the base model, are refused it. KV that was blended
+        is marked as such, so that nobody takes it for exact.
         """
         pool, capacity = self._executor.pool, self._room()
         data = read_file(pool, path, capacity)
-        maker = describe(data).identity.adapter
-        identity = self._identity(tenant, maker)
+        said = describe(data).identity
+        maker, identity = said.adapter, self._identity(tenant, said.adapter, said.origin)
         try:
             images, same = unpack(data, pool.layout, identity, capacity), True
         except BlobError as error:
@@ -140,7 +140,7 @@ class Handles:
             images, same = unpack(data, pool.layout, identity, capacity, accept_numerics=True), False
         if len(images) != 1 or images[0].embeds or max(images[0].ids, default=0) >= pool.token_limit:
             raise BlobError("rows", "a handle is one row of this model's tokens")
-        kv = KVCache.of_images(pool, images, capacity) if same else None
+        kv = KVCache.of_images(pool, [replace(images[0], origin=said.origin)], capacity) if same else None
         return self._add(tenant, images[0].ids, kv, ttl_s, maker)
 
     # Asking.
@@ -216,7 +216,7 @@ class Handles:
                 raise InputError("the KV of this handle is not here; compute it first")
             kv = found.kv.fork()
         with kv:
-            identity = self._identity(tenant, kv.maker)
+            identity = self._identity(tenant, kv.maker, kv.origin)
             with kv.pool.lock:
                 images = [row.image() for row in kv.rows()]
             data = pack(images, kv.layout, identity)
@@ -321,10 +321,10 @@ class Handles:
             maker=one.maker,
         )
 
-    def _identity(self, tenant: str, maker: str) -> Identity:
-        """Whose KV this is; a tenant's name may be a secret, so a file has its hash."""
+    def _identity(self, tenant: str, maker: str, origin: str = EXACT) -> Identity:
+        """Whose KV this is, and how it was made; a tenant's name may be a secret, so a file has its hash."""
         salt = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest() if tenant else ""
-        return dataclasses.replace(self._executor.pool.identity(), salt=salt, adapter=maker)
+        return replace(self._executor.pool.identity(), salt=salt, adapter=maker, origin=origin)
 
     def _room(self) -> int:
         with self._executor.create_kv_cache() as empty:
