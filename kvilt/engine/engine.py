@@ -329,7 +329,8 @@ class Engine:
         if tokens > track.read:
             track.read = tokens
             if track.job.request.progress:
-                self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0))
+                blended = track.blending.report() if track.blending is not None and track.blending.done else None
+                self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0, blended))
 
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:

@@ -55,6 +55,7 @@ class Progress:
     index: int
     tokens: int  # of the prompt, whose KV is there
     cached: int  # of these, not computed
+    blended: Report | None = None  # where the rest came from, once a blended prompt is there
 
 
 @dataclass(frozen=True, slots=True)

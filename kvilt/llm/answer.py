@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from ..blend.blender import Report
 from ..engine.event import Drafts, Ended, Event, Scored, Token
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
@@ -187,21 +188,24 @@ class Answer:
             text=sample.text,
             token_ids=sample.token_ids,
             finish_reason=reason,
-            usage=_drafted(_usage(self._asked.prompt_tokens, len(sample.token_ids), sample.ended), sample.ended.drafts),
+            usage=self._usage(sample, sample.ended),
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=kv,
             prompt_logprobs=self.prompt_logprobs,
         )
 
+    def _usage(self, sample: Text, ended: Ended) -> Usage:
+        prompt, drawn = self._asked.prompt_tokens, len(sample.token_ids)
+        return _drafted(prompt_usage(prompt, drawn, ended.cached, ended.computed, ended.blended), ended.drafts)
 
-def _usage(prompt: int, completion: int, ended: Ended) -> Usage:
+
+def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found: Report | None) -> Usage:
     """Tokens by where their KV came from; those of the prompt add up, whatever happened to it."""
-    found = ended.blended
-    if found is None or ended.cached + ended.computed < prompt:  # not blended, or ended before that was done
-        return Usage(prompt, completion, ended.computed, prefix_hit=ended.cached)
-    computed = ended.computed - found.reused - found.recomputed
-    return Usage(prompt, completion, computed, ended.cached, found.reused, found.recomputed, found.recipe)
+    if found is None or cached + computed < prompt:  # not blended, or ended before that was done
+        return Usage(prompt, completion, computed, prefix_hit=cached)
+    computed -= found.reused + found.recomputed
+    return Usage(prompt, completion, computed, cached, found.reused, found.recomputed, found.recipe)
 
 
 def _drafted(usage: Usage, drafts: Drafts) -> Usage:

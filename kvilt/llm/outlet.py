@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..blend.blender import Report
 from ..engine.driver import Driver
 from ..engine.event import Ended, Event, Progress, Token
 from ..engine.track import Job
 from ..sampling.sampler import TokenLogprobs
-from .answer import Answer
-from .completion import FinishReason
+from .answer import Answer, prompt_usage
+from .completion import FinishReason, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,12 @@ class Reading:
     tokens: int  # whose KV is there, computed or found
     cached: int  # of these, found
     prompt_tokens: int  # all there are
+    blended: Report | None = None  # where the rest came from, if it was blended
+
+    @property
+    def usage(self) -> Usage:
+        """What the prompt took so far."""
+        return prompt_usage(self.prompt_tokens, 0, self.cached, self.tokens - self.cached, self.blended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class Outlet:
         """The engine's side."""
         enough = self.answer.hear(event)
         if isinstance(event, Progress):
-            reading = Reading(event.tokens, event.cached, self.answer.prompt_tokens)
+            reading = Reading(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
             self._reading.append(Delta(event.index, "", reading=reading))
         elif self._unread is not None and isinstance(event, Token | Ended):
             self._queue.append(self._delta(event))

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ParamError
 from ..llm import Reading
 from ..sampling.params import SamplingParams
+from .documents import blend_terms
 from .gate import Caller
 from .schema.chat import AssistantMessage, ChatMessage, Content, MadeCall
 from .schema.fields import (
@@ -101,6 +102,7 @@ def terms_of(asked: Sampling, caller: Caller, name: str, lora: str | None = None
         "tenant": caller.salted(asked.cache_salt).tenant,
         "kv": asked.kv,
         "keep_kv": bool(asked.kv_out),
+        **blend_terms(asked),
     }
 
 

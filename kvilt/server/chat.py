@@ -12,6 +12,7 @@ from ..llm import AsyncStream, Delta, Reading
 from ..sampling.params import SamplingParams
 from .ask import grammar_of, messages_of, progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, chat_logprobs, running_usage, usage_of
+from .documents import check_documents
 from .gate import Caller
 from .keep import keep
 from .refusal import Refused, refusal_of
@@ -70,6 +71,7 @@ def _check(service: Service, asked: ChatRequest) -> None:
     ):
         if there > most:
             raise Refused(400, f"{field}: {there} were sent and {most} are allowed", param=field, code="too_many")
+    check_documents(config, asked)
     both = asked.max_tokens is not None and asked.max_completion_tokens is not None
     if both and asked.max_tokens != asked.max_completion_tokens:
         raise ParamError("max_completion_tokens", "is another name for max_tokens; give one of them")

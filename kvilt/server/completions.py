@@ -12,6 +12,7 @@ from ..llm import AsyncStream, Completion, Delta, Reading
 from ..sampling.params import SamplingParams
 from .ask import progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, running_usage, usage_of
+from .documents import check_documents
 from .gate import Caller
 from .keep import keep
 from .merge import merged
@@ -47,14 +48,18 @@ async def ready(service: Service, asked: CompletionRequest, caller: Caller) -> P
     prompts = _listed(asked)
     _check(service, asked, len(prompts))
     ids, texts = await asyncio.to_thread(_read, service, asked, prompts)
-    scored = bool(asked.echo) and (asked.logprobs is not None or asked.max_tokens == 0)
     params = sampling_of(
         asked,
         max_tokens=DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
         logprobs=asked.logprobs,
-        prompt_logprobs=(asked.logprobs or 0) if scored else None,
+        prompt_logprobs=(asked.logprobs or 0) if _scores(asked) else None,
     )
     return Prompts(asked, caller, new_name("cmpl"), ids, texts, params, lora)
+
+
+def _scores(asked: CompletionRequest) -> bool:
+    """Whether log-probabilities of the prompt are wanted."""
+    return bool(asked.echo) and (asked.logprobs is not None or asked.max_tokens == 0)
 
 
 def _listed(asked: CompletionRequest) -> list[str | list[int]]:
@@ -72,6 +77,9 @@ def _check(service: Service, asked: CompletionRequest, prompts: int) -> None:
         raise Refused(
             400, f"prompt: {samples} answers were asked for and {most} are allowed", param="prompt", code="too_many"
         )
+    check_documents(service.config, asked)
+    if asked.documents and _scores(asked):
+        raise ParamError("echo", "cannot score a prompt behind documents, which are not computed as a whole")
     if asked.kv_out and prompts > 1:
         raise ParamError("kv_out", "keeps the KV of one prompt; send the prompts one by one")
     if asked.max_tokens == 0 and not asked.echo:
@@ -85,7 +93,8 @@ def _read(
 ) -> tuple[list[list[int]], list[str]]:
     """Ids and texts of prompts; may take a while."""
     llm = service.llm
-    ids = [llm.prompt_ids(prompt, begins=asked.kv is None) for prompt in prompts]
+    begins = asked.kv is None and not asked.documents  # behind documents a prompt does not begin the text
+    ids = [llm.prompt_ids(prompt, begins=begins) for prompt in prompts]
     if not asked.echo:
         return ids, [""] * len(ids)
     shown = [given if isinstance(given, str) else llm.tokenizer.decode(given) for given in prompts]

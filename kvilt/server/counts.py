@@ -38,7 +38,7 @@ def usage(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
             "blended_tokens": own["blended_reused"],
         },
         "completion_tokens_details": _drafts(()),
-        "kvilt": {**own, "recipe": "exact"},
+        "kvilt": {**own, "recipe": " | ".join(dict.fromkeys(one.recipe for one in prompts if one.recipe)) or "exact"},
     }
 
 
@@ -50,7 +50,7 @@ def _drafts(samples: Sequence[Usage]) -> dict[str, int]:
 
 def running_usage(read: Sequence[Reading], generated: int) -> dict[str, Any]:
     """The counts while a stream runs."""
-    return usage([Usage(one.prompt_tokens, 0, one.tokens - one.cached, one.cached) for one in read], generated)
+    return usage([one.usage for one in read], generated)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -39,12 +39,13 @@ class ServeConfig:
     max_prompts: int = 1024  # in one request
     max_messages: int = 2048
     max_tools: int = 128
+    max_documents: int = 1024
     max_saved: int = 64  # files of one key
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
-        for name in ("max_body_bytes", "max_connections", "max_prompts", "max_messages", "max_tools", "max_saved"):
-            _whole(name, getattr(self, name), 1, None)
+        for name in ("body_bytes", "connections", "prompts", "messages", "tools", "documents", "saved"):
+            _whole(f"max_{name}", getattr(self, f"max_{name}"), 1, None)
         for name in ("header", "body", "write", "idle"):
             _seconds(f"{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
         _seconds("keep_alive_s", self.keep_alive_s)

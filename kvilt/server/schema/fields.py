@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
 from ...sampling.params import (
@@ -128,6 +128,55 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(None, description="The counts so far in every chunk.")
 
 
+class Document(Strict):
+    """A text that stands in the prompt; a title is its first line."""
+
+    text: Annotated[str, Field(min_length=1)] | None = None
+    content: Annotated[str, Field(min_length=1)] | None = Field(None, description="Another name for text.")
+    title: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.text is None) == (self.content is None):
+            raise ValueError("a document has a text, or a content; give one of them")
+        return self
+
+
+def _kind(value: object) -> str:
+    return "text" if isinstance(value, str) else "document"
+
+
+# The server's own limit is lower; this one ends the checking of a flood.
+Documents = Annotated[
+    list[
+        Annotated[
+            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[Document, Tag("document")],
+            Discriminator(_kind),
+        ]
+    ],
+    Field(max_length=10_000, fail_fast=True),
+]
+Share = Annotated[float, Field(ge=0, le=1)]
+Layer = Annotated[int, Field(ge=0, lt=2**16)]
+
+
+class Blend(Strict):
+    """How documents are blended: the fields of a recipe, each of which has a default."""
+
+    ratio: Share | None = Field(None, description="Of the documents' tokens, the share that is computed again.")
+    strategy: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Which tokens: query, head, deviation, or a mix such as head:0.2+query:0.8."
+    )
+    first_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    check_layer: Layer | None = None
+    gradual: Annotated[list[Annotated[float, Field(ge=1, le=1000)]], Field(max_length=256, fail_fast=True)] | None = (
+        None
+    )
+    mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
+    min_gain: Share | None = None
+    load_floor: Share | None = None
+
+
 class Sampling(Strict):
     """How tokens are drawn, and when to stop."""
 
@@ -175,6 +224,10 @@ class Sampling(Strict):
     cache_salt: Salt | None = None
     kv: HandleId | None = Field(None, description="The KV handle that the prompt stands behind.")
     kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
+    documents: Documents | None = Field(
+        None, description="Stand in the prompt; their KV is reused wherever they stand."
+    )
+    blend: Blend | None = None
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted without effect.")
     metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
         None, description="Accepted without effect."

@@ -1,0 +1,266 @@
+"""Documents over HTTP: the answers of the library, what they cost, whose they are, and what is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from lora_files import write_lora
+from running import QUESTION, Running
+
+from kvilt import LLM
+from kvilt.blend.recipe import Recipe
+from kvilt.executor.executor import Executor
+from kvilt.server.schema.fields import Blend
+from kvilt.text.tokenizer import Tokenizer
+
+Start = Callable[..., Any]
+ONE = "The Eiffel Tower is 330 metres tall. It stands in Paris and was finished in 1889. " * 3
+TWO = "Mount Everest is 8849 metres high. It was first climbed in 1953 by two people. " * 3
+SHORT = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+DOCUMENTS = {"documents": [ONE, TWO], "blend": {"ratio": 0.2, "min_gain": 0}}
+LOOSE = Recipe(0.2, min_gain=0.0)
+KEYS = ("sk-alice-0123", "sk-bob-45678")
+COUNTS = ("computed", "prefix_hit", "blended_reused", "blended_recomputed")
+
+
+@pytest.fixture(scope="module")
+def llm(executor: Executor, tokenizer: Tokenizer) -> LLM:
+    return LLM(executor, tokenizer)
+
+
+@pytest.fixture
+def http(server: Running) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+def code(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+def own(usage: Any) -> dict[str, Any]:
+    """The extension of a usage, whose counts must add up."""
+    assert usage is not None
+    found: dict[str, Any] = usage.model_extra["kvilt"]
+    assert sum(found[name] for name in COUNTS) == usage.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens == found["prefix_hit"] + found["blended_reused"]
+    assert usage.prompt_tokens_details.model_extra["blended_tokens"] == found["blended_reused"]
+    return found
+
+
+def test_a_conversation_with_documents(server: Running, llm: LLM) -> None:
+    expected = llm.chat(QUESTION, documents=[ONE, TWO], recipe=LOOSE, max_tokens=6, temperature=0)
+    for _ in range(2):  # computed, then found
+        done = server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=DOCUMENTS)
+        assert done.choices[0].message.content == expected.text
+        used = own(done.usage)
+        assert used["recipe"] == LOOSE.name
+        assert used["blended_reused"] == expected.usage.blended_reused > 0
+        assert used["blended_recomputed"] == expected.usage.blended_recomputed > 0
+
+
+def test_a_stream_says_the_same_and_counts_in_its_last_chunk(server: Running, llm: LLM) -> None:
+    expected = llm.chat(QUESTION, documents=[TWO, ONE], recipe=LOOSE, max_tokens=6, temperature=0)
+    options = {"include_usage": True}
+    chunks = list(
+        server.openai().chat.completions.create(
+            **SHORT,
+            messages=QUESTION,
+            stream=True,
+            stream_options=options,  # type: ignore[arg-type]
+            extra_body={**DOCUMENTS, "documents": [TWO, ONE]},
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
+    assert own(chunks[-1].usage)["blended_reused"] == expected.usage.blended_reused
+
+
+def test_counts_while_a_stream_runs_are_those_at_its_end(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        server.openai().completions.create(
+            **SHORT,
+            prompt="So",
+            stream=True,
+            stream_options=options,  # type: ignore[arg-type]
+            extra_body=DOCUMENTS,
+        )
+    )
+    running, last = [chunk.usage for chunk in chunks if chunk.choices], chunks[-1].usage
+    assert len(running) > 1
+    assert {str(own(one)) for one in running} == {str(own(last))}
+    assert own(last)["blended_reused"] > 0
+
+
+def test_prompts_behind_documents(server: Running, llm: LLM) -> None:
+    prompts = ["The tower is", " So"]
+    expected = llm.generate(prompts, documents=[ONE], recipe=LOOSE, max_tokens=6, temperature=0, n=2)
+    extra = {**DOCUMENTS, "documents": [ONE]}
+    done = server.openai().completions.create(**SHORT, prompt=prompts, n=2, extra_body=extra)
+    samples = [sample for one in expected for sample in (one, *one.alternatives)]
+    assert [choice.text for choice in done.choices] == [sample.text for sample in samples]
+    assert own(done.usage)["blended_reused"] == sum(one.usage.blended_reused for one in expected)
+    ids = llm.tokenizer.encode("The tower is", add_special=False)
+    again = server.openai().completions.create(**SHORT, prompt=ids, echo=True, extra_body=extra)
+    assert again.choices[0].text == "The tower is" + expected[0].text
+
+
+def test_every_way_to_write_a_document(server: Running) -> None:
+    def text(*documents: Any) -> tuple[str, int]:
+        extra = {**DOCUMENTS, "documents": list(documents)}
+        done = server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=extra)
+        assert done.usage is not None
+        return done.choices[0].message.content or "", done.usage.prompt_tokens
+
+    assert text(ONE, TWO) == text({"text": ONE}, {"content": TWO})
+    assert text(f"Towers\n{ONE}", TWO) == text({"title": "Towers", "text": ONE}, TWO)
+
+
+def test_no_documents_are_none(server: Running) -> None:
+    done = server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body={"documents": []})
+    assert own(done.usage)["recipe"] == "exact"
+
+
+def test_small_gain_is_a_plain_prompt(server: Running) -> None:
+    done = server.openai().completions.create(**SHORT, prompt="a b c d " * 30, extra_body={"documents": ["Yes. "]})
+    used = own(done.usage)
+    assert used["recipe"] == "exact"
+    assert used["blended_reused"] == used["blended_recomputed"] == 0
+
+
+def test_tools_and_formats_go_on_working(server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    done = server.openai().chat.completions.create(
+        **{**SHORT, "max_tokens": 60},
+        messages=QUESTION,  # type: ignore[arg-type]
+        tools=[tool],  # type: ignore[list-item]
+        tool_choice="required",
+        parallel_tool_calls=False,
+        extra_body=DOCUMENTS,
+    )
+    calls = done.choices[0].message.tool_calls
+    assert calls is not None
+    assert calls[0].function.name == "look"  # type: ignore[union-attr]
+    assert own(done.usage)["blended_reused"] > 0
+    chosen = server.openai().chat.completions.create(
+        **SHORT,
+        messages=QUESTION,  # type: ignore[arg-type]
+        extra_body={**DOCUMENTS, "response_format": {"type": "choice", "choice": ["Paris", "Rome"]}},
+    )
+    assert chosen.choices[0].message.content in ("Paris", "Rome")
+
+
+def test_keys_do_not_find_each_others_documents(start: Start) -> None:
+    with start(api_keys=KEYS) as server:
+        looked: list[float] = []
+        for key, salt in ((KEYS[0], None), (KEYS[0], None), (KEYS[1], None), (KEYS[0], "x"), (KEYS[0], "x")):
+            extra = {**DOCUMENTS, **({"cache_salt": salt} if salt else {})}
+            server.openai(key).chat.completions.create(**SHORT, messages=QUESTION, extra_body=extra)
+            hits = server.llm.documents.chunks._store.metrics.snapshot()["kvilt_store_hits_total"]["series"]
+            looked.append(sum(point["value"] for point in hits))
+    found = [b - a for a, b in zip([0.0, *looked], looked, strict=False)]
+    assert found == [0, 2, 0, 0, 2]
+
+
+def test_an_adapter_reads_documents_its_own_way(
+    start: Start, executor: Executor, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    write_lora(tmp_path / "french")
+    lora = executor.load_lora(tmp_path / "french", "french")
+    try:
+        expected = LLM(executor, tokenizer).chat(
+            QUESTION, documents=[ONE, TWO], recipe=LOOSE, lora="french", max_tokens=6, temperature=0
+        )
+        with start() as server:
+            asked = {**SHORT, "model": "french"}
+            done = server.openai().chat.completions.create(**asked, messages=QUESTION, extra_body=DOCUMENTS)
+            assert done.choices[0].message.content == expected.text
+            assert own(done.usage)["blended_reused"] == expected.usage.blended_reused > 0
+    finally:
+        executor.unload_lora(lora)
+
+
+def test_a_blended_answer_can_be_continued(server: Running, http: httpx.Client, llm: LLM) -> None:
+    done = server.openai().completions.create(**SHORT, prompt="So", extra_body={**DOCUMENTS, "kv_out": True})
+    kept = (done.choices[0].model_extra or {})["kv"]
+    more = {**SHORT, "prompt": " And", "kv": kept["id"]}
+    answer = http.post("/v1/completions", json=more).json()
+    assert answer["usage"]["kvilt"]["prefix_hit"] == kept["tokens"]
+    assert code(http.post("/v1/completions", json={**more, **DOCUMENTS})) == (400, "invalid_value", "kv")
+    assert http.delete(f"/v1/kv/{kept['id']}").status_code == 200
+
+
+def test_a_blended_answer_is_never_taken_for_exact(start: Start, executor: Executor, tmp_path: Path) -> None:
+    """Neither its handle nor what was saved of it and restored lends its pages to other prompts."""
+    with start(kv_dir=tmp_path) as server, server.http() as http:
+        executor.prefixes.clear()
+        asked = {**SHORT, "prompt": "So", **DOCUMENTS, "kv_out": True}
+        kept = http.post("/v1/completions", json=asked).json()["choices"][0]["kv"]
+        assert http.post(f"/v1/kv/{kept['id']}/save", json={"name": "mixed"}).status_code == 200
+        back = http.post("/v1/kv/restore", json={"name": "mixed"}).json()
+        tokens = server.llm.kv.tokens(kept["id"])
+        for handle in (kept["id"], back["id"]):
+            loan = server.llm._handles.lend("", handle)
+            assert loan.kv is not None
+            with loan.kv as kv:
+                assert kv.origin == LOOSE.name
+            more = {**SHORT, "prompt": " And" * 64, "kv": handle}
+            used = http.post("/v1/completions", json=more).json()["usage"]["kvilt"]
+            assert used["prefix_hit"] == kept["tokens"]
+            plain = http.post("/v1/completions", json={**SHORT, "prompt": [*tokens, 5]}).json()["usage"]["kvilt"]
+            assert plain["prefix_hit"] == 0
+            executor.prefixes.clear()
+            http.delete(f"/v1/kv/{handle}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why", "param"),
+    [
+        ({"documents": "text"}, "invalid_value", "documents"),
+        ({"documents": [7]}, "invalid_value", "documents.0.document"),
+        ({"documents": [""]}, "invalid_value", "documents.0.text"),
+        ({"documents": [{}]}, "invalid_value", "documents.0.document"),
+        ({"documents": [{"text": "a", "content": "b"}]}, "invalid_value", "documents.0.document"),
+        ({"documents": [{"text": "a", "source": "b"}]}, "unknown_field", "documents.0.document.source"),
+        ({"documents": ["a"], "blend": {"speed": 1}}, "unknown_field", "blend.speed"),
+        ({"documents": ["a"], "blend": {"ratio": 2}}, "invalid_value", "blend.ratio"),
+        ({"documents": ["a"], "blend": {"strategy": "best"}}, "invalid_value", "blend.strategy"),
+        ({"documents": ["a"], "blend": {"gradual": [2.0], "strategy": "head"}}, "invalid_value", "blend.gradual"),
+        ({"blend": {"ratio": 0.5}}, "invalid_value", "blend"),
+        ({"documents": ["a"], "kv": "0" * 32}, "invalid_value", "kv"),
+        ({"documents": ["a"] * 1025}, "too_many", "documents"),
+    ],
+)
+def test_refusals_name_the_field(http: httpx.Client, fields: dict[str, Any], why: str, param: str) -> None:
+    for route, question in (("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "So"})):
+        assert code(http.post(f"/v1/{route}", json={**SHORT, **question, **fields})) == (400, why, param)
+
+
+def test_what_does_not_fit_or_cannot_be(server: Running, http: httpx.Client) -> None:
+    long = {**SHORT, "messages": QUESTION, "documents": [ONE * 30]}
+    assert code(http.post("/v1/chat/completions", json=long))[:2] == (400, "context_length_exceeded")
+    scored = {**SHORT, "prompt": "So", "echo": True, "logprobs": 1, "documents": [ONE]}
+    assert code(http.post("/v1/completions", json=scored)) == (400, "invalid_value", "echo")
+    layer = {**DOCUMENTS["blend"], "strategy": "deviation", "check_layer": 99}
+    body = {**SHORT, "messages": QUESTION, "documents": [ONE], "blend": layer}
+    assert code(http.post("/v1/chat/completions", json=body))[:2] == (400, "invalid_value")
+    alone = [{"role": "system", "content": "Be brief."}]
+    with pytest.raises(openai.BadRequestError, match="last user"):
+        server.openai().chat.completions.create(**SHORT, messages=alone, extra_body=DOCUMENTS)
+
+
+def test_a_body_of_documents_is_limited_like_any_other(start: Start) -> None:
+    with start(max_body_bytes=2000) as server, server.http() as http:
+        refused = http.post("/v1/chat/completions", json={**SHORT, "messages": QUESTION, "documents": ["a" * 3000]})
+        assert refused.status_code == 413
+
+
+def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
+    assert set(Blend.model_fields) <= {field.name for field in dataclasses.fields(Recipe)}
