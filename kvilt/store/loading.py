@@ -65,6 +65,9 @@ class Loading:
         self._reader: Reader | None = None
         self._header: Header | None = None
         self._codec = terms.codec  # the record's own: exact ones may differ from the store's
+        self._asked_s: float | None = None  # since when somebody wants layers that are not here
+        self._heard_s = self._began_s  # when something of it came
+        self._watchers: list[tuple[int, Callable[[], None]]] = []
         if started:
             self._next_lane()
 
@@ -99,26 +102,46 @@ class Loading:
         with self._change:
             return next((i for i, one in enumerate(self._layers) if one is None), len(self._layers))
 
+    def settled(self, layers: int = 0) -> bool:
+        """Whether so many layers are here, or will not be; with 0, whether the record is there. Never waits.
+
+        Time runs as for somebody who waits: whoever asks after it is up has waited long enough.
+        """
+        with self._change:
+            if self._settled(layers):
+                return True
+            if self._left_s() > 0:
+                return False
+        self._give_up()
+        return True
+
+    def patience_s(self, layers: int = 0) -> float:
+        """Seconds after which `settled` is true if nothing more comes; 0 where it is so already."""
+        with self._change:
+            return 0.0 if self._settled(layers) else max(0.0, self._left_s())
+
+    def settle(self, layers: int = 0) -> None:
+        """Wait until that is so, and not long."""
+        while not self.settled(layers):
+            with self._change:
+                self._change.wait_for(lambda: self._settled(layers), max(0.0, self._left_s()))
+
+    def watch(self, told: Callable[[], None], layers: int = 0) -> None:
+        """Call this, from whatever thread, each time that more is here, so many layers at least, or it is a miss."""
+        with self._change:
+            self._watchers.append((layers, told))
+
     def hit(self) -> bool:
         """Whether the record is there, as far as its header and tokens tell; waits for that, and not long."""
-        with self._change:
-            left_s = self._terms.lookup_s - (time.monotonic() - self._began_s)
-            known = self._change.wait_for(lambda: self._firsts is not None or self._reason, max(0.0, left_s))
-        if not known:
-            self._give_up()
+        self.settle()
         return not self._reason
 
     def layer(self, index: int) -> LayerKV:
         """One layer, once it is there; StoreMiss where it will not be."""
         if not 0 <= index < len(self._layers):
             raise InputError(f"layer {index} does not exist; this record has layers 0 to {len(self._layers) - 1}")
-        if self._layers[index] is None and self.hit():
-            with self._change:
-                done = self._change.wait_for(
-                    lambda: self._layers[index] is not None or self._reason, self._terms.layer_s
-                )
-            if not done:
-                self._give_up()
+        if self._layers[index] is None:
+            self.settle(index + 1)
         found = self._layers[index]
         if found is None:
             raise StoreMiss(self._reason)
@@ -160,6 +183,25 @@ class Loading:
         assert self._firsts is not None
         tokens = self.address.tokens - self._firsts[index]
         return self._terms.codec.decode(data, self.address.form[index], tokens)
+
+    def _settled(self, layers: int) -> bool:
+        here = self._firsts is not None and all(one is not None for one in self._layers[:layers])
+        return here or bool(self._reason)
+
+    def _left_s(self) -> float:
+        """How much longer anybody waits; once the record is there, from the first question or the latest layer on."""
+        now_s = time.monotonic()
+        if self._firsts is None:
+            return self._terms.lookup_s - (now_s - self._began_s)
+        self._asked_s = now_s if self._asked_s is None else self._asked_s
+        return self._terms.layer_s - (now_s - max(self._asked_s, self._heard_s))
+
+    def _tell(self) -> None:
+        """Whoever watches hears of a change; outside of the lock, since they may ask."""
+        ready = self.layers_ready
+        for layers, told in tuple(self._watchers):
+            if ready >= layers or self._reason:
+                told()
 
     # Moving on; the rest runs in a lane's threads.
 
@@ -214,8 +256,9 @@ class Loading:
             self._header, self._firsts = header, header.firsts
             if not self._tier:
                 terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier=lane.name)
-            self._tier = lane.name
+            self._tier, self._heard_s = lane.name, time.monotonic()
             self._change.notify_all()
+        self._tell()
         return True
 
     def _load(self) -> bool:
@@ -227,8 +270,9 @@ class Loading:
             self._finish((*(one for one in self._layers if one is not None), kept))
         with self._change:
             self._layers[self._next] = kept
-            self._next += 1
+            self._next, self._heard_s = self._next + 1, time.monotonic()
             self._change.notify_all()
+        self._tell()
         return True
 
     def _refused(self, lane: Lane, error: BlobError | StoreError) -> None:
@@ -263,6 +307,7 @@ class Loading:
         if reason != "cancelled":
             self._terms.metrics.add(MISSES, reason=reason)
             self._terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier="none")
+        self._tell()
         return True
 
     def _close_reader(self) -> None:

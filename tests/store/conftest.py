@@ -1,21 +1,16 @@
-"""Small KV for records, what a store counted, and the machines that a store must survive."""
+"""Small KV for records, and what a store counted."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import socket
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stores import Proxy, Server, until
 
 from kvilt.kv.identity import Identity
 from kvilt.store.address import Form
@@ -107,91 +102,6 @@ def kit() -> Kit:
     return Kit()
 
 
-class Server:
-    """A real Redis on a loopback port, without files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = _free_port()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        with (self.folder / "redis.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, "--dir", str(self.folder)], stdout=log, stderr=log)
-        until(lambda: _answers(self.port))
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.kill(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-
-class Proxy:
-    """Stands before a server and does to its answers what `bend` says; None cuts the connection."""
-
-    def __init__(self, port: int, bend: Callable[[bytes], bytes | None]) -> None:
-        self.bend = bend
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._open: list[socket.socket] = [self._listener]
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def close(self) -> None:
-        for one in self._open:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        for thread in self._threads:
-            thread.join()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                return
-            self._open += [client, server]
-            for source, target, bend in ((client, server, lambda data: data), (server, client, self._bent)):
-                self._threads.append(threading.Thread(target=_pump, args=(source, target, bend), daemon=True))
-                self._threads[-1].start()
-
-    def _bent(self, data: bytes) -> bytes | None:
-        return self.bend(data)
-
-
-def _pump(source: socket.socket, target: socket.socket, bend: Callable[[bytes], bytes | None]) -> None:
-    try:
-        while (data := source.recv(1 << 16)) and (bent := bend(data)) is not None:
-            target.sendall(bent)
-    except OSError:
-        pass
-    for one in (source, target):
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that other threads or processes do."""
-    end_s = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < end_s, "this takes too long to be only slow"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="session")
 def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if shutil.which("redis-server") is None:
@@ -231,18 +141,3 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
-
-
-def _answers(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as one:
-            one.sendall(b"PING\r\n")
-            return one.recv(64).startswith(b"+PONG")
-    except OSError:
-        return False

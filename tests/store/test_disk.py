@@ -70,7 +70,7 @@ def test_only_the_owner_may_read(kit: Any, tmp_path: Path) -> None:
 _DIE = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, str(Path({here!r}).parent)]
 from conftest import Kit
 from kvilt.store.address import Kind
 from kvilt.store.files import Files
@@ -422,7 +422,7 @@ def test_two_stores_share_a_folder(kit: Any, tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, str(Path({here!r}).parent)]
 from conftest import Kit
 from kvilt.store.tier import Budget
 

@@ -4,102 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stores import Shelfware
 
 from kvilt.errors import InputError, ParamError, StoreError, StoreMiss
 from kvilt.store.address import Kind, LayerForm
 from kvilt.store.breaker import Breaker
 from kvilt.store.layer import LayerKV
-from kvilt.store.record import Facts
 from kvilt.store.store import Limits
-from kvilt.store.tier import Budget, Reader, Usage
+from kvilt.store.tier import Budget
 
 HASTY = Limits(lookup_s=0.05, layer_s=0.05, close_s=5)
 HOUR = Limits(lookup_s=120, layer_s=120, close_s=120, cooldown_s=3600)
-
-
-class Shelfware:
-    """A tier in a dict, with gates to hold it up, failures to order, and a list of what it was asked."""
-
-    name = "fake"
-
-    def __init__(self, name: str = "fake") -> None:
-        self.name = name
-        self.records: dict[bytes, bytes] = {}
-        self.facts: dict[bytes, Facts] = {}
-        self.error: StoreError | None = None
-        self.reads = threading.Event()
-        self.writes = threading.Event()
-        self.reads.set()
-        self.writes.set()
-        self.log: list[Any] = []
-        self.fail_at: int | None = None  # an offset past which reads fail
-        self.probes = 0
-
-    def open(self, key: bytes) -> Reader | None:
-        self._check(self.reads, "open")
-        return Page(self, key) if key in self.records else None
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self._check(self.reads, "has")
-        return [key in self.records for key in keys]
-
-    def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
-        self._check(self.writes, "put")
-        self.records[key], self.facts[key] = b"".join(record), facts
-        return 0
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._check(self.writes, ("touch", *keys))
-
-    def discard(self, key: bytes) -> None:
-        self._check(self.writes, ("discard", key))
-        self.records.pop(key, None)
-
-    def every_key(self) -> Iterator[bytes]:
-        self._check(self.reads, "keys")
-        yield from list(self.records)
-
-    def usage(self) -> Usage:
-        return Usage(len(self.records), sum(map(len, self.records.values())))
-
-    def probe(self) -> None:
-        self.probes += 1
-        if self.error is not None:
-            raise self.error
-
-    def close(self) -> None:
-        self.log.append("close")
-
-    def _check(self, gate: threading.Event, what: Any) -> None:
-        self.log.append(what)
-        gate.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class Page:
-    def __init__(self, tier: Shelfware, key: bytes) -> None:
-        self._tier, self._data = tier, tier.records[key]
-        self.nbytes = len(self._data)
-
-    def read(self, offset: int, size: int) -> bytes:
-        self._tier.log.append(("read", id(self._data), offset))
-        self._tier.reads.wait()
-        if self._tier.fail_at is not None and offset and offset + size > self._tier.fail_at:
-            raise StoreError("io", "ordered")
-        return self._data[offset : offset + size]
-
-    def abort(self) -> None:
-        self._tier.log.append("abort")
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -209,6 +129,34 @@ def test_nobody_waits_longer_than_the_deadline(kit: Any, fake: Shelfware) -> Non
         assert found.reason == "deadline"
         assert store.reach([found.address]) == 0
         assert kit.count(store, "misses_total", reason="deadline") == 1
+        fake.reads.set()
+
+
+def test_whoever_does_not_wait_hears_of_what_comes_and_of_the_end_of_patience(kit: Any, fake: Shelfware) -> None:
+    with kit.store(fake) as store:
+        kit.put(store)
+        fake.reads.clear()
+        found, heard, whole = kit.open(store), threading.Event(), threading.Event()
+        found.watch(heard.set)
+        found.watch(whole.set, 3)
+        assert not found.settled()
+        assert 0 < found.patience_s() <= kit.patient.lookup_s
+        assert not heard.is_set()
+        fake.reads.set()
+        assert heard.wait(300)
+        assert found.settled()
+        assert whole.wait(300)
+        assert found.settled(3)
+        assert found.patience_s(3) == 0
+        assert kit.served(found)
+    with kit.store(fake, limits=HASTY) as store:
+        fake.reads.clear()
+        late = store.open(found.address)
+        late.watch(heard.set, 3)
+        heard.clear()
+        kit.until(lambda: late.settled(3))  # nobody waited, and it ends all the same
+        assert late.reason == "deadline"
+        assert heard.is_set()
         fake.reads.set()
 
 
