@@ -118,7 +118,7 @@ class LLM(Model):
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
         if len(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._blend(made, chosen, kv, keep_kv, Chosen(lora, lora_scale))
+            blended = self._answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
         done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv, Chosen(lora, lora_scale))
@@ -131,14 +131,19 @@ class LLM(Model):
         *,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
     ) -> Stream:
         """`generate` for one prompt, piece by piece."""
-        chosen = SamplingParams.of(params, **fields)
+        chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
+        if len(documents):
+            pieces = self.documents.before(prompt, documents, recipe or Recipe())
+            return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
-        return self._stream(ids, chosen, kv, reused, keep_kv, Chosen(lora, lora_scale))
+        return self._stream(partial(self._prepare, ids, chosen, kv, reused, keep_kv, own), chosen)
 
     def chat(
         self,
@@ -161,7 +166,7 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         if len(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._blend([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale))[0]
+            return self._answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
         ids = self.chat_ids(messages, tools)
         return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, Chosen(lora, lora_scale))[0]
 
@@ -173,14 +178,20 @@ class LLM(Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         kv: KVCache | None = None,
         keep_kv: bool = False,
+        documents: Sequence[Prompt] = (),
+        recipe: Recipe | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
     ) -> Stream:
         """`chat`, piece by piece."""
-        chosen = SamplingParams.of(params, **fields)
+        chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
+        if len(documents):
+            pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
+            return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)
-        return self._stream(ids, chosen, kv, _reused(ids, chosen, kv), keep_kv, Chosen(lora, lora_scale))
+        prepare = partial(self._prepare, ids, chosen, kv, _reused(ids, chosen, kv), keep_kv, own)
+        return self._stream(prepare, chosen)
 
     def blend(
         self,
@@ -204,7 +215,7 @@ class LLM(Model):
         made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
         chosen = SamplingParams.of(params, **fields)
         pieces = self.documents.parts(parts, made)
-        return self._blend([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale))[0]
+        return self._answers(self._blending([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale)))[0]
 
     def prefill(self, prompt: Prompt, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
@@ -252,14 +263,14 @@ class LLM(Model):
         lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
 
-    def _blend(
+    def _blending(
         self, prompts: Sequence[Pieces], params: SamplingParams, kv: KVCache | None, keep_kv: bool, lora: Chosen
-    ) -> list[Completion]:
-        """Prompts with documents, all at once."""
+    ) -> list[Callable[[], Question]]:
+        """How questions about prompts with documents are made."""
         if kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
-        return self._answers([partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts])
+        return [partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts]
 
     def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool, lora: Chosen) -> Question:
         own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.quilt.ids), **pieces.fields}
@@ -289,12 +300,10 @@ class LLM(Model):
             self._drive(questions, lambda: all(question.answer.over for question in questions))
             return [question.answer.completion() for question in questions]
 
-    def _stream(
-        self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool, lora: Chosen
-    ) -> Stream:
+    def _stream(self, prepare: Callable[[], Question], params: SamplingParams) -> Stream:
         if params.n > 1:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
-        question = self._prepare(ids, params, kv, reused, keep_kv, lora)
+        question = prepare()
         results: list[Completion] = []
 
         def result() -> Completion:

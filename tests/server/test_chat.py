@@ -409,7 +409,6 @@ def test_parts_roles_and_names(server: Running, llm: LLM) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"kv": "../../etc/passwd"}, "kv"),
-        ({"documents": []}, "documents"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
     ],

@@ -74,7 +74,7 @@ def test_a_stream_says_the_same_and_counts_in_its_last_chunk(server: Running, ll
             **SHORT,
             messages=QUESTION,
             stream=True,
-            stream_options=options,  # type: ignore[arg-type]
+            stream_options=options,
             extra_body={**DOCUMENTS, "documents": [TWO, ONE]},
         )
     )
@@ -89,7 +89,7 @@ def test_counts_while_a_stream_runs_are_those_at_its_end(server: Running) -> Non
             **SHORT,
             prompt="So",
             stream=True,
-            stream_options=options,  # type: ignore[arg-type]
+            stream_options=options,
             extra_body=DOCUMENTS,
         )
     )
@@ -139,19 +139,19 @@ def test_tools_and_formats_go_on_working(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     done = server.openai().chat.completions.create(
         **{**SHORT, "max_tokens": 60},
-        messages=QUESTION,  # type: ignore[arg-type]
-        tools=[tool],  # type: ignore[list-item]
+        messages=QUESTION,
+        tools=[tool],
         tool_choice="required",
         parallel_tool_calls=False,
         extra_body=DOCUMENTS,
     )
     calls = done.choices[0].message.tool_calls
     assert calls is not None
-    assert calls[0].function.name == "look"  # type: ignore[union-attr]
+    assert calls[0].function.name == "look"
     assert own(done.usage)["blended_reused"] > 0
     chosen = server.openai().chat.completions.create(
         **SHORT,
-        messages=QUESTION,  # type: ignore[arg-type]
+        messages=QUESTION,
         extra_body={**DOCUMENTS, "response_format": {"type": "choice", "choice": ["Paris", "Rome"]}},
     )
     assert chosen.choices[0].message.content in ("Paris", "Rome")
