@@ -69,6 +69,34 @@ class EngineConfig:
                 raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """How often blended prompts are compared with whole prefills, and what follows from it."""
+
+    every: int = 50  # one in so many blended requests of a recipe is compared; 0: none, and nothing follows
+    act: bool = True  # raise the ratio of a recipe that is too far off, and beyond that compute prompts as a whole
+    max_kl: float = 0.1  # mean KL of the first token, in nats, above which it is
+    trusted: float = 0.7  # the share of that below which a lower ratio is taken up again
+    step: float = 1.5  # the ratio is raised by this factor
+    ceiling: float = 0.5  # and not beyond this
+    least: int = 8  # comparisons before anything follows; twice as many before a ratio is taken up again
+    patience: int = 500  # steps of others that a comparison waits for; then it is dropped
+    path: Path | None = None  # a file that keeps what was learnt; None: beside the documents, where they have a disk
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("least", 2), ("patience", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ParamError(name, f"must be a whole number and at least {least}, not {value!r}")
+        if not 0 < self.max_kl < math.inf:
+            raise ParamError("max_kl", f"must be a finite number above 0, not {self.max_kl!r}")
+        if not 1 < self.step < math.inf:
+            raise ParamError("step", f"must be a finite number above 1, not {self.step!r}")
+        for name in ("trusted", "ceiling"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ParamError(name, f"must be above 0 and at most 1, not {getattr(self, name)!r}")
+
+
 def parse_bytes(text: str, name: str = "kv_memory") -> int:
     """A number of bytes from `512M`, `2GiB`, `1.5g` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ..batch import Last, Nothing
 from ..errors import PoolExhausted
 from .forward import Task
+from .gating import overheard
 from .plan import Detour, Work
 from .track import Track
 
@@ -47,11 +48,11 @@ def blend_task(track: Track, work: Work) -> Task:
     """The next row of a blending; its last one is drawn from like any other."""
     assert track.blending is not None
     row, drawing = track.blending.next(work.count), []
-    if not work.draws and isinstance(row.want, Last):  # what comes next is known, or nobody wants it
+    if not work.draws and track.watch is None and isinstance(row.want, Last):  # what comes next is known, or unwanted
         row = replace(row, want=Nothing())
     if track.state is not None and work.draws:
         drawing = [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))]
-    return Task(row, drawing, work.sample.prompt, hears=track.blending.took)
+    return Task(row, drawing, work.sample.prompt, hears=overheard(track, track.blending.took))
 
 
 def blend_twin(track: Track, parent: Track) -> None:

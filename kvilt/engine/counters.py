@@ -11,6 +11,7 @@ from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .drafting import DRAFT_METRICS
 from .event import Reason
+from .gating import GATE_METRICS
 from .scheduler import Scheduler
 from .track import Job, Track
 
@@ -51,6 +52,7 @@ ENGINE_METRICS = (
     HANDLES,
     KV_BYTES,
     *DRAFT_METRICS,
+    *GATE_METRICS,
 )
 
 

@@ -13,7 +13,10 @@ from functools import partial
 from itertools import zip_longest
 
 from ..batch import Ids, Last, Nothing, Row, Want
+from ..blend.blender import Report
+from ..blend.certificate import Certificate
 from ..blend.chunk import Chunks
+from ..blend.gate import Gate
 from ..config import EngineConfig
 from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
 from ..executor.executor import Executor
@@ -24,6 +27,7 @@ from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
 from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
+from .gating import Gating, overheard
 from .handles import HandleInfo
 from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
@@ -46,6 +50,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
         chunks: Chunks | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """`chunks` are where documents of prompts are found; without them such requests are refused."""
         config = config or EngineConfig()
@@ -60,6 +65,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
         limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
+        self._gating = Gating(gate, executor, self.metrics, self._tracks) if gate is not None else None
         self._books = Books(executor, self._tracks, _no_relief)
         self._scheduler = Scheduler(limits, self._books)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
@@ -100,19 +106,23 @@ class Engine:
 
         What is lent belongs to the engine from here on, also if this raises.
         """
+        gating = self._gating
         try:
-            return make_job(self._executor, request, listener, lent, self.chunks)
+            job = make_job(self._executor, request, listener, lent, self.chunks, gating.gate if gating else None)
         except BaseException:
             if lent is not None:
                 lent.kv.close()
             raise
+        if gating is not None:
+            gating.watch(job)
+        return job
 
     def add(self, job: Job, held: bool = False) -> None:
         """Let a request in at the next step; if `held`, it waits until somebody resumes it."""
         job.first.sample.held = held
         job.arrived_s = self._clock()
         self._arriving[job] = None
-        self._inbox.append(partial(self._enter, job))
+        self._inbox.append(partial(self.enter, job))
 
     def abort(self, which: Job | str) -> None:
         """End a request before the next step, unless it has ended already; a job also if it was never added."""
@@ -133,12 +143,17 @@ class Engine:
     def view(self, tenant: str, handles: Sequence[HandleInfo] = ()) -> EngineView:
         """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
         tracks = [*self._tracks.values(), *[job.first for job in list(self._arriving)]]
-        return look(self._executor, tracks, tenant, handles)
+        return look(self._executor, [one for one in tracks if not one.job.request.background], tenant, handles)
+
+    def certificates(self) -> list[Certificate]:
+        """What a quality gate has learnt of blending, if there is one."""
+        return self._gating.gate.certificates() if self._gating is not None else []
 
     @property
     def requests(self) -> int:
         """Requests in progress, those not yet let in included."""
-        return len(self._jobs) + len(self._arriving)
+        own = self._gating.jobs if self._gating is not None else 0
+        return len(self._jobs) + len(self._arriving) - own
 
     @property
     def waiting(self) -> int:
@@ -160,18 +175,21 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        return self.asked or self._scheduler.ready
+        return self.asked or self._scheduler.ready or (self._gating is not None and self._gating.wants)
 
     def fail_all(self, error: BaseException) -> None:
         """End everything."""
         self.attend()
+        if self._gating is not None:
+            self._gating.close(self)
         for job in list(self._jobs.values()):
             for track in list(job.live):
                 self._end(track, "error", error)
 
     # Coming.
 
-    def _enter(self, job: Job) -> None:
+    def enter(self, job: Job) -> None:
+        """Let a request in, now."""
         self._arriving.pop(job, None)
         if job.request.id in self._jobs:
             error = InputError(f"a request {job.request.id!r} is in progress; give each its own id")
@@ -195,6 +213,8 @@ class Engine:
         try:
             self.attend()
             while True:
+                if self._gating is not None:
+                    self._gating.attend(self)
                 self._blends.begin(self._give_back, self._fail)
                 if self._drafting is not None:
                     self._drafting.wish(self._tracks)
@@ -225,7 +245,8 @@ class Engine:
     def _preempt(self, track: Track) -> None:
         if track.blending is not None:
             track.blending.close()
-        self._counters.preempted(track)
+        if not track.job.request.background:
+            self._counters.preempted(track)
         if track.kv is not None:
             track.kv.close()
         track.kv = None
@@ -247,7 +268,8 @@ class Engine:
             self._blends.expect(track)
         if track.cached is None:
             track.cached = min(found, new.sample.prompt)
-            self._counters.began(track)
+            if not track.job.request.background:
+                self._counters.began(track)
 
     def _starve(self, track: Track) -> None:
         needed = self._executor.layout.pages_for(track.sample.known) - self._executor.layout.pages_for(
@@ -272,8 +294,9 @@ class Engine:
         ids, places = [*track.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
         row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)), adapter=track.job.request.adapter)
         if track.state is None or not work.draws:
-            return Task(row, (), stop)
-        return Task(row, [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))], stop, drafts)
+            return Task(row, (), stop, hears=overheard(track))
+        drawing = [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))]
+        return Task(row, drawing, stop, drafts, overheard(track))
 
     def _reserve(self, track: Track, work: Work, drafts: int) -> bool:
         """Room for a row; what another thread took meanwhile, the row and its drafts wait for."""
@@ -309,8 +332,9 @@ class Engine:
                     return tokens
                 accepted = tokens[:-1] if work.drafts else ()
                 stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
-                if track.trail is not None and work.start // size < stop // size:
-                    filled = partial(self._executor.prefixes.insert, trail=track.trail)
+                leaves = None if track.job.request.background else track.trail
+                if leaves is not None and work.start // size < stop // size:
+                    filled = partial(self._executor.prefixes.insert, trail=leaves)
                 track.kv.commit([[*track.ids[work.start : stop], *accepted]], filled=filled)
                 if track.course is not None and self._drafting is not None:
                     self._drafting.took(track.course, len(accepted), self.metrics)
@@ -393,6 +417,10 @@ class Engine:
 
     # Going.
 
+    def leave(self, job: Job) -> None:
+        """End a request, now."""
+        self._abort(job)
+
     def _abort(self, which: Job | str) -> None:
         job = self._jobs.get(which) if isinstance(which, str) else which
         for track in list(job.live) if job is not None else ():
@@ -414,7 +442,7 @@ class Engine:
         job.live.remove(track)
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
-        blended = track.blending.report() if track.blending is not None and track.sample.index == 0 else None
+        blended = _report(track) if track.sample.index == 0 else None
         if track.blending is not None:
             track.blending.close()
         kv = self._handed_over(track) if job.request.keep_kv and reason != "error" else None
@@ -455,13 +483,25 @@ class Engine:
         job.let_go()
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
-        self._counters.ended(job, last, reason, error)
+        if not job.request.background:
+            self._counters.ended(job, last, reason, error)
+
+
+def _report(track: Track) -> Report | None:
+    """Where the KV of a prompt with documents came from."""
+    if track.blending is not None:
+        return track.blending.report()
+    if track.job.verdict is None or track.job.verdict.recipe is not None:
+        return None
+    return Report(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
 
 
 def _want(track: Track, work: Work, drafts: int = 0) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
         return Last(1 + drafts)
+    if track.watch is not None and work.start + work.count == work.sample.prompt:
+        return Last()
     if track.scoring is None:
         return Nothing()
     return track.scoring.want(track.ids, work.start, work.start + work.count) or Nothing()

@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..batch import Batch, Logits, Row, Scores
+from ..batch import Batch, Last, Logits, Row, Scores
 from ..errors import Cancelled, KviltError, NumericsError
 from ..executor.executor import Executor
 from ..sampling.accept import Run, accept
@@ -63,7 +64,10 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     draw = _verify if any(task.drafts for task in tasks) else _draw
-    drawn = dict(zip(drawing, draw(executor, [tasks[i] for i in drawing], logits.values), strict=True))
+    values = logits.values
+    if any(isinstance(task.row.want, Last) and not task.drawing for task in tasks):  # somebody only looks at them
+        values = torch.cat([values[:0], *(logits.of_row(i) for i in drawing)])
+    drawn = dict(zip(drawing, draw(executor, [tasks[i] for i in drawing], values), strict=True))
     results = [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
     return [_heard(task, logits, i, result) for i, (task, result) in enumerate(zip(tasks, results, strict=True))]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..batch import Adapted
 from ..blend.blender import Blending
 from ..blend.chunk import Chunks
+from ..blend.gate import Gate, Verdict
 from ..blend.recipe import Quilt
 from ..errors import InputError, ParamError, TruncateError
 from ..executor.executor import Executor
@@ -31,14 +32,19 @@ class Lent:
 
 
 def make_job(
-    executor: Executor, request: Request, listener: Listener, lent: Lent | None, chunks: Chunks | None = None
+    executor: Executor,
+    request: Request,
+    listener: Listener,
+    lent: Lent | None = None,
+    chunks: Chunks | None = None,
+    gate: Gate | None = None,
 ) -> Job:
     """A checked job; closes what was lent only if it has no use for it."""
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
     hold = executor.adapters.hold(request.adapter)
     try:
-        job = _job(executor, request, listener, lent, chunks)
+        job = _job(executor, request, listener, lent, chunks, gate)
     except BaseException:
         if hold is not None:
             hold.release()
@@ -47,7 +53,14 @@ def make_job(
     return job
 
 
-def _job(executor: Executor, request: Request, listener: Listener, lent: Lent | None, chunks: Chunks | None) -> Job:
+def _job(
+    executor: Executor,
+    request: Request,
+    listener: Listener,
+    lent: Lent | None,
+    chunks: Chunks | None,
+    gate: Gate | None,
+) -> Job:
     scoring = _scoring(request, lent)
     capacity, reused, history = _room(executor, request, lent)
     state = None
@@ -56,7 +69,11 @@ def _job(executor: Executor, request: Request, listener: Listener, lent: Lent | 
     if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
-    blending = _blending(executor, request, lent, chunks)
+    verdict = _verdict(executor, request, lent, chunks, gate)
+    blending = None
+    if verdict is not None and verdict.recipe is not None and chunks is not None:
+        quilt = Quilt(tuple(request.prompt), request.documents)
+        blending = Blending(executor, chunks, quilt, verdict.recipe, request.tenant, request.adapter)
     trail = None
     if request.reuse and (lent is None or lent.exact):
         trail = _trail(executor, request)
@@ -69,7 +86,7 @@ def _job(executor: Executor, request: Request, listener: Listener, lent: Lent | 
     if blending is not None:
         first.blending = blending
         first.sample.detour = Detour(blending.quilt.exact, len(request.prompt), blending.scratch_tokens)
-    job = Job(request, listener, first, base, capacity, unborn=request.samples - 1)
+    job = Job(request, listener, first, base, capacity, unborn=request.samples - 1, verdict=verdict)
     first.job = job
     return job
 
@@ -81,8 +98,10 @@ def _trail(executor: Executor, request: Request) -> Trail:
     return Trail(scope, begins, executor.layout.page_tokens)
 
 
-def _blending(executor: Executor, request: Request, lent: Lent | None, chunks: Chunks | None) -> Blending | None:
-    """What blends the documents of a prompt, where that is worth it; they are looked up from here on."""
+def _verdict(
+    executor: Executor, request: Request, lent: Lent | None, chunks: Chunks | None, gate: Gate | None
+) -> Verdict | None:
+    """How the documents of a prompt are blended; None where there are none, or where that is not worth it."""
     if not request.documents:
         return None
     if chunks is None:
@@ -91,10 +110,18 @@ def _blending(executor: Executor, request: Request, lent: Lent | None, chunks: C
         raise InputError("documents stand in a prompt of their own; leave out the cache to continue")
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
-    quilt = Quilt(tuple(request.prompt), request.documents)
-    if not quilt.worth(request.recipe, len(executor.spec.layers)):
+    quilt, layers = Quilt(tuple(request.prompt), request.documents), len(executor.spec.layers)
+    if not quilt.worth(request.recipe, layers):
         return None
-    return Blending(executor, chunks, quilt, request.recipe, request.tenant, request.adapter)
+    if gate is None:
+        return Verdict(request.recipe)
+    draws = request.params is not None and request.params.max_tokens != 0
+    return gate.judge(
+        request.recipe,
+        executor.adapters.identity(request.adapter),
+        lambda recipe: quilt.worth(recipe, layers),
+        draws,
+    )
 
 
 def _scoring(request: Request, lent: Lent | None) -> Scoring | None:
@@ -144,7 +171,7 @@ def _sample(request: Request, state: SampleState | None, trail: Trail | None, ca
         limit=limit,
         priority=request.priority,
         width=request.samples,
-        keys=trail.keys if trail is not None else (),
+        keys=trail.keys if trail is not None and not request.background else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
         # The last token's logits are drawn from, so it has a row of its own.

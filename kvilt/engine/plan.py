@@ -35,6 +35,7 @@ class Sample:
     keys: Sequence[bytes] = ()  # for each whole page of its tokens, what the prefix index knows it by
     end_ids: frozenset[int] = frozenset()
     draws: bool = True  # False: only the KV of the prompt is wanted
+    stride: int = 0  # tokens of it in one step at the most; 0: as many as there are
     scored: int = 0  # of its first tokens, those with log-probabilities: computed by itself, in rows of their own
     known: int = 0  # tokens there are, prompt and drawn
     computed: int = 0  # of them, those whose KV is there

@@ -375,6 +375,7 @@ def _rank(sample: Sample) -> tuple[int, int, int]:
 
 def _share(sample: Sample, tokens: int) -> int:
     """How many of a step's tokens a sample can use."""
+    tokens = min(sample.stride or tokens, tokens)
     if sample.detour is not None and sample.blends:
         return min(sample.detour.left, tokens)
     count = min(sample.left, tokens)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from ..blend.blender import Blending
+from ..blend.gate import Verdict
 from ..executor.executor import Executor
 from ..executor.lora import Hold
 from ..kv.cache import KVCache
@@ -34,6 +37,7 @@ class Job:
     live: list[Track] = field(default_factory=list)
     arrived_s: float = 0.0
     hold: Hold | None = None  # on its adapter
+    verdict: Verdict | None = None  # of a quality gate on its recipe
 
     def let_go(self) -> None:
         """Give back what it was lent; twice is fine."""
@@ -58,6 +62,7 @@ class Track:
     read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
     course: Course | None = None  # its drafts, once it wants some
+    watch: Callable[[Tensor], None] | None = None  # hears the logits [vocab] behind the prompt's last token, once
     job: Job = field(init=False)
 
 

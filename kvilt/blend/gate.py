@@ -1,0 +1,230 @@
+"""The quality gate: what recipes are really blended with, from comparisons with whole prefills.
+
+Decides and remembers; refuses to know how prompts are run, so whoever compares tells it what came of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..config import GateConfig
+from .certificate import RECENT, Certificate, CertificateFile, Compared, mean
+from .recipe import Recipe
+
+_log = logging.getLogger(__name__)
+_MOST_RECIPES = 64  # that are remembered: a client may ask for as many as it likes
+_LEAST_RATIO = 0.05  # a ratio of 0 has to be raised from somewhere
+Key = tuple[str, str, str]  # model, adapter, the recipe's name as it is asked for
+
+
+def compare(whole: Tensor, blended: Tensor) -> Compared | None:
+    """Two rows of logits [vocab] for the same place; None where they are no numbers."""
+    ours, theirs = (torch.log_softmax(row.detach().cpu().double(), 0) for row in (whole, blended))
+    kl = float(torch.where(ours > -torch.inf, ours.exp() * (ours - theirs), 0.0).sum())
+    if not 0 <= abs(kl) < float("inf"):
+        return None
+    return Compared(max(0.0, kl), int(whole.argmax()) == int(blended.argmax()))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A recipe that is to be compared with a whole prefill, for one that is asked for."""
+
+    key: Key
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a request."""
+
+    recipe: Recipe | None  # it is blended with this; None: it is computed as a whole
+    trial: Trial | None = None  # and this is compared
+
+
+def ladder(recipe: Recipe, config: GateConfig) -> list[Recipe]:
+    """A recipe, and the same with higher and higher ratios up to the ceiling."""
+    made = [recipe]
+    while (ratio := made[-1].ratio) < config.ceiling:
+        higher = min(config.ceiling, max(_LEAST_RATIO, ratio) * config.step)
+        floor = None if recipe.load_floor is None else max(recipe.load_floor, higher)
+        made.append(replace(recipe, ratio=higher, load_floor=floor))
+    return made
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What is known of one recipe that is asked for."""
+
+    key: Key
+    steps: list[Recipe]
+    at: int = 0  # the step it is blended with
+    falls_back: bool = False
+    count: int = 0
+    recent: deque[Compared] = field(default_factory=deque)
+    below: deque[Compared] = field(default_factory=deque)  # of the step below
+    requests: int = 0
+    trials: int = 0
+
+    def certificate(self) -> Certificate:
+        asked, ratio = self.steps[0], self.steps[self.at].ratio
+        return Certificate(
+            *self.key[:2],
+            strategy=strategy_of(asked),
+            asked=self.key[2],
+            asked_ratio=asked.ratio,
+            ratio=ratio,
+            falls_back=self.falls_back,
+            count=self.count,
+            recent=tuple(self.recent),
+            below=tuple(self.below),
+        )
+
+
+def strategy_of(recipe: Recipe) -> str:
+    """A recipe's strategy in one spelling."""
+    parts = recipe.parts
+    return parts[0].strategy if len(parts) == 1 else "+".join(f"{one.strategy}:{one.share:.4g}" for one in parts)
+
+
+class Gate:
+    """Certificates of one model's recipes. May be asked from any thread."""
+
+    def __init__(self, config: GateConfig, model: Callable[[], str], file: CertificateFile | None = None) -> None:
+        """`model` is the fingerprint of its weights, asked for when it is first needed."""
+        self.config = config
+        self._model = model
+        self._file = file
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[Key, _Line] = OrderedDict()
+        self._kept: dict[Key, Certificate] | None = None  # what the file had, other models' too
+
+    def judge(self, recipe: Recipe, adapter: str, worth: Callable[[Recipe], bool], draws: bool = True) -> Verdict:
+        """What a request for a recipe gets, and whether it is compared.
+
+        `worth` says whether a recipe saves enough to be blended; who draws nothing is not compared.
+        """
+        if not self.config.every or not recipe.gate:
+            return Verdict(recipe)
+        with self._lock:
+            line = self._line(recipe, adapter)
+            compared = draws and line.requests % self.config.every == 0
+            line.requests += draws
+            used = replace(line.steps[line.at], min_gain=recipe.min_gain)
+            served = None if line.falls_back or not worth(used) else used
+            return Verdict(served, self._trial(line, served) if compared else None)
+
+    def _trial(self, line: _Line, served: Recipe | None) -> Trial:
+        """What to compare: what is served, and of a raised ratio every other time the one below it."""
+        line.trials += 1
+        lower = line.at > 0 and not line.falls_back and (served is None or line.trials % 2 == 0)
+        if lower:
+            return Trial(line.key, line.steps[line.at - 1])
+        return Trial(line.key, line.steps[line.at] if served is None else served)
+
+    def learn(self, trial: Trial, compared: Compared) -> Certificate | None:
+        """A comparison was made; what is known now, or None where nobody asks for that any more."""
+        with self._lock:
+            line = self._lines.get(trial.key)
+            if line is None:
+                return None
+            if trial.recipe.ratio == line.steps[line.at].ratio:
+                self._push(line.recent, compared)
+                line.count += 1
+            elif line.at and trial.recipe.ratio == line.steps[line.at - 1].ratio:
+                self._push(line.below, compared)
+            else:
+                return line.certificate()  # it was for a ratio that is no longer of interest
+            if self.config.act:
+                self._act(line)
+            self._save()
+            return line.certificate()
+
+    def certificates(self) -> list[Certificate]:
+        """What is known of this model's recipes, the latest asked for last."""
+        with self._lock:
+            return [line.certificate() for line in self._lines.values()]
+
+    def close(self) -> None:
+        """Wait until what was learnt is written."""
+        if self._file is not None:
+            self._file.flush()
+
+    # Acting.
+
+    def _act(self, line: _Line) -> None:
+        config = self.config
+        enough, again = config.max_kl, config.max_kl * config.trusted
+        if line.falls_back:
+            if len(line.recent) >= 2 * config.least and mean(line.recent) <= again:
+                self._move(line, line.at, False)
+        elif len(line.recent) >= config.least and mean(line.recent) > enough:
+            last = line.at == len(line.steps) - 1
+            line.recent.clear()
+            self._move(line, line.at if last else line.at + 1, last)
+        elif len(line.below) >= 2 * config.least and mean(line.below) <= again:
+            line.recent = line.below
+            self._move(line, line.at - 1, False)
+
+    def _move(self, line: _Line, at: int, falls_back: bool) -> None:
+        line.at, line.falls_back, line.count, line.below = at, falls_back, len(line.recent), deque()
+        _log.warning(
+            "%s of %s is now %s",
+            line.key[2],
+            line.key[1],
+            "computed as a whole" if falls_back else f"blended with a ratio of {line.steps[at].ratio:.3g}",
+        )
+
+    def _push(self, seen: deque[Compared], compared: Compared) -> None:
+        seen.append(compared)
+        while len(seen) > max(RECENT, 2 * self.config.least):
+            seen.popleft()
+
+    # Remembering.
+
+    def _line(self, recipe: Recipe, adapter: str) -> _Line:
+        key = (self._model(), adapter, recipe.name)
+        if (line := self._lines.get(key)) is None:
+            line = self._restored(_Line(key, ladder(recipe, self.config)))
+            self._lines[key] = line
+            self._forget()
+        self._lines.move_to_end(key)
+        return line
+
+    def _forget(self) -> None:
+        """Too many recipes: those go first that nothing was learnt of, then those that are as they were asked for."""
+        while len(self._lines) > _MOST_RECIPES:
+            others = list(self._lines.values())[:-1]
+            gone = min(others, key=lambda line: (line.falls_back, line.at, bool(line.count)))
+            del self._lines[gone.key]
+            if gone.count and self._kept is not None:
+                self._kept[gone.key] = gone.certificate()
+                for key in list(self._kept)[: -4 * _MOST_RECIPES]:
+                    del self._kept[key]
+
+    def _restored(self, line: _Line) -> _Line:
+        """A recipe as it was left by a process before this one."""
+        if self._kept is None:
+            read = self._file.read() if self._file is not None else []
+            self._kept = {one.key: one for one in read[-4 * _MOST_RECIPES :]}
+        if (kept := self._kept.pop(line.key, None)) is None:
+            return line
+        ratios = [one.ratio for one in line.steps]
+        if self.config.act:  # with other settings the steps are others too: then the next higher one
+            line.at = next((at for at, ratio in enumerate(ratios) if ratio >= kept.ratio), len(ratios) - 1)
+            line.falls_back = kept.falls_back and line.at == len(ratios) - 1
+        if ratios[line.at] == kept.ratio:
+            line.count, line.recent = kept.count, deque(kept.recent)
+            line.below = deque(kept.below) if line.at else deque()
+        return line
+
+    def _save(self) -> None:
+        if self._file is not None:
+            self._file.write([*(self._kept or {}).values(), *(line.certificate() for line in self._lines.values())])

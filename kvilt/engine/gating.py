@@ -1,0 +1,266 @@
+"""Comparisons of blended prompts with whole prefills among an engine's steps: when they run, and what became of them.
+
+Nobody waits for one: it has rows only while no prompt of anybody else's wants them, one comparison at a time, and what
+gets in its way ends it. Refuses to know what follows from a comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ..batch import Last, Logits, Row
+from ..blend.gate import Gate, Trial, compare, strategy_of
+from ..executor.lora import Hold
+from ..metrics import Counter, Gauge, Histogram, Metrics
+from .event import Ended, Event
+from .job import make_job
+from .plan import Sample
+from .request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..blend.chunk import Chunks
+    from ..executor.executor import Executor
+    from .track import Job, Track
+
+_log = logging.getLogger(__name__)
+
+PRIORITY = 1000  # behind everybody
+STRIDE_TOKENS = 64  # of a comparison in one step: what somebody who comes meanwhile has to wait for
+MOST = 2  # comparisons that wait or run; further ones are dropped
+
+KL = Histogram(
+    "kvilt_blend_kl",
+    "KL of a blended prompt's first token from a whole prefill's, in nats.",
+    ("strategy",),
+    (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+)
+AGREEMENTS = Counter("kvilt_blend_agreements_total", "Comparisons in which the likeliest token agreed.", ("strategy",))
+SAMPLED = Counter("kvilt_blend_gate_sampled_total", "Blended prompts that were chosen to be compared.")
+DROPPED = Counter("kvilt_blend_gate_dropped_total", "Of these, those that were not compared, by why.", ("reason",))
+RATIO = Gauge("kvilt_blend_gate_ratio", "What a recipe is blended with; 1 if as a whole.", ("strategy", "asked"))
+FALLBACKS = Counter("kvilt_blend_gate_fallbacks_total", "Prompts with documents that were computed as a whole.")
+GATE_METRICS = (KL, AGREEMENTS, SAMPLED, DROPPED, RATIO, FALLBACKS)
+
+Part = Literal["whole", "blended"]
+Why = Literal["full", "busy", "closing", "failed"]
+
+
+class House(Protocol):
+    """What a comparison asks of the engine; all of it in the thread that steps."""
+
+    chunks: Chunks | None
+
+    def enter(self, job: Job) -> None:
+        """Let a job in, now."""
+        ...
+
+    def leave(self, job: Job) -> None:
+        """End a job, now."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """One prompt's first token, both ways; whichever is there."""
+
+    request: Request
+    trial: Trial
+    hold: Hold | None  # on its adapter
+    whole: Tensor | None = None  # [vocab]
+    blended: Tensor | None = None
+    waited: int = 0  # steps of others
+
+    @property
+    def missing(self) -> Part | None:
+        return "whole" if self.whole is None else "blended" if self.blended is None else None
+
+    def heard(self, part: Part, logits: Tensor) -> None:
+        setattr(self, part, logits)
+
+    def run(self, part: Part) -> Request:
+        """What computes a part."""
+        asked = self.request
+        plain = Request(asked.prompt, None, priority=PRIORITY, tenant=asked.tenant, adapter=asked.adapter)
+        if part == "whole":
+            return replace(plain, background=True)
+        recipe = replace(self.trial.recipe, min_gain=0.0)
+        return replace(plain, background=True, documents=asked.documents, recipe=recipe)
+
+
+def overheard(
+    track: Track, then: Callable[[Row, Logits, int], None] | None = None
+) -> Callable[[Row, Logits, int], None] | None:
+    """Who hears what came of a track's row: also who watches it, if it has the logits behind the prompt."""
+    if (watch := track.watch) is None:
+        return then
+
+    def hears(row: Row, logits: Logits, index: int) -> None:
+        if isinstance(row.want, Last):
+            track.watch = None
+            watch(logits.of_row(index)[0].clone())
+        if then is not None:
+            then(row, logits, index)
+
+    return hears
+
+
+class Gating:
+    """The comparisons of one engine."""
+
+    def __init__(self, gate: Gate, executor: Executor, metrics: Metrics, tracks: Mapping[Sample, Track]) -> None:
+        self.gate = gate
+        self._executor = executor
+        self._metrics = metrics
+        self._tracks = tracks
+        self._queue: deque[Comparison] = deque()  # the first may be running
+        self._job: Job | None = None
+
+    @property
+    def wants(self) -> bool:
+        """Whether there is something to compare."""
+        return bool(self._queue)
+
+    @property
+    def jobs(self) -> int:
+        """Requests in progress that are none of anybody's."""
+        return int(self._job is not None)
+
+    # A request that is compared.
+
+    def watch(self, job: Job) -> None:
+        """A request was prepared: see whether it is one to be compared, or was kept from being blended."""
+        if (verdict := job.verdict) is None:
+            return
+        if verdict.recipe is None:
+            self._metrics.add(FALLBACKS)
+        if verdict.trial is not None:
+            same = verdict.recipe is not None and verdict.recipe.ratio == verdict.trial.recipe.ratio
+            part: Part | None = "whole" if verdict.recipe is None else "blended" if same else None
+            job.first.watch = partial(self._open, job.request, verdict.trial, part)
+
+    def _open(self, request: Request, trial: Trial, part: Part | None, logits: Tensor) -> None:
+        """The first token of a request is about to be there. Whatever goes wrong here is not its business."""
+        self._metrics.add(SAMPLED)
+        if len(self._queue) >= MOST:
+            self._metrics.add(DROPPED, reason="full")
+            return
+        try:
+            opened = Comparison(request, trial, self._executor.adapters.hold(request.adapter))
+        except Exception:
+            _log.exception("a blended prompt cannot be compared")
+            self._metrics.add(DROPPED, reason="failed")
+            return
+        if part is not None:
+            opened.heard(part, logits)
+        self._queue.append(opened)
+
+    # Between steps, in the thread that steps.
+
+    def attend(self, house: House) -> None:
+        """Before a plan: let the comparison in turn go on, wait, begin or end."""
+        if not self._queue:
+            return
+        first, job = self._queue[0], self._job
+        quiet = self._quiet()
+        if job is not None and job.first.kv is None:  # it had to give way
+            self._drop(house, "busy")
+        elif not (quiet and self._fits(first, job)):
+            first.waited += 1
+            if job is not None:
+                job.first.sample.held = True
+            if first.waited > self.gate.config.patience or (job is not None and quiet):
+                self._drop(house, "busy")
+        elif job is not None:
+            job.first.sample.held = False
+        else:
+            self._begin(house, first)
+
+    def close(self, house: House) -> None:
+        """End them all."""
+        while self._queue:
+            self._drop(house, "closing")
+
+    def _quiet(self) -> bool:
+        """Whether nobody has a prompt to compute, or waits to begin."""
+        others = [track for track in self._tracks.values() if not track.job.request.background]
+        return all(track.sample.held or (track.kv is not None and track.sample.left <= 1) for track in others)
+
+    def _fits(self, first: Comparison, job: Job | None) -> bool:
+        """Whether the rest of it has room without anybody giving some up, and with some for whoever decodes."""
+        layout, free = self._executor.layout, min(self._executor.pool.free_pages())
+        there = job.first.kv.row(0).reserved if job is not None and job.first.kv is not None else 0
+        need = layout.pages_for(len(first.request.prompt)) - layout.pages_for(there) + 2 * len(self._tracks)
+        if job is None and first.missing == "blended":
+            need += layout.pages_for(max(map(len, first.request.documents))) + 1  # to compute one that is not stored
+        return need <= free
+
+    def _begin(self, house: House, first: Comparison) -> None:
+        part = first.missing
+        assert part is not None
+        try:
+            job = make_job(self._executor, first.run(part), _Ear(partial(self._ended, house)), chunks=house.chunks)
+        except Exception:
+            _log.exception("a blended prompt cannot be compared")
+            self._drop(house, "failed")
+            return
+        job.first.watch = partial(first.heard, part)
+        job.first.sample.stride = STRIDE_TOKENS
+        self._job = job
+        house.enter(job)
+
+    def _ended(self, house: House, ended: Ended) -> None:
+        """A part is there, or never will be."""
+        if self._job is None:
+            return  # it was dropped
+        before, self._job = self._job, None
+        first = self._queue[0]
+        if ended.reason != "length" or before.first.watch is not None:
+            self._drop(house, "failed")
+        elif first.missing is None:
+            self._learn(first)
+
+    def _learn(self, first: Comparison) -> None:
+        self._release(first)
+        assert first.whole is not None
+        assert first.blended is not None
+        if (compared := compare(first.whole, first.blended)) is None:
+            self._metrics.add(DROPPED, reason="failed")
+            return
+        strategy = strategy_of(first.trial.recipe)
+        self._metrics.observe(KL, compared.kl, strategy=strategy)
+        if compared.agrees:
+            self._metrics.add(AGREEMENTS, strategy=strategy)
+        if (known := self.gate.learn(first.trial, compared)) is not None:
+            ratio = 1.0 if known.falls_back else known.ratio
+            self._metrics.set(RATIO, ratio, strategy=strategy, asked=f"{known.asked_ratio:.4g}")
+
+    def _drop(self, house: House, why: Why) -> None:
+        job, self._job = self._job, None
+        self._release(self._queue[0])
+        self._metrics.add(DROPPED, reason=why)
+        if job is not None:
+            house.leave(job)
+
+    def _release(self, first: Comparison) -> None:
+        self._queue.remove(first)
+        if first.hold is not None:
+            first.hold.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ear:
+    """Hears a comparison's own request."""
+
+    ended: Callable[[Ended], None]
+
+    def hear(self, event: Event) -> bool:
+        if isinstance(event, Ended):
+            self.ended(event)
+        return False
