@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..metrics import Counter, Metrics
 from ..sampling.sampler import SampleState
+from ..speculative.allot import CREDIT, Wish, allot, moved, probe
+from ..speculative.cost import Cost, Price
 from ..speculative.drafter import Draft, Drafter, Story
-from ..speculative.pace import Cost, Pace
+from ..speculative.pace import Pace
 from .event import Drafts
 from .forward import Done, Result, Task
 from .plan import Sample, StepPlan
@@ -31,6 +33,7 @@ ACCEPTED_AT = Counter(
     "kvilt_spec_decode_num_accepted_tokens_per_pos_total", "The same by their place in a draft.", ("position",)
 )
 NO_DRAFT = Draft()
+_FREE = 0.1  # a drafter that takes less than this part of what drafts cost in a step may be asked for too many
 DRAFT_METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT)
 
 
@@ -42,6 +45,7 @@ class Course:
     pace: Pace
     most: int
     draft: Draft = NO_DRAFT  # that of the step in progress
+    probed: bool = False  # it is not expected to pay, but to show whether that still holds
     drafted: int = 0
     places: list[int] = field(default_factory=list)  # how often the first, second, ... of a draft was accepted
 
@@ -59,9 +63,10 @@ class Drafting:
         self._drafter = drafter
         self._cost = cost or Cost()
         self._clock = clock
-        self._price = self._cost.price
+        self._price: Price | None = None  # of the step in progress
         self._usual = Pace.of(drafter.hopes)  # of all samples, for those that begin
-        self._began_s = 0.0
+        self._ahead_s: dict[Sample, float] = {}  # of a life without drafts; also of those that want none themselves
+        self._began_s = self._took_s = 0.0
 
     def forget(self, course: Course) -> None:
         """A sample is over."""
@@ -78,14 +83,34 @@ class Drafting:
         draws = [track for track in ready if track.kv is not None and track.state is not None]
         for track in tracks.values():
             track.sample.drafts = 0
-        pays = self._cost.pays(len(draws))
+        self._ahead_s = {sample: ahead for sample, ahead in self._ahead_s.items() if sample in tracks}
+        self._price = self._cost.price(len(draws))
         for track in draws:
             if track.course is None and track.state is not None:
                 track.course = self._begin(track, track.state)
             if (course := track.course) is not None:
                 course.draft = NO_DRAFT
                 course.pace.steps += 1
-                track.sample.drafts = course.pace.most(self._price, course.most) if pays else 0
+        if self._price is not None and draws:
+            for track, count in zip(draws, self._wishes(draws, self._price), strict=True):
+                track.sample.drafts = count
+
+    def _wishes(self, draws: Sequence[Track], price: Price) -> list[int]:
+        """As many as may pay if all goes well; whoever drafts for nothing is asked for more than will be computed."""
+        wishes, grades = [], range(len(self._usual.tallies))
+        for track in draws:
+            course, ahead_s = track.course, self._ahead(track.sample, price)
+            if course is None:
+                wishes.append(Wish(0.0, 0.0, 0, ahead_s))
+                continue
+            chance, sure = max(map(course.pace.chance, grades)), max(map(course.pace.sure, grades))
+            wishes.append(Wish(chance, sure, course.most, ahead_s, any(map(course.pace.is_due, grades))))
+        if price.own_s > _FREE * price.each_s:
+            return probe(wishes, allot(wishes, price), price)
+        return [wish.most if wish.chance > price.share or wish.probe else 0 for wish in wishes]
+
+    def _ahead(self, sample: Sample, price: Price) -> float:
+        return self._ahead_s.get(sample, CREDIT * price.plain_s)
 
     def _begin(self, track: Track, state: SampleState) -> Course | None:
         """A sample's drafts; None if it wants none."""
@@ -99,17 +124,43 @@ class Drafting:
 
     def propose(self, plan: StepPlan, tracks: Mapping[Sample, Track], vocab_size: int) -> None:
         """Drafts for those that have room for some; each course then has its own."""
-        self._price = self._cost.price
-        began_s = self._clock()
+        began_s, self._took_s = self._clock(), 0.0
         wanted = [(work.drafts, tracks[work.sample].course) for work in plan.work if work.drafts]
         asked = [(count, course) for count, course in wanted if course is not None]
         if asked:
             drafts = self._drafts([course.story for _, course in asked], [count for count, _ in asked])
             for (count, course), draft in zip(asked, drafts, strict=True):
-                paying = course.pace.count(draft.grade, self._price, count)
-                course.draft = Draft(_sound(draft.tokens[:paying], vocab_size, course.story.state.end_ids), draft.grade)
-            self._cost.drafted(sum(len(draft.tokens) for draft in drafts), self._clock() - began_s)
+                tokens = _sound(draft.tokens[:count], vocab_size, course.story.state.end_ids)
+                course.draft = replace(draft, tokens=tokens)
+            self._cut([tracks[work.sample] for work in plan.work if work.draws])
+            self._took(drafts, len(asked), self._clock() - began_s)
         self._began_s = self._clock()
+
+    def _cut(self, draws: Sequence[Track]) -> None:
+        """Leave of all drafts those that pay, now that it is known what they are."""
+        price = self._price
+        assert price is not None
+        wishes = []
+        for track in draws:
+            course, ahead_s = track.course, self._ahead(track.sample, price)
+            if course is None or not course.draft.tokens:
+                wishes.append(Wish(0.0, 0.0, 0, ahead_s))
+                continue
+            grade, most, pace = course.draft.grade, len(course.draft.tokens), course.pace
+            wishes.append(Wish(pace.chance(grade), pace.sure(grade), most, ahead_s, pace.is_due(grade)))
+        paying = allot(wishes, price)
+        for track, paid, count in zip(draws, paying, probe(wishes, paying, price), strict=True):
+            if (course := track.course) is not None:
+                course.draft = replace(course.draft, tokens=course.draft.tokens[:count])
+                course.probed = count > paid
+
+    def _took(self, drafts: Sequence[Draft], rows: int, took_s: float) -> None:
+        """What a drafter took; reading prompts is the price of no draft."""
+        count = sum(len(draft.tokens) for draft in drafts)
+        if not any(draft.read for draft in drafts):
+            self._took_s = took_s
+            if count:
+                self._cost.drafted(rows, count, took_s)
 
     def _drafts(self, stories: Sequence[Story], k: Sequence[int]) -> Sequence[Draft]:
         try:
@@ -120,10 +171,21 @@ class Drafting:
 
     def stepped(self, plan: StepPlan, tasks: Sequence[Task | None], results: Sequence[Result | None]) -> None:
         """What a step of decodes took; other steps say nothing about the price of a draft."""
-        if all(work.count == 1 and work.draws and not work.forks for work in plan.work):
-            there = [len(task.drafts) for task in tasks if task is not None]
-            drawn = sum(len(result.tokens) for result in results if isinstance(result, Done))
-            self._cost.stepped(len(there), sum(there), drawn, self._clock() - self._began_s)
+        there, step_s = [len(task.drafts) for task in tasks if task is not None], self._clock() - self._began_s
+        alone = all(work.count == 1 and work.draws and not work.forks for work in plan.work)
+        if alone:
+            self._cost.stepped(len(there), sum(there), step_s)
+        price = self._cost.known(len(there))
+        if price is None:
+            return
+        extra_s = price.extra_s(sum(there))
+        if alone:  # what it took, unless it was interrupted
+            extra_s = min(max(step_s - price.plain_s, extra_s / 2), extra_s * 2)
+        extra_s += self._took_s
+        for work, result in zip(plan.work, results, strict=True):
+            if work.draws and not work.forks and isinstance(result, Done):
+                before_s, accepted = self._ahead(work.sample, price), len(result.tokens) - 1
+                self._ahead_s[work.sample] = moved(before_s, accepted, extra_s, price.plain_s)
 
     def took(self, course: Course, accepted: int, metrics: Metrics) -> None:
         """The drafts of a course were computed, and so many of them accepted."""
@@ -137,7 +199,7 @@ class Drafting:
             course.places[place] += 1
             metrics.add(ACCEPTED_AT, position=str(place))
         for pace in (course.pace, self._usual):
-            pace.took(grade, self._price, drafted, accepted)
+            pace.took(grade, drafted, accepted, course.probed)
         metrics.add(DRAFTS)
         metrics.add(DRAFTED, drafted)
         metrics.add(ACCEPTED, accepted)

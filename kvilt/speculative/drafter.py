@@ -27,6 +27,7 @@ class Draft:
 
     tokens: Sequence[int] = ()
     grade: int = 0  # how sure its drafter is; what becomes of drafts is counted apart for each grade
+    read: int = 0  # tokens of the prompt it had to read first; what that took is no draft's price
 
 
 @runtime_checkable

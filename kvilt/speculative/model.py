@@ -26,6 +26,7 @@ class Memory:
     """The draft model's KV of a story: its first tokens, and perhaps drafts that were not accepted."""
 
     kv: KVCache
+    prompt: int  # tokens there were at its beginning
     drafted: int = 0  # how many of its last tokens were drafts when they were written
 
 
@@ -38,6 +39,7 @@ class Turn:
     most: int
     begun: int  # tokens its state had drawn
     input: list[int]  # tokens that are known and not computed
+    read: int  # of them, those of the prompt
     drafts: list[int] = field(default_factory=list)
 
     @property
@@ -67,16 +69,18 @@ class ModelDrafter:
     def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
         near: Memory | None = parent.memory if parent is not None else None
         kv = self._executor.create_kv_cache() if near is None else near.kv.fork_to(near.kv.shared_prefix(ids))
-        return Story(ids, state, Memory(kv))
+        return Story(ids, state, Memory(kv, len(ids)))
 
     def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
         turns: dict[Story, Turn] = {}
+        drafts: dict[Story, Draft] = {}
         room = STEP_TOKENS
         for story, count in zip(stories, k, strict=True):
             turn = self._turn(story, min(count, self._executor.max_context - len(story.ids)))
             if turn is None:
                 continue
             if len(turn.input) > room:  # a long prompt: some of it now, the rest beside the next steps
+                drafts[story] = Draft(read=room)
                 self._run([turn], room)
                 room = 0
             else:
@@ -88,7 +92,8 @@ class ModelDrafter:
             for turn in turns.values():
                 turn.story.memory.drafted = len(turn.drafts)
                 turn.story.state.rollback(turn.story.state.history.generated_tokens - turn.begun)
-        return [Draft(turns[story].drafts) if story in turns else Draft() for story in stories]
+        drafts |= {story: Draft(turn.drafts, read=turn.read) for story, turn in turns.items()}
+        return [drafts.get(story, Draft()) for story in stories]
 
     def forget(self, story: Story) -> None:
         memory, story.memory = story.memory, None
@@ -109,7 +114,8 @@ class ModelDrafter:
         except PoolExhausted:
             self.forget(story)  # and never again: its beginning would have to be read once more
             return None
-        return Turn(story, memory.kv, most, story.state.history.generated_tokens, list(story.ids[held:]))
+        begun, known = story.state.history.generated_tokens, list(story.ids[held:])
+        return Turn(story, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
 
     def _settle(self, memory: Memory, ids: Sequence[int]) -> int:
         """Cut the cache to a beginning of `ids`, with at least one of them left to compute; its length then."""

@@ -44,8 +44,10 @@ class NgramDrafter:
             known = len(index.text)
             for token in islice(story.ids, known, known + left):
                 index.append(token)
-            left -= len(index.text) - known
-            drafts.append(_draft(index, count) if len(index.text) == len(story.ids) else Draft())
+            read = len(index.text) - known
+            left -= read
+            first = read if not known or len(index.text) < len(story.ids) else 0
+            drafts.append(_draft(index, count, first) if len(index.text) == len(story.ids) else Draft(read=first))
         return drafts
 
     def forget(self, story: Story) -> None:
@@ -55,6 +57,6 @@ class NgramDrafter:
         pass
 
 
-def _draft(index: SuffixIndex, count: int) -> Draft:
+def _draft(index: SuffixIndex, count: int, read: int) -> Draft:
     grade = bisect_right(_GRADES, index.match.length) - 1
-    return Draft() if grade < 0 else Draft(index.continuation(count), grade)
+    return Draft(read=read) if grade < 0 else Draft(index.continuation(count), grade, read)

@@ -6,19 +6,15 @@ import random
 from collections.abc import Mapping, Sequence
 
 from kvilt.sampling.sampler import SampleState
+from kvilt.speculative.cost import Cost, Price
 from kvilt.speculative.drafter import Draft, Story
-from kvilt.speculative.pace import Cost
 
 
 class Free(Cost):
-    """So that as much is drafted as may be, whatever becomes of it."""
+    """As if steps with drafts were the shorter ones: as much is drafted as may be, whatever becomes of it."""
 
-    @property
-    def price(self) -> float:
-        return 0.0
-
-    def pays(self, rows: int) -> bool:
-        return True
+    def price(self, rows: int) -> Price | None:
+        return Price(1.0, -0.5, 0.0, 0.0, rows)
 
 
 class Oracle:

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from drafters import Free
 
 import kvilt
 from kvilt.errors import ParamError
 from kvilt.llm import LLM
 from kvilt.llm.drafts import first_difference
 from kvilt.sampling.params import SamplingParams
+from kvilt.speculative.cost import Cost
 from kvilt.speculative.model import ModelDrafter
 from kvilt.speculative.ngram import NgramDrafter
-from kvilt.speculative.pace import Cost
 
 TEXT = "One, two, three, four, five. One, two, three, four, five. One, two,"
 SCHEMA = {
@@ -54,8 +55,7 @@ def drafted(request: pytest.FixtureRequest, plain: LLM, smollm2_path: Path) -> I
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as may be is drafted, however long a step takes here."""
-    monkeypatch.setattr(Cost, "price", property(lambda _: 0.0))
-    monkeypatch.setattr(Cost, "pays", lambda *_: True)
+    monkeypatch.setattr(Cost, "price", Free.price)
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -1,124 +1,233 @@
-"""How much is drafted: what pays, what rests, and what a step says about costs."""
+"""How drafts fare, what steps say about costs, and who gets how many: what pays, what rests, and who never waits."""
 
 from __future__ import annotations
 
 import random
 
-from kvilt.speculative.pace import Cost, Pace
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvilt.speculative.allot import Wish, allot, moved, nobody_waits, probe
+from kvilt.speculative.cost import Cost, Price
+from kvilt.speculative.pace import Pace
+
+READS = Price(0.010, 0.0, 0.0002, 0.0, 1)  # a row alone: most of its step is reading weights
+COMPUTES = Price(0.023, 0.001, 0.0020, 0.0, 8)  # eight rows: a draft costs 0.7 of a token
 
 
-def run(chance: float, steps: int, price: float, most: int = 16, seed: int = 0) -> tuple[int, int, int]:
-    """Steps of a sample whose drafts are accepted by chance: drafts, those accepted, and steps with drafts."""
+def run(chance: float, steps: int, price: Price, most: int = 16, seed: int = 0) -> tuple[int, int, int]:
+    """Steps of a sample alone whose drafts are accepted by chance: drafts, those accepted, and steps with drafts."""
     pace, dice = Pace.of([0.7]), random.Random(seed)
     drafted = accepted = busy = 0
     for _ in range(steps):
         pace.steps += 1
-        count = pace.most(price, most)
+        wishes = [Wish(pace.chance(0), pace.sure(0), most, 1.0, pace.is_due(0))]
+        paying = allot(wishes, price)
+        (count,) = probe(wishes, paying, price)
         if count:
             good = next((i for i in range(count) if dice.random() >= chance), count)
-            pace.took(0, price, count, good)
+            pace.took(0, count, good, probed=not paying[0])
             drafted, accepted, busy = drafted + count, accepted + good, busy + 1
     return drafted, accepted, busy
 
 
+def dear(share: float) -> Price:
+    """A price at which a draft costs so much of a token."""
+    return Price(0.01, 0.0, 0.01 * share, 0.0, 1)
+
+
 def test_where_nothing_is_accepted_almost_nothing_is_drafted() -> None:
-    drafted, accepted, _ = run(0.0, 1000, price=0.3)
+    drafted, accepted, _ = run(0.0, 1000, dear(0.3))
     assert accepted == 0
     assert drafted < 25  # a few at first, then probes
-    assert run(0.0, 10_000, price=0.3)[0] < 110  # and about one in a hundred steps for ever
+    assert run(0.0, 10_000, dear(0.3))[0] < 110  # and about one in a hundred steps for ever
 
 
 def test_where_all_is_accepted_as_much_as_allowed_is_drafted() -> None:
-    drafted, accepted, busy = run(1.0, 200, price=0.3)
+    drafted, accepted, busy = run(1.0, 200, dear(0.3))
     assert accepted == drafted
     assert busy == 200
     assert drafted > 200 * 14
 
 
 def test_drafts_are_the_longer_the_likelier_they_are_and_the_cheaper() -> None:
-    means = [run(chance, 2000, price=0.25)[0] / 2000 for chance in (0.5, 0.7, 0.9)]
+    means = [run(chance, 2000, dear(0.25))[0] / 2000 for chance in (0.5, 0.7, 0.9)]
     assert means == sorted(means)
     assert means[0] < 4
-    assert means[2] > 6
-    assert run(0.8, 2000, price=0.6)[0] < run(0.8, 2000, price=0.1)[0]
+    assert means[2] > 4
+    assert run(0.8, 2000, dear(0.6))[0] < run(0.8, 2000, dear(0.1))[0]
 
 
 def test_what_rests_is_found_again_when_it_pays_again() -> None:
-    pace = Pace.of([0.7])
+    pace, price = Pace.of([0.7]), dear(0.3)
     for step in range(3000):
         pace.steps += 1
-        if count := pace.most(0.3, 8):
-            pace.took(0, 0.3, count, count if step > 1000 else 0)
-    assert pace.most(0.3, 8) == 8
+        wishes = [Wish(pace.chance(0), pace.sure(0), 8, 1.0, pace.is_due(0))]
+        paying = allot(wishes, price)
+        (count,) = probe(wishes, paying, price)
+        if count:
+            pace.took(0, count, count if step > 1000 else 0, probed=not paying[0])
+    assert allot([Wish(pace.chance(0), pace.sure(0), 8, 1.0)], price) == [8]
 
 
 def test_grades_fare_apart() -> None:
     pace = Pace.of([0.5, 0.5])
     for _ in range(50):
         pace.steps += 1
-        for grade, good in ((0, 0), (1, 4)):
-            if pace.count(grade, 0.3, 4):
-                pace.took(grade, 0.3, 4, good)
-    assert pace.count(1, 0.3, 4) == 4
-    assert pace.tallies[0].chance < 0.3
+        pace.took(0, 4, 0, probed=True)
+        pace.took(1, 4, 4, probed=False)
+    assert pace.chance(1) > 0.9
+    assert pace.is_due(1)
+    assert pace.chance(0) < 0.15
+    assert not pace.is_due(0)
+
+
+# Who gets how many.
 
 
 def test_nothing_is_drafted_where_nothing_is_allowed() -> None:
-    assert Pace.of([0.9, 0.1]).most(0.0, 0) == 0
+    assert allot([Wish(0.99, 0.99, 0, 1.0)], READS) == [0]
+    assert probe([Wish(0.99, 0.99, 0, 1.0, probe=True)], [0], READS) == [0]
 
 
-def test_the_price_is_the_slope_in_tokens_of_the_same_time() -> None:
-    cost = Cost()
-    for step in range(200):
-        tokens = 1 if step % 2 else 9
-        cost.stepped(1, tokens - 1, tokens, 0.010 + 0.002 * (tokens - 1))
-    # 10 tokens in 36 ms: a token more, at 2 ms, costs as much as 0.55 of them
-    assert 0.45 < cost.price < 0.65
+def test_one_row_gets_all_that_is_likely_enough() -> None:
+    assert allot([Wish(0.9, 0.9, 16, 0.0)], READS) == [16]
+    (few,) = allot([Wish(0.3, 0.3, 16, 0.0)], READS)
+    assert 0 < few < 8
 
 
-def test_a_wide_step_that_computes_rather_than_reads_makes_drafts_dear() -> None:
+def test_drafts_that_cost_as_much_as_tokens_are_not_worth_it() -> None:
+    assert allot([Wish(0.9, 0.9, 16, 1.0)] * 8, Price(0.020, 0.0, 0.0025, 0.0, 8)) == [0] * 8
+    assert sum(allot([Wish(0.98, 0.98, 16, 1.0)] * 8, COMPUTES)) > 40
+
+
+def test_who_gains_nothing_does_not_wait_for_others() -> None:
+    """Six rows whose drafts are sure would draw more tokens a second; the other two would wait five times as long."""
+    sure, hopeless = Wish(0.98, 0.98, 16, 0.0), Wish(0.0, 0.0, 0, 0.0)
+    assert sum(allot([sure] * 8, COMPUTES)) > 40
+    assert allot([sure] * 6 + [hopeless] * 2, COMPUTES) == [0] * 8
+    ahead = Wish(0.0, 0.0, 0, 3 * COMPUTES.plain_s)  # but it may spend what it gained before
+    assert sum(allot([sure] * 6 + [ahead] * 2, COMPUTES)) > 6
+    assert (
+        sum(allot([Wish(0.98, 0.98, 16, 0.0), hopeless], Price(0.010, 0.0, 0.0, 0.0, 2))) == 16
+    )  # nobody waits for nothing
+
+
+@given(
+    st.lists(
+        st.builds(Wish, st.floats(0, 1), st.floats(0, 1), st.integers(0, 16), st.floats(-0.1, 0.5), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.floats(0.001, 0.1),
+    st.floats(0, 0.02),
+    st.floats(0, 0.01),
+    st.floats(0, 0.01),
+)
+def test_whatever_is_wished_nobody_is_likely_to_wait(
+    wishes: list[Wish], plain_s: float, first_s: float, each_s: float, own_s: float
+) -> None:
+    price = Price(plain_s, first_s, each_s, own_s, len(wishes))
+    paying = allot(wishes, price)
+    for counts in (paying, probe(wishes, paying, price)):
+        assert all(0 <= count <= wish.most for count, wish in zip(counts, wishes, strict=True))
+        assert not any(counts) or nobody_waits(wishes, counts, price)
+
+
+def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:
+    ahead_s = 0.0
+    for _ in range(1000):
+        ahead_s = moved(ahead_s, 10, 0.01, 0.01)
+    assert ahead_s == pytest.approx(0.64)
+    for _ in range(1000):
+        ahead_s = moved(ahead_s, 0, 1.0, 0.01)
+    assert ahead_s == pytest.approx(-0.04)
+    for _ in range(300):
+        ahead_s = moved(ahead_s, 0, 0.0, 0.01)  # a row without drafts gets patience back
+    assert ahead_s > 0
+
+
+# What steps cost.
+
+
+def taught(rows: int, plain_s: float, first_s: float, each_s: float, most: int = 16) -> Cost:
+    """A cost that knows such steps, with drafts that take their drafter no time."""
     cost, dice = Cost(), random.Random(0)
+    cost.drafted(rows, 1, 0.0)
     for _ in range(200):
-        rows = dice.randrange(20, 40)
-        cost.stepped(rows, 0, rows, 0.001 + 0.002 * rows)
-    assert cost.price > 0.9
+        drafts = dice.choice([0, dice.randrange(1, most)])
+        cost.stepped(rows, drafts, plain_s + (first_s + each_s * drafts if drafts else 0.0))
+    return cost
 
 
-def test_an_interrupted_step_says_nothing() -> None:
-    cost = Cost()
+@pytest.mark.parametrize("rows", [1, 2, 8, 40])
+def test_what_drafts_cost_is_learnt(rows: int) -> None:
+    price = taught(rows, 0.020, 0.003, 0.001).known(rows)
+    assert price is not None
+    assert price.plain_s == pytest.approx(0.020)
+    assert price.first_s == pytest.approx(0.003, rel=0.5)
+    assert price.each_s == pytest.approx(0.001, rel=0.15)
+
+
+def test_each_number_of_rows_has_its_own_price() -> None:
+    cost = taught(8, 0.023, 0.0, 0.002)
+    assert cost.known(2) is None
+    cost.drafted(2, 1, 0.0)
     for step in range(100):
-        cost.stepped(1, step % 3, 1, 0.01 * (1 + 0.2 * (step % 3)))
-    before = cost.price
-    cost.stepped(1, 1, 1, 90.0)
-    assert cost.price == before
+        cost.stepped(2, 2 * (step % 2), 0.016 + 0.004 * (step % 2))
+    wide, narrow = cost.known(8), cost.known(2)
+    assert wide is not None
+    assert narrow is not None
+    assert wide.share == pytest.approx(0.7, rel=0.1)
+    assert narrow.share == pytest.approx(0.25, rel=0.15)
 
 
-def test_what_a_drafter_takes_is_part_of_the_price() -> None:
-    slow, quick = Cost(), Cost()
-    for cost, took_s in ((slow, 0.004), (quick, 0.0)):
-        for step in range(100):
-            cost.drafted(3 * (step % 2), 3 * took_s * (step % 2))
-            cost.stepped(1, 3 * (step % 2), 1, 0.01 + 0.003 * (step % 2))
-    assert slow.price > 1.5 * quick.price
-
-
-def days(cost: Cost, rows: int, steps: int, plain_s: float, drafted_s: float, drawn: int) -> int:
-    """Steps that may have drafts, which then take `drafted_s` and draw so many tokens; how many of them had."""
-    had = 0
-    for _ in range(steps):
-        pays = cost.pays(rows)
-        had += pays
-        cost.stepped(rows, 4 * rows * pays, drawn if pays else rows, drafted_s if pays else plain_s)
-    return had
-
-
-def test_drafts_that_make_steps_slower_end_whatever_their_price() -> None:
-    """A step with drafts may cost more from its first draft on, which no price of one more draft tells."""
+def test_nothing_is_drafted_before_it_is_known_what_steps_take_without() -> None:
     cost = Cost()
-    assert days(cost, 8, 2000, plain_s=0.1, drafted_s=0.4, drawn=24) < 100
-    assert days(cost, 1, 2000, plain_s=0.1, drafted_s=0.15, drawn=3) > 1900  # another number of rows is another matter
-    assert days(cost, 8, 1000, plain_s=0.1, drafted_s=0.15, drawn=24) > 600  # and so is another day
+    asked = [cost.price(3)]
+    for _ in range(4):
+        cost.stepped(3, 0, 0.01)
+        asked.append(cost.price(3))
+    assert asked[:3] == [None] * 3  # the first step is recorded, and says nothing
+    assert asked[4] is not None
 
 
 def test_now_and_then_a_step_without_drafts_is_measured() -> None:
-    assert 1900 < days(Cost(), 2, 2000, 0.1, 0.1, 4) < 1970
+    cost = taught(2, 0.01, 0.0, 0.001)
+    had = sum(cost.price(2) is not None for _ in range(640))
+    assert had == 620
+
+
+def test_a_recording_says_nothing() -> None:
+    cost = taught(1, 0.004, 0.0, 0.001, most=4)
+    before = cost.known(1)
+    cost.stepped(1, 9, 0.050)
+    assert cost.known(1) == before
+    cost.stepped(1, 9, 0.013)
+    assert cost.known(1) != before
+
+
+def test_an_interrupted_step_says_nothing() -> None:
+    cost = taught(1, 0.01, 0.0, 0.002)
+    before = cost.known(1)
+    cost.stepped(1, 1, 90.0)
+    cost.stepped(1, 0, 90.0)
+    assert cost.known(1) == before
+
+
+def test_a_line_never_promises_drafts_for_nothing() -> None:
+    cost = Cost()
+    for step in range(60):  # the machine got quicker: steps with drafts are shorter than those without were
+        cost.stepped(4, 0 if step < 10 else 8, 0.020 if step < 10 else 0.012)
+    price = cost.known(4)
+    assert price is not None
+    assert price.first_s >= 0
+    assert price.each_s > 0
+
+
+def test_what_a_drafter_takes_is_part_of_the_price() -> None:
+    slow, quick = taught(1, 0.01, 0.0, 0.001), taught(1, 0.01, 0.0, 0.001)
+    for _ in range(20):
+        slow.drafted(1, 4, 0.016)
+    assert slow.known(1).share > 3 * quick.known(1).share  # type: ignore[union-attr]

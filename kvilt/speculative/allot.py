@@ -1,0 +1,104 @@
+"""How many tokens to draft for each row of a step, given what drafts cost and how likely they are accepted.
+
+As many as draw the most tokens a second, and no more than leave every row at least as far as it would be without any
+drafts: whoever gains nothing from drafts does not wait for those of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .cost import Price
+
+_WORTH = 1.02  # times the tokens a second of a step without drafts; less is not worth the noise
+# In steps without drafts: what a row may lose before it has gained anything, in each step, in all, and what it may
+# spend later of what it gained.
+CREDIT, _PATIENCE, _DEEPEST, _HIGHEST = 2.0, 0.015, -4.0, 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A row that draws: how likely each further draft is accepted, how many there are, how far ahead the row is."""
+
+    chance: float
+    sure: float  # the same without hopes: what others may be made to wait for
+    most: int
+    ahead_s: float
+    probe: bool = False  # one is to be tried, whether it pays or not
+
+
+def allot(wishes: Sequence[Wish], price: Price) -> list[int]:
+    """Drafts for each row that are expected to pay."""
+    ranked = _ranked(wishes, price)
+    taken = _best(ranked, len(wishes), price)
+    while taken:
+        counts = _counts(ranked[:taken], len(wishes))
+        if nobody_waits(wishes, counts, price):
+            return counts
+        taken = taken * 3 // 4
+    return [0] * len(wishes)
+
+
+def probe(wishes: Sequence[Wish], counts: Sequence[int], price: Price) -> list[int]:
+    """With a draft for each row whose turn it is to see whether drafts pay now, if nobody waits for that."""
+    tried = list(counts)
+    for place, wish in enumerate(wishes):
+        if wish.probe and wish.most and not tried[place]:
+            tried[place] = 1
+            if not nobody_waits(wishes, tried, price):
+                tried[place] = 0
+    return tried
+
+
+def nobody_waits(wishes: Sequence[Wish], counts: Sequence[int], price: Price) -> bool:
+    """Whether every row, as far as is known, will be no later behind the step than it would be without drafts."""
+    extra_s = price.all_s(sum(counts))
+    return all(
+        extra_s <= wish.ahead_s + _gain(wish.sure, count) * price.plain_s
+        for wish, count in zip(wishes, counts, strict=True)
+    )
+
+
+def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> float:
+    """How far ahead of a life without drafts a row is, behind a step that drafts made longer by so much."""
+    after_s = ahead_s + (accepted + _PATIENCE) * plain_s - extra_s
+    return min(max(after_s, _DEEPEST * plain_s), _HIGHEST * plain_s)
+
+
+def _ranked(wishes: Sequence[Wish], price: Price) -> list[tuple[float, int]]:
+    """Every draft that may pay, the likeliest first: its chance, and the place of its row."""
+    lowest, ranked = price.share / 2, []
+    for place, wish in enumerate(wishes):
+        likely = wish.chance
+        for _ in range(wish.most):
+            if likely <= lowest:
+                break
+            ranked.append((likely, place))
+            likely *= wish.chance
+    return sorted(ranked, reverse=True)
+
+
+def _best(ranked: Sequence[tuple[float, int]], rows: int, price: Price) -> int:
+    """How many of them draw the most tokens a second."""
+    best, taken, drawn = _WORTH * rows / price.plain_s, 0, float(rows)
+    for count, (likely, _) in enumerate(ranked, 1):
+        drawn += likely
+        rate = drawn / (price.plain_s + price.all_s(count))
+        if rate >= best:
+            best, taken = rate, count
+    return taken
+
+
+def _counts(ranked: Sequence[tuple[float, int]], rows: int) -> list[int]:
+    counts = [0] * rows
+    for _, place in ranked:
+        counts[place] += 1
+    return counts
+
+
+def _gain(chance: float, count: int) -> float:
+    """Tokens that so many drafts are likely to draw."""
+    if chance >= 1:
+        return float(count)
+    return chance * (1 - chance**count) / (1 - chance)
