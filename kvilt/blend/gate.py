@@ -27,8 +27,8 @@ Key = tuple[str, str, str]  # model, adapter, the recipe's name as it is asked f
 def compare(whole: Tensor, blended: Tensor) -> Compared | None:
     """Two rows of logits [vocab] for the same place; None where they are no numbers."""
     ours, theirs = (torch.log_softmax(row.detach().cpu().double(), 0) for row in (whole, blended))
-    kl = float(torch.where(ours > -torch.inf, ours.exp() * (ours - theirs), 0.0).sum())
-    if not 0 <= abs(kl) < float("inf"):
+    kl = float(torch.where(ours == -torch.inf, 0.0, ours.exp() * (ours - theirs)).sum())
+    if not abs(kl) < float("inf"):
         return None
     return Compared(max(0.0, kl), int(whole.argmax()) == int(blended.argmax()))
 

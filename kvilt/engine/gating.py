@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -111,6 +111,11 @@ def overheard(
     return hears
 
 
+def _decodes(track: Track) -> bool:
+    """Whether it has no prompt to compute, and waits for nothing."""
+    return track.sample.held or (track.kv is not None and track.sample.left <= 1)
+
+
 class Gating:
     """The comparisons of one engine."""
 
@@ -168,38 +173,53 @@ class Gating:
         if not self._queue:
             return
         first, job = self._queue[0], self._job
-        quiet = self._quiet()
-        if job is not None and job.first.kv is None:  # it had to give way
-            self._drop(house, "busy")
-        elif not (quiet and self._fits(first, job)):
-            first.waited += 1
-            if job is not None:
-                job.first.sample.held = True
-            if first.waited > self.gate.config.patience or (job is not None and quiet):
-                self._drop(house, "busy")
+        others = [track for track in self._tracks.values() if not track.job.request.background]
+        if not all(map(_decodes, others)):
+            self._wait(house, first, job, others)
+        elif job is not None and (job.first.kv is None or not self._fits(first, job, others)):
+            self._drop(house, "busy")  # it had to give way, or stands in somebody's
         elif job is not None:
             job.first.sample.held = False
-        else:
+        elif self._fits(first, job, others):
             self._begin(house, first)
+        else:
+            self._wait(house, first, job, others)
+
+    def _wait(self, house: House, first: Comparison, job: Job | None, others: Sequence[Track]) -> None:
+        """Others go first; what it holds is theirs too, should they need it."""
+        first.waited += 1
+        if job is not None:
+            job.first.sample.held = True
+        in_the_way = job is not None and self._needed(others) > min(self._executor.pool.free_pages())
+        if in_the_way or first.waited > self.gate.config.patience:
+            self._drop(house, "busy")
 
     def close(self, house: House) -> None:
         """End them all."""
         while self._queue:
             self._drop(house, "closing")
 
-    def _quiet(self) -> bool:
-        """Whether nobody has a prompt to compute, or waits to begin."""
-        others = [track for track in self._tracks.values() if not track.job.request.background]
-        return all(track.sample.held or (track.kv is not None and track.sample.left <= 1) for track in others)
-
-    def _fits(self, first: Comparison, job: Job | None) -> bool:
-        """Whether the rest of it has room without anybody giving some up, and with some for whoever decodes."""
-        layout, free = self._executor.layout, min(self._executor.pool.free_pages())
+    def _fits(self, first: Comparison, job: Job | None, others: Sequence[Track]) -> bool:
+        """Whether the rest of it has room without anybody giving some up."""
+        layout = self._executor.layout
         there = job.first.kv.row(0).reserved if job is not None and job.first.kv is not None else 0
-        need = layout.pages_for(len(first.request.prompt)) - layout.pages_for(there) + 2 * len(self._tracks)
+        need = layout.pages_for(len(first.request.prompt)) - layout.pages_for(there) + 1
         if job is None and first.missing == "blended":
             need += layout.pages_for(max(map(len, first.request.documents))) + 1  # to compute one that is not stored
-        return need <= free
+        return need + self._needed(others) <= min(self._executor.pool.free_pages())
+
+    def _needed(self, others: Sequence[Track]) -> int:
+        """Pages that others may take before they draw their next token, forks and copied tails included."""
+        layout = self._executor.layout
+        return sum(
+            layout.pages_for(one.sample.known + 1)
+            - layout.pages_for(one.sample.computed if one.kv is not None else 0)
+            + (layout.pages_for(one.sample.detour.scratch) if one.sample.detour is not None else 0)
+            + one.sample.width
+            + 1
+            for one in others
+            if not one.sample.held
+        )
 
     def _begin(self, house: House, first: Comparison) -> None:
         part = first.missing

@@ -1,0 +1,340 @@
+"""Comparisons among an engine's steps: right to the bit, in nobody's way, and gone without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drive import blended, computed, memory_store, tokens
+from small import Ear, asks, finish, load_small
+from small import start as ask_start
+
+from kvilt.batch import Batch
+from kvilt.blend.certificate import CertificateFile
+from kvilt.blend.chunk import Chunks
+from kvilt.blend.gate import Gate, compare
+from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.config import EngineConfig, GateConfig
+from kvilt.engine.counters import PROMPT_TOKENS, SUCCESS
+from kvilt.engine.engine import Engine
+from kvilt.engine.gating import AGREEMENTS, DROPPED, FALLBACKS, KL, RATIO, SAMPLED, STRIDE_TOKENS
+from kvilt.engine.request import Request
+from kvilt.errors import Draining
+from kvilt.executor.executor import Executor
+from kvilt.metrics import Counter, Gauge
+from kvilt.sampling.params import SamplingParams
+from kvilt.store.store import Store
+
+SYSTEM, QUESTION = tokens(70, 1), tokens(9, 5)
+DOCUMENTS = [tokens(40, 2), tokens(60, 4)]
+QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, False])
+RIGHT = Quilt.of([[], DOCUMENTS[0], QUESTION], [False, True, False])  # nothing stands before its only document
+LOOK = GateConfig(every=1, act=False)
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return load_small(tmp_path_factory.mktemp("gate"), 64, None, "native")
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with memory_store() as made:
+        yield made
+
+
+def make(executor: Executor, store: Store, config: GateConfig | None, path: Path | None = None, **own: Any) -> Engine:
+    executor.prefixes.clear()
+    gate = None
+    if config is not None:
+        file = CertificateFile(path) if path is not None else None
+        gate = Gate(config, lambda: executor.pool.identity().model, file)
+    return Engine(executor, EngineConfig(**own), chunks=Chunks(executor, store), gate=gate)
+
+
+def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
+    return Recipe(ratio, strategy, check_layer=0, **{"min_gain": 0.0, **fields})
+
+
+def put(engine: Engine, quilt: Quilt, made: Recipe, **fields: Any) -> Ear:
+    params = fields.pop("params", SamplingParams(max_tokens=6, temperature=0.0))
+    asked = Request(quilt.ids, params, documents=quilt.documents, recipe=made, **fields)
+    ear = Ear(asked.samples)
+    engine.add(engine.prepare(asked, ear))
+    return ear
+
+
+def settle(engine: Engine) -> None:
+    """Until nobody wants a row and nothing is left to compare."""
+    while engine.ready:
+        engine.step()
+
+
+def close(engine: Engine) -> None:
+    assert engine._gating is not None
+    engine._gating.gate.close()
+
+
+def value(engine: Engine, metric: Counter | Gauge, **labels: str) -> float:
+    series = engine.metrics.snapshot()[metric.name]["series"]
+    return sum(point["value"] for point in series if labels.items() <= point["labels"].items())
+
+
+def whole_prompt(executor: Executor, quilt: Quilt, count: int = 6) -> list[int]:
+    with executor.create_kv_cache() as kv:
+        params = SamplingParams(max_tokens=count, temperature=0.0)
+        return executor.sample_tokens(count, list(quilt.ids), kv, params=params)[0]
+
+
+# What is measured.
+
+
+@pytest.mark.parametrize("strategy", ["deviation", "head", "query"])
+@pytest.mark.parametrize("step_tokens", [24, 512])
+def test_what_is_compared_is_what_it_is_by_hand(
+    executor: Executor, store: Store, strategy: str, step_tokens: int
+) -> None:
+    made = recipe(0.2, strategy)
+    with memory_store() as other:
+        trial, kv, _ = blended(executor, Chunks(executor, other), QUILT, made)
+        kv.close()
+    reference, kv = computed(executor, QUILT.ids)
+    kv.close()
+    expected = compare(reference, trial)
+    engine = make(executor, store, LOOK, step_tokens=step_tokens, max_rows=8)
+    for _ in range(3):
+        put(engine, QUILT, made)
+        settle(engine)
+    (known,) = engine.certificates()
+    assert known.recent == (expected,) * 3
+    assert expected is not None
+    assert expected.kl > 0
+    assert (known.strategy, known.ratio, known.count) == (strategy, 0.2, 3)
+    assert known.model == executor.pool.identity().model
+    (spread,) = engine.metrics.snapshot()[KL.name]["series"]
+    assert (spread["count"], spread["sum"]) == (3, pytest.approx(3 * expected.kl))
+    assert value(engine, AGREEMENTS, strategy=strategy) == 3 * expected.agrees
+    assert value(engine, SAMPLED) == 3
+    assert value(engine, RATIO) == 0.2
+
+
+def test_ratio_1_is_right_to_the_bit(executor: Executor, store: Store) -> None:
+    engine = make(executor, store, LOOK)
+    put(engine, QUILT, recipe(1.0))
+    settle(engine)
+    (known,) = engine.certificates()
+    assert (known.mean_kl, known.agreement) == (0.0, 1.0)
+
+
+def test_comparing_changes_no_answer_and_leaves_nothing(executor: Executor, store: Store) -> None:
+    """Blended and plain requests, all at once, with a gate that looks at every one and without."""
+    others = asks(3, seed=5, longest=90)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=7, logprobs=3)
+    heard, left, counted = [], [], []
+    for config in (None, LOOK):
+        engine = make(executor, store, config, step_tokens=48, max_rows=8)
+        ears = [put(engine, QUILT, recipe(0.2, one), params=params) for one in ("head", "query", "deviation")]
+        ears += [ask_start(engine, one) for one in others]
+        finish(engine)
+        settle(engine)
+        heard.append([ear.tokens for ear in ears])
+        left.append(len(executor.prefixes))
+        counted.append([value(engine, PROMPT_TOKENS), value(engine, SUCCESS)])
+        assert engine.requests == 0
+        executor.prefixes.clear()
+        assert executor.pool.usage().used == 0
+    assert heard[0] == heard[1]
+    assert left[0] == left[1]  # nobody finds a prefix that only a comparison had
+    assert counted[0] == counted[1]  # nor is it a request of anybody's
+    assert value(engine, SAMPLED) == 3
+    assert sum(known.count for known in engine.certificates()) + value(engine, DROPPED) == 3
+
+
+# What follows.
+
+
+ACT = GateConfig(every=1, max_kl=1e-3, least=2)
+
+
+def served(engine: Engine, quilt: Quilt, made: Recipe) -> str:
+    """The recipe that a request was answered with."""
+    ear = put(engine, quilt, made)
+    settle(engine)
+    end = ear.ends[0]
+    assert end is not None
+    assert end.blended is not None
+    assert end.cached + end.computed == len(quilt.ids)
+    return end.blended.recipe
+
+
+def test_a_ratio_that_is_too_low_is_raised_until_it_falls_back(executor: Executor, store: Store) -> None:
+    engine, reuse = make(executor, store, ACT), recipe(0.0)
+    seen = [served(engine, QUILT, reuse) for _ in range(40)]
+    ratios = list(dict.fromkeys(seen))
+    assert ratios[0] == reuse.name
+    assert [one.split("ratio=")[1].split()[0] for one in ratios[1:4]] == ["0.075", "0.1125", "0.16875"]
+    assert ratios[-1] == f"full/1 instead of {reuse.name}"
+    assert value(engine, FALLBACKS) == seen.count(ratios[-1]) > 0
+    assert value(engine, RATIO, strategy="head", asked="0") == 1.0
+    ear = put(engine, QUILT, reuse)
+    settle(engine)
+    assert ear.tokens == [whole_prompt(executor, QUILT)]
+    assert served(engine, QUILT, recipe(0.0, gate=False)) == reuse.name  # who keeps out gets what is asked for
+    (known,) = engine.certificates()
+    assert known.falls_back
+    assert known.mean_kl > 1e-3
+
+
+def test_it_comes_back_when_documents_blend_well_again(executor: Executor, store: Store) -> None:
+    engine, reuse = make(executor, store, ACT), recipe(0.0)
+    while not served(engine, QUILT, reuse).startswith("full"):
+        pass
+    seen = list(dict.fromkeys(served(engine, RIGHT, reuse) for _ in range(120)))
+    ratios = [1.0 if one.startswith("full") else float(one.split("ratio=")[1].split()[0]) for one in seen]
+    assert ratios[0] == 1.0
+    assert ratios == sorted(ratios, reverse=True)
+    assert seen[-1] == reuse.name
+    assert value(engine, DROPPED) == 0
+
+
+def test_a_restart_goes_on_where_it_was(executor: Executor, store: Store, tmp_path: Path) -> None:
+    path, reuse = tmp_path / "certificates.json", recipe(0.0)
+    engine = make(executor, store, ACT, path)
+    while not served(engine, QUILT, reuse).startswith("full"):
+        pass
+    close(engine)
+    again = make(executor, store, ACT, path)
+    assert served(again, QUILT, reuse).startswith("full")
+    close(again)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert served(make(executor, store, ACT, path), QUILT, reuse) == reuse.name
+
+
+# Nobody's way.
+
+
+def test_comparisons_wait_for_prompts_and_go_on_beside_decodes(executor: Executor, store: Store) -> None:
+    engine = make(executor, store, LOOK, step_tokens=128, max_rows=8)
+    batches: list[list[int]] = []
+    run = executor.run
+
+    def watched(batch: Batch) -> object:
+        batches.append(sorted(len(row.positions) for row in batch.rows))
+        return run(batch)
+
+    first = put(engine, QUILT, recipe(), params=SamplingParams(max_tokens=80, temperature=0.0))
+    while not first.tokens[0]:
+        engine.step()
+    executor.run = watched  # type: ignore[method-assign, assignment]
+    try:
+        engine.step()
+        assert batches == [[1, STRIDE_TOKENS]]  # a row of the comparison beside a decode
+        late = Ear()
+        engine.add(engine.prepare(Request(tokens(300, 9), SamplingParams(max_tokens=3, temperature=0.0)), late))
+        assert engine.requests == 2
+        batches.clear()
+        while not late.tokens[0]:
+            engine.step()
+        assert batches == [[1, 127], [1, 127], [1, 46]]  # all of the budget is the prompt's
+        assert [sample.request for sample in engine.view("").samples] == [
+            track.sample.request for track in engine._tracks.values() if not track.job.request.background
+        ]
+        settle(engine)
+    finally:
+        executor.run = run  # type: ignore[method-assign]
+    assert sum(known.count for known in engine.certificates()) == 1
+    assert value(engine, DROPPED) == 0
+
+
+def test_who_waits_too_long_is_dropped(executor: Executor, store: Store) -> None:
+    engine = make(executor, store, GateConfig(every=1, act=False, patience=3), step_tokens=32, max_rows=8)
+    ear = put(engine, QUILT, recipe())
+    while not ear.tokens[0]:
+        engine.step()
+    late = Ear()
+    engine.add(engine.prepare(Request(tokens(400, 9), SamplingParams(max_tokens=1, temperature=0.0)), late))
+    settle(engine)
+    assert late.over
+    assert value(engine, DROPPED, reason="busy") == 1
+    assert engine.certificates()[0].count == 0
+    executor.prefixes.clear()
+    assert executor.pool.usage().used == 0
+
+
+def test_no_more_than_two_wait(executor: Executor, store: Store) -> None:
+    engine = make(executor, store, LOOK, step_tokens=512, max_rows=16)
+    ears = [put(engine, QUILT, recipe()) for _ in range(6)]
+    settle(engine)
+    assert all(ear.over for ear in ears)
+    (known,) = engine.certificates()
+    dropped = value(engine, DROPPED, reason="full")
+    assert (known.count + dropped, known.count >= 2, dropped > 0) == (6, True, True)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_engine_that_closes_drops_them(executor: Executor, store: Store, running: bool) -> None:
+    engine = make(executor, store, LOOK)
+    ear = put(engine, QUILT, recipe(), params=SamplingParams(max_tokens=40, temperature=0.0))
+    while not ear.tokens[0]:
+        engine.step()
+    if running:
+        engine.step()
+    engine.fail_all(Draining())
+    assert value(engine, DROPPED, reason="closing") == 1
+    assert not engine.ready
+    executor.prefixes.clear()
+    assert executor.pool.usage().used == 0
+
+
+@pytest.mark.parametrize("pages", [8, 9, 10, 11, 12, 14, 16])
+def test_few_pages_are_everybody_elses(tmp_path: Path, store: Store, pages: int) -> None:
+    """Nobody gives anything up for a comparison, and all say what they say without it."""
+    executor = load_small(tmp_path, pages, None, "native")
+    heard = []
+    for config in (None, None, LOOK):  # the first one stores the documents
+        engine = make(executor, store, config, step_tokens=64, max_rows=8)
+        asked: list[bool] = []
+
+        def relief(pinned: bool, asked: list[bool] = asked) -> bool:
+            asked.append(pinned)
+            return False
+
+        engine.relieve_by(relief)
+        params = SamplingParams(max_tokens=40, temperature=0.0)
+        ears = [put(engine, RIGHT, recipe(0.2), params=params) for _ in range(2)]
+        ears += [ask_start(engine, one) for one in asks(2, seed=8, longest=90)]
+        settle(engine)
+        heard.append(([ear.tokens for ear in ears], [ear.error for ear in ears], len(asked)))
+        executor.prefixes.clear()
+        assert executor.pool.usage().used == 0
+    assert heard[1] == heard[2]
+
+
+def test_a_comparison_that_fails_is_nobody_elses_failure(
+    executor: Executor, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(executor, store, LOOK)
+    run = executor.run
+
+    def broken(batch: Batch) -> object:
+        if any(len(row.positions) == STRIDE_TOKENS for row in batch.rows):
+            raise RuntimeError("no")
+        return run(batch)
+
+    monkeypatch.setattr(executor, "run", broken)
+    ear = put(engine, QUILT, recipe())
+    settle(engine)
+    assert ear.error is None
+    assert ear.tokens != [[]]
+    assert value(engine, DROPPED, reason="failed") == 1
+
+
+def test_who_draws_nothing_or_saves_nothing_is_not_compared(executor: Executor, store: Store) -> None:
+    engine = make(executor, store, LOOK)
+    put(engine, QUILT, recipe(), params=None)
+    put(engine, QUILT, recipe(0.99, min_gain=0.5))
+    put(engine, QUILT, recipe(0.2, gate=False))
+    settle(engine)
+    assert value(engine, SAMPLED) == 0
