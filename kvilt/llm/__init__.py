@@ -4,7 +4,7 @@ The one room whose `__init__` has names: `from kvilt.llm import ...` is what eve
 """
 
 from .async_llm import AsyncLLM as AsyncLLM
-from .async_llm import AsyncStream as AsyncStream
+from .async_stream import AsyncStream as AsyncStream
 from .blend import Documents as Documents
 from .build import load as load
 from .build import load_async as load_async
@@ -20,3 +20,4 @@ from .model import Message as Message
 from .model import Prompt as Prompt
 from .outlet import Delta as Delta
 from .outlet import Reading as Reading
+from .warm import Warmed as Warmed

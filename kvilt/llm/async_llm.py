@@ -10,12 +10,12 @@ import asyncio
 import dataclasses
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from ..batch import Adapter
 from ..blend.recipe import Recipe
@@ -32,16 +32,19 @@ from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import TokenLogprobs
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .async_kv import AsyncKV
+from .async_stream import AsyncStream
 from .blend import Pieces
 from .completion import Completion
 from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
-from .outlet import Delta, Outlet, Post
+from .outlet import Outlet, Post
+from .warm import AT_ONCE, OnProgress, Warmed, Warming
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,52 +83,6 @@ class Hearing:
 
 # Makes a prompt ready; may take a while, so it runs in a thread of its own.
 Source = Callable[[Terms], Ready]
-
-
-class AsyncStream:
-    """Deltas of one request as they come; afterwards `completion`. Leave it with `aclose`, or as a context manager."""
-
-    def __init__(self, outlet: Outlet, request_id: str) -> None:
-        self.id = request_id
-        self._outlet = outlet
-        self._left = weakref.finalize(self, outlet.leave)
-        self._left.atexit = False
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        delta = await self._outlet.next()
-        if delta is None:
-            self._left.detach()
-            raise StopAsyncIteration
-        return delta
-
-    @property
-    def completion(self) -> Completion:
-        """The whole result, once the stream was read to its end."""
-        if not self._outlet.answer.over or self._outlet.answer.error is not None or self._left.alive:
-            raise InputError("this stream was not read to its end, or failed, so it has no completion")
-        return self._outlet.answer.completion()
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Those of the prompt, if they were asked for; all there are from the first delta with a token on."""
-        return self._outlet.answer.prompt_logprobs
-
-    def stop(self) -> None:
-        """Draw no more; what there is can still be read, and `completion` has it."""
-        self._outlet.stop()
-
-    async def aclose(self) -> None:
-        """Leave: the request ends within one step, and its KV goes back."""
-        self._left()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.aclose()
 
 
 class AsyncLLM(Model):
@@ -229,6 +186,28 @@ class AsyncLLM(Model):
         """`chat`, delta by delta."""
         terms, chosen = _terms(params, fields)
         return await self._open(partial(self._chat, messages, tools), chosen, terms, progress)
+
+    async def warm(
+        self,
+        documents: Sequence[Prompt],
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
+        on_progress: OnProgress | None = None,
+    ) -> list[Warmed]:
+        """Compute documents that are not stored yet, a few at a time, and store them for this tenant's prompts.
+
+        `on_progress` is called with the tokens that are done, and with all there are. Whoever stops waiting leaves what
+        is stored by then.
+        """
+        self.engine.chunks = self.documents.chunks
+        chosen = Chosen(lora, lora_scale)
+        warming = await asyncio.to_thread(Warming, self, documents, chosen, tenant, on_progress)
+        room = asyncio.Semaphore(AT_ONCE)
+        await _all([self._warm(warming, ids, priority, room) for ids in warming.unique()])
+        return warming.results()
 
     def abort(self, request_id: str) -> None:
         """End a request by its id within one step."""
@@ -394,6 +373,17 @@ class AsyncLLM(Model):
         outlet = await self._submit(source, params, terms, Hearing(self.config.unread_tokens, progress))
         return AsyncStream(outlet, terms.id)
 
+    async def _warm(self, warming: Warming, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore) -> None:
+        """One document."""
+        async with room:
+            if not await asyncio.to_thread(warming.missing, [ids]):
+                return
+            request, asked = warming.request(ids, priority=priority)
+            outlet = self._outlet(Answer(asked), request, None, asyncio.get_running_loop())
+            self._admit(outlet)
+            await self._finished(outlet)
+            warming.finished(ids)
+
     async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
         """The KV of a prompt."""
         request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter)
@@ -428,7 +418,7 @@ def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[Terms
     return Terms(**own), SamplingParams.of(params, **rest)
 
 
-async def _all(each: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+async def _all(each: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """All of these; if one fails, the others are given up and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -13,9 +13,10 @@ from typing import Any
 from ..blend.chunk import Chunks
 from ..blend.recipe import Quilt, Recipe
 from ..config import available_memory_bytes
-from ..errors import InputError
+from ..errors import InputError, ParamError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
+from ..metrics import Metrics
 from ..store.store import Store
 from ..store.tier import Budget
 from ..text.tokenizer import Tokenizer
@@ -58,6 +59,12 @@ class Documents:
                 self._chunks = Chunks(self._executor, store, self._tokenizer.head)
             return self._chunks
 
+    @property
+    def metrics(self) -> Metrics | None:
+        """What the store counts; None before it is opened."""
+        store = self._given or self._own
+        return store.metrics if store is not None else None
+
     def close(self) -> None:
         """Close the store, if it is our own."""
         with self._lock:
@@ -70,6 +77,18 @@ class Documents:
         if isinstance(text, str):
             return self._tokenizer.encode(text, add_special=False)
         return read_ids(text, self._executor.spec.vocab_size)
+
+    def check_alone(self, name: str, tokens: int) -> None:
+        """Raise, by this name, unless a document of so many tokens can be computed and reused here."""
+        if not tokens:
+            raise ParamError(name, "is empty; give at least one token")
+        pool, needed = self._executor.pool, tokens + len(self._tokenizer.head) + 1
+        if needed > self._executor.max_context:
+            most = self._executor.max_context - needed + tokens
+            raise ParamError(name, f"has {tokens} tokens, and with a max_context this small {most} fit; shorten it")
+        size = pool.layout.page_tokens
+        if -(-needed // size) + -(-(needed - 1) // size) > pool.pages:  # itself, and where it is computed
+            raise ParamError(name, f"has {tokens} tokens, for which the KV memory is too small; raise kv_memory")
 
     def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
         """A text, documents and a question, one behind the other."""

@@ -31,6 +31,7 @@ from .answer import Answer
 from .blend import Pieces
 from .completion import Completion, Piece, Stream
 from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
+from .warm import OnProgress, Warmed, Warming
 from .wheel import Wheel
 
 
@@ -217,6 +218,29 @@ class LLM(Model):
         pieces = self.documents.parts(parts, made)
         return self._answers(self._blending([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale)))[0]
 
+    def warm(
+        self,
+        documents: Sequence[Prompt],
+        *,
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
+        on_progress: OnProgress | None = None,
+    ) -> list[Warmed]:
+        """Compute documents that are not stored yet, and store them, so that prompts with them find all of their KV.
+
+        `on_progress` is called with the tokens that are done, and with all there are.
+        """
+        self.engine.chunks = self.documents.chunks
+        warming = Warming(self, documents, Chosen(lora, lora_scale), on_progress=on_progress)
+        for some in warming.groups():
+            missing = warming.missing(some)
+            self._answers(
+                [partial(self._prepare_warm, warming, ids) for ids in missing], partial(_watch, warming, missing)
+            )
+            for ids in missing:
+                warming.finished(ids)
+        return warming.results()
+
     def prefill(self, prompt: Prompt, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
         ids = self.prompt_ids(prompt)
@@ -278,6 +302,11 @@ class LLM(Model):
         answer = Answer(asked)
         return Question(self.engine.prepare(request, answer), answer)
 
+    def _prepare_warm(self, warming: Warming, ids: tuple[int, ...]) -> Question:
+        request, asked = warming.request(ids)
+        answer = Answer(asked)
+        return Question(self.engine.prepare(request, answer), answer)
+
     def _complete(
         self,
         prompts: Sequence[list[int]],
@@ -289,15 +318,24 @@ class LLM(Model):
     ) -> list[Completion]:
         return self._answers([partial(self._prepare, ids, params, kv, reused, keep_kv, lora) for ids in prompts])
 
-    def _answers(self, asked: Sequence[Callable[[], Question]]) -> list[Completion]:
-        """Ask for all prompts at once, and wait for every answer."""
+    def _answers(
+        self,
+        asked: Sequence[Callable[[], Question]],
+        on_step: Callable[[Sequence[Question]], None] = lambda _questions: None,
+    ) -> list[Completion]:
+        """Ask for all prompts at once, and wait for every answer; `on_step` looks on between steps."""
         questions: list[Question] = []
+
+        def done() -> bool:
+            on_step(questions)
+            return all(question.answer.over for question in questions)
+
         with self._asking(questions):
             for prepare in asked:
                 questions.append(prepare())  # noqa: PERF401 (see `_asking`)
             for question in questions:
                 self.engine.add(question.job)
-            self._drive(questions, lambda: all(question.answer.over for question in questions))
+            self._drive(questions, done)
             return [question.answer.completion() for question in questions]
 
     def _stream(self, prepare: Callable[[], Question], params: SamplingParams) -> Stream:
@@ -367,6 +405,11 @@ class LLM(Model):
                 self.engine.abort(question.job)
             self._wheel.settle()
             raise
+
+
+def _watch(warming: Warming, documents: Sequence[tuple[int, ...]], questions: Sequence[Question]) -> None:
+    for ids, question in zip(documents, questions, strict=True):
+        warming.watch(ids, question.job)
 
 
 def _reused(ids: list[int], params: SamplingParams, kv: KVCache | None) -> int:

@@ -11,10 +11,11 @@ import httpx
 import openai
 import pytest
 from lora_files import write_lora
-from running import QUESTION, Running
+from running import QUESTION, Running, until
 
 from kvilt import LLM
 from kvilt.blend.recipe import Recipe
+from kvilt.config import EngineConfig
 from kvilt.executor.executor import Executor
 from kvilt.server.schema.fields import Blend
 from kvilt.text.tokenizer import Tokenizer
@@ -241,6 +242,83 @@ def test_a_blended_answer_is_never_taken_for_exact(start: Start, executor: Execu
 def test_refusals_name_the_field(http: httpx.Client, fields: dict[str, Any], why: str, param: str) -> None:
     for route, question in (("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "So"})):
         assert code(http.post(f"/v1/{route}", json={**SHORT, **question, **fields})) == (400, why, param)
+
+
+def warmed(http: httpx.Client, *documents: Any, **more: Any) -> list[dict[str, Any]]:
+    answer = http.post("/v1/kv/chunks", json={"documents": documents, **more})
+    assert answer.status_code == 200, answer.text
+    data: list[dict[str, Any]] = answer.json()["data"]
+    return data
+
+
+def test_documents_that_were_warmed_are_found(start: Start, llm: LLM) -> None:
+    with start() as server, server.http() as http:
+        first = warmed(http, ONE, {"title": "Everest", "text": TWO}, ONE)
+        assert [one["found"] for one in first] == [False, False, True]
+        assert [one["tokens"] for one in first[:2]] == [
+            len(llm.documents.ids(text)) for text in (ONE, f"Everest\n{TWO}")
+        ]
+        assert first[0]["id"] == first[2]["id"] != first[1]["id"]
+        assert all(one["found"] for one in warmed(http, ONE, f"Everest\n{TWO}"))
+        lines = http.get("/metrics").text.splitlines()
+        written = 'kvilt_store_hits_total{tier="memory",kind="chunk"} '
+        before = next(int(line.removeprefix(written)) for line in lines if line.startswith(written))
+        extra = {**DOCUMENTS, "documents": [{"title": "Everest", "text": TWO}, ONE]}
+        server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=extra)
+        assert f"{written}{before + 2}" in http.get("/metrics").text.splitlines()
+
+
+def test_warmed_documents_belong_to_a_key_and_a_salt(start: Start) -> None:
+    with start(api_keys=KEYS) as server:
+        clients = [server.http(headers={"authorization": f"Bearer {key}"}) for key in KEYS]
+        assert not warmed(clients[0], ONE)[0]["found"]
+        assert not warmed(clients[1], ONE)[0]["found"]
+        assert warmed(clients[0], ONE)[0]["found"]
+        salted = clients[0].post("/v1/kv/chunks?cache_salt=x", json={"documents": [ONE]}).json()
+        assert not salted["data"][0]["found"]
+        assert server.http().post("/v1/kv/chunks", json={"documents": [ONE]}).status_code == 401
+
+
+def test_documents_are_warmed_for_an_adapter(start: Start, executor: Executor, tmp_path: Path) -> None:
+    write_lora(tmp_path / "french")
+    lora = executor.load_lora(tmp_path / "french", "french")
+    try:
+        with start() as server, server.http() as http:
+            assert [warmed(http, ONE, model=name)[0]["found"] for name in ("tiny", "french", "french")] == [
+                False,
+                False,
+                True,
+            ]
+            assert not warmed(http, ONE, model="french", lora_scale=0.5)[0]["found"]
+    finally:
+        executor.unload_lora(lora)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why", "param"),
+    [
+        ({}, 400, "missing_field", "documents"),
+        ({"documents": []}, 400, "invalid_value", "documents"),
+        ({"documents": ["a"], "prompt": "b"}, 400, "unknown_field", "prompt"),
+        ({"documents": ["a"] * 1025}, 400, "too_many", "documents"),
+        ({"documents": ["a", "b" * 9000]}, 400, "invalid_value", "documents.1"),
+        ({"documents": ["a"], "lora_scale": 0.5}, 400, "invalid_value", "lora_scale"),
+        ({"documents": ["a"], "model": "other"}, 404, "model_not_found", "model"),
+    ],
+)
+def test_what_cannot_be_warmed(http: httpx.Client, body: dict[str, Any], status: int, why: str, param: str) -> None:
+    assert code(http.post("/v1/kv/chunks", json=body)) == (status, why, param)
+
+
+def test_a_client_that_leaves_ends_the_warming(start: Start) -> None:
+    many = [f"Document {i} is about the number {i}. " * 30 for i in range(400)]
+    with start(EngineConfig(step_tokens=32, max_rows=8)) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http(timeout=httpx.Timeout(60, read=0.2)).post("/v1/kv/chunks", json={"documents": many})
+        until(lambda: server.llm.engine.requests == 0, "the end of its requests")
+        with server.http() as http:
+            left = warmed(http, *many[:8])
+            assert [one["found"] for one in left] != [True] * 8 or not warmed(http, many[-1])[0]["found"]
 
 
 def test_what_does_not_fit_or_cannot_be(server: Running, http: httpx.Client) -> None:

@@ -34,6 +34,7 @@ OPERATIONS = [
     "POST /detokenize",
     "GET /tokenizer_info",
     "POST /v1/kv",
+    "POST /v1/kv/chunks",
     "GET /v1/kv",
     "GET /v1/kv/state",
     "GET /v1/kv/saved",

@@ -45,5 +45,7 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"sche
 @router.get("/metrics", response_class=PlainTextResponse, response_model=None, responses=_TEXT | refusals())
 async def metrics(service: Here) -> Response:
     """Everything that is counted, for Prometheus."""
-    text = "".join(rendered(one, service.model) for one in (service.llm.engine.metrics, service.metrics))
+    llm = service.llm
+    counted = [llm.engine.metrics, service.metrics, *([llm.documents.metrics] if llm.documents.metrics else [])]
+    text = "".join(rendered(one, service.model) for one in counted)
     return Response(text, 200, media_type=CONTENT_TYPE)

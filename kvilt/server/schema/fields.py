@@ -27,6 +27,7 @@ SafeName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", description="A name of letters, digits, - and _.")
 ]
 TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle is forgotten.")]
+LoraScale = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
 
@@ -212,7 +213,7 @@ class Sampling(Strict):
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
         None, description="Most tokens to draft ahead; 0 is off. Changes no token."
     )
-    lora_scale: Annotated[float, Field(ge=-100, le=100)] | None = Field(
+    lora_scale: LoraScale | None = Field(
         None, description="How strongly the adapter acts that is named as the model; 1 by default."
     )
     response_format: ResponseFormat | None = None

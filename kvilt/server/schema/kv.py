@@ -9,7 +9,7 @@ from pydantic import Field
 from .answers import Kept
 from .chat import Messages, Tool
 from .completion import Ids
-from .fields import SafeName, Shown, Strict, TtlS
+from .fields import Documents, LoraScale, SafeName, Shown, Strict, TtlS
 
 
 class CreateRequest(Strict):
@@ -20,6 +20,29 @@ class CreateRequest(Strict):
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     ttl_s: TtlS | None = None
+
+
+class ChunksRequest(Strict):
+    """Documents to compute and store, for the model or for an adapter that is named as it."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    documents: Annotated[Documents, Field(min_length=1)]
+    lora_scale: LoraScale | None = None
+
+
+class Chunk(Shown):
+    """A document that is stored now."""
+
+    id: str
+    tokens: int
+    found: bool  # it was there already; else it was computed
+
+
+class Chunks(Shown):
+    """All documents of a request, in their order."""
+
+    object: str
+    data: list[Chunk]
 
 
 class ForkRequest(Strict):

@@ -1,0 +1,140 @@
+"""Documents computed and stored ahead of the questions about them: which are there, what is asked for the rest.
+
+A document is warmed by a prompt that consists of it and reuses all of it: the engine computes and keeps what is not
+stored, as it does for any question, beside everybody else's rows. Refuses to know who steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ..batch import Adapter, Base
+from ..blend.recipe import Recipe, Span
+from ..engine.request import Request
+from ..engine.track import Job
+from ..errors import InputError
+from ..sampling.params import SamplingParams
+from .answer import Asked
+from .model import Chosen, Model, Prompt
+
+AT_ONCE = 4  # documents of one call in the engine: more would only wait there, with their KV in memory
+_REUSE = Recipe(ratio=0.0, strategy="head", min_gain=0.0, gate=False)
+
+OnProgress = Callable[[int, int], None]  # tokens that are done, of all
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A document that is stored now."""
+
+    id: str  # what it is known by: its tokens, whose it is and what computed it
+    tokens: int
+    found: bool  # it was there already; else it was computed
+
+
+class Warming:
+    """The documents of one call, all of which are read and checked before any is computed."""
+
+    def __init__(
+        self,
+        model: Model,
+        documents: Sequence[Prompt],
+        chosen: Chosen,
+        tenant: str = "",
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        if isinstance(documents, str):
+            raise InputError("documents is a list of texts, or of token ids, not one text")
+        self._model = model
+        self._chunks = model.documents.chunks
+        self._tenant = tenant
+        self._on_progress = on_progress
+        self._adapter = _alone(model, chosen)
+        self._maker = model.executor.adapters.identity(self._adapter)
+        self._documents = [self._read(index, text) for index, text in enumerate(documents)]
+        self._unique = dict.fromkeys(self._documents)
+        self._ids: dict[Ids, str] = {}
+        self._found: set[Ids] = set()
+        self._done = dict.fromkeys(self._unique, 0)  # tokens
+        self._told = -1
+
+    def unique(self) -> Iterator[Ids]:
+        """Each document once."""
+        return iter(self._unique)
+
+    def groups(self) -> Iterator[list[Ids]]:
+        """The same, so many as are looked for and computed at a time."""
+        left = self.unique()
+        while some := list(islice(left, AT_ONCE)):
+            yield some
+
+    def missing(self, some: Sequence[Ids]) -> list[Ids]:
+        """Those that are not stored, or not whole; looks them all up at once, and waits for the answers."""
+        looked = [(ids, self._chunks.open(ids, self._tenant, self._maker)) for ids in some]
+        missing = []
+        for ids, loading in looked:
+            self._ids[ids] = loading.address.key.hex()
+            if loading.wait():
+                self._found.add(ids)
+                self.finished(ids)
+            else:
+                missing.append(ids)
+        return missing
+
+    def request(self, ids: Ids, **own: int | str) -> tuple[Request, Asked]:
+        """What to ask for so that a document is computed and kept, and what its answer must know."""
+        behind = self._chunks.behind
+        prompt = (*behind, *ids, ids[-1])  # a prompt computes its last token, so the document's own are all reused
+        request = Request(
+            prompt,
+            tenant=self._tenant,
+            reuse=False,
+            documents=(Span(len(behind), len(prompt) - 1),),
+            recipe=_REUSE,
+            adapter=self._adapter,
+            **own,  # type: ignore[arg-type]
+        )
+        return request, Asked(self._model.tokenizer, SamplingParams(), frozenset(), len(prompt))
+
+    def watch(self, ids: Ids, job: Job) -> None:
+        """See how far a document is."""
+        detour = job.first.sample.detour
+        if detour is not None and detour.begun:
+            self._tell(ids, max(self._done[ids], len(ids) - max(1, detour.left)))
+
+    def finished(self, ids: Ids) -> None:
+        """A document is there."""
+        self._tell(ids, len(ids))
+
+    def results(self) -> list[Warmed]:
+        """What became of each document; of equal ones only the first was computed."""
+        seen: set[Ids] = set(self._found)
+        made = []
+        for ids in self._documents:
+            made.append(Warmed(self._ids[ids], len(ids), ids in seen))
+            seen.add(ids)
+        return made
+
+    def _tell(self, ids: Ids, tokens: int) -> None:
+        self._done[ids] = tokens
+        done = sum(self._done.values())
+        if self._on_progress is not None and done != self._told:
+            self._told = done
+            self._on_progress(done, sum(map(len, self._unique)))
+
+    def _read(self, index: int, text: Prompt) -> Ids:
+        ids = tuple(self._model.documents.ids(text))
+        self._model.documents.check_alone(f"documents.{index}", len(ids))
+        return ids
+
+
+def _alone(model: Model, chosen: Chosen) -> Adapter:
+    """What computes documents; before the tokens that switch an adapter on, that is the base model."""
+    if chosen.which is None:
+        return Base()
+    adapters = model.executor.adapters
+    adapter = adapters.choose(chosen.which, chosen.scale)
+    return Base() if adapters.find(chosen.which).invocation else adapter
