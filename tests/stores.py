@@ -35,6 +35,7 @@ class Shelfware:
         self.log: list[Any] = []
         self.fail_at: int | None = None  # an offset past which reads fail
         self.probes = 0
+        self.each_read: Callable[[], object] = lambda: None  # called before each, and may wait
 
     def open(self, key: bytes) -> Reader | None:
         self._check(self.reads, "open")
@@ -86,6 +87,7 @@ class Page:
     def read(self, offset: int, size: int) -> bytes:
         self._tier.log.append(("read", id(self._data), offset))
         self._tier.reads.wait()
+        self._tier.each_read()
         if self._tier.fail_at is not None and offset and offset + size > self._tier.fail_at:
             raise StoreError("io", "ordered")
         return self._data[offset : offset + size]

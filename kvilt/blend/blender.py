@@ -5,7 +5,7 @@ Returns rows and never runs them, so that they share steps with everybody else's
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from .stage import Stage
 
 PROBE_TOKENS = 128  # of a question, those whose attention counts: its last, in one row
 MASS_EVERY = 4  # of the layers, one in so many says what the question attends to: each costs a softmax in plain torch
-Course = Generator[Stage, None, None]
+Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
 
@@ -45,6 +45,8 @@ class Blending:
     """One prompt. `next` gives the row to run, `took` its result, until `done`; then the cache's owner commits.
 
     The cache holds the `exact` tokens before the first document; room behind them is reserved here, when it begins.
+    While documents are on their way there may be nothing to run: whoever must not wait begins when it is `settled`,
+    and where it is `paused` calls `resume` when it is settled again.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Blending:
         self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
         self._course: Course | None = None
         self._stage: Stage | None = None
+        self._awaited = 0  # layers of every document that the course waits for
         self.done = False
 
     # What a scheduler asks.
@@ -106,7 +109,35 @@ class Blending:
         """Whether the last of them brings logits."""
         return self._stage is not None and self._stage.draws
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing can be run until more of the documents is here."""
+        return self._course is not None and self._stage is None
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is waited for is here, or will not be; before it begins, whether documents are stored."""
+        each = [
+            one.settled(self._awaited) for one in self._found.values()
+        ]  # all are asked: their time runs from now on
+        return all(each)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which that is so, if nothing more comes; what is still missing then is computed."""
+        return max((one.patience_s(self._awaited) for one in self._found.values()), default=0.0)
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Call this, from whatever thread, when more of a document is here."""
+        for one in self._found.values():
+            one.watch(told)
+
     # Going on.
+
+    def resume(self) -> None:
+        """Go on after a pause, if that is possible now."""
+        if self.paused and self.settled:
+            self._advance()
 
     def begin(self, kv: KVCache) -> None:
         """Start, or after a preemption start again, in a cache that holds the tokens before the first document."""
@@ -121,7 +152,11 @@ class Blending:
         self._advance()
 
     def next(self, tokens: int) -> Row:
-        """The next row, of at most so many tokens; the same one again if it was not taken."""
+        """The next row, of at most so many tokens; the same one again if it was not taken. Waits out a pause."""
+        while self.paused:
+            for one in self._found.values():
+                one.settle(self._awaited)
+            self.resume()
         assert self._stage is not None, "there is nothing left to run"
         self._meter.begin()
         row = self._stage.row(tokens)
@@ -149,16 +184,18 @@ class Blending:
         """Let go of what was needed on the way; the prompt's cache is its owner's."""
         if self._course is not None:
             self._course.close()
-        self._course = self._stage = None
+        self._course, self._stage, self._awaited = None, None, 0
         if self._scratch is not None:
             self._scratch.close()
         self._scratch = None
 
     def _advance(self) -> None:
         assert self._course is not None
-        with self._executor.call(), self._executor.pool.lease(), torch.no_grad():
-            self._stage = next(self._course, None)
-        if self._stage is None:
+        self._stage = None
+        try:
+            with self._executor.call(), self._executor.pool.lease(), torch.no_grad():
+                self._stage = next(self._course)
+        except StopIteration:
             self.done = True
             self.close()
 
@@ -260,9 +297,12 @@ class Blending:
             self._scratch.reserve(self.scratch_tokens)
         return self._scratch
 
-    def _layer(self, index: int) -> Generator[Stage, None, list[LayerKV]]:
+    def _layer(self, index: int) -> Generator[Stage | None, None, list[LayerKV]]:
         """One layer of every document; one that turns out to be damaged or late is computed."""
         while True:
+            self._awaited = index + 1
+            while not self.settled:
+                yield None
             try:
                 return [self._found[text].layer(index) for text in self._texts]
             except StoreMiss:

@@ -1,4 +1,4 @@
-"""Blended prompts among an engine's samples: when they begin, what row comes next, what the scheduler is told.
+"""Blended prompts among an engine's samples: when they go on, what row comes next, what the scheduler is told.
 
 Refuses to know how blending works and who is scheduled.
 """
@@ -17,31 +17,81 @@ from .track import Track
 
 
 class Blends:
-    """The tracks whose blending begins before the next plan."""
+    """The tracks whose blending cannot go on: it has yet to begin, or more of its documents must come first."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when something has come."""
         self._waiting: dict[Track, None] = {}
+        self._wake = wake
 
     def expect(self, track: Track) -> None:
         """All that stands before its first document is computed."""
-        self._waiting[track] = None
+        assert track.blending is not None
+        track.blending.watch(self._wake)
+        self._wait(track)
 
-    def begin(
+    def forget(self, track: Track) -> None:
+        """It has ended, or gives its pages up."""
+        self._waiting.pop(track, None)
+
+    @property
+    def due(self) -> bool:
+        """Whether one of them could go on."""
+        return any(track.blending is None or track.blending.settled for track in self._waiting)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds after which one of them goes on in any case; None where nobody waits."""
+        return min((track.blending.patience_s for track in self._waiting if track.blending is not None), default=None)
+
+    def attend(
         self, give_back: Callable[[Track, PoolExhausted], None], fail: Callable[[Track, Exception], None]
     ) -> None:
-        """Let those begin that can; without room a track goes back, until there is some."""
+        """Let those go on that can; without room a track goes back, until there is some."""
         waiting, self._waiting = list(self._waiting), {}
         for track in waiting:
-            if track.blending is None or track.kv is None or not track.sample.blends:
-                continue  # it has ended, or was preempted
             try:
-                track.blending.begin(track.kv)
+                self._go_on(track)
             except PoolExhausted as error:  # another thread was quicker than the plan
                 give_back(track, error)
             except Exception as error:
                 fail(track, error)
-            else:
-                _count(track)
+
+    def took(self, track: Track) -> int | None:
+        """A row of a blending was run. With the last one all of the prompt is there: its tokens, else None.
+
+        Nobody else will find that KV: it is not what a whole prefill would have computed.
+        """
+        blending, kv = track.blending, track.kv
+        assert blending is not None
+        assert kv is not None
+        if blending.paused:
+            self._wait(track)
+        _count(track)
+        if not blending.done:
+            return None
+        kv.commit([blending.quilt.ids[blending.quilt.exact :]])
+        return len(blending.quilt.ids)
+
+    def _wait(self, track: Track) -> None:
+        self._waiting[track] = None
+        track.sample.waits = True
+
+    def _go_on(self, track: Track) -> None:
+        blending = track.blending
+        if blending is None or track.kv is None or not track.sample.blends:
+            return
+        if not blending.settled:
+            self._wait(track)
+            return
+        track.sample.waits = False
+        if blending.paused:
+            blending.resume()
+        else:
+            blending.begin(track.kv)
+        if blending.paused:
+            self._wait(track)
+        _count(track)
 
 
 def blend_task(track: Track, work: Work) -> Task:
@@ -63,24 +113,10 @@ def blend_twin(track: Track, parent: Track) -> None:
         track.sample.detour = Detour(detour.start, detour.stop, detour.scratch)
 
 
-def blend_took(track: Track) -> int | None:
-    """A row of a blending was run. With the last one all of the prompt is there: its tokens, else None.
-
-    Nobody else will find that KV: it is not what a whole prefill would have computed.
-    """
-    blending, kv = track.blending, track.kv
-    assert blending is not None
-    assert kv is not None
-    _count(track)
-    if not blending.done:
-        return None
-    kv.commit([blending.quilt.ids[blending.quilt.exact :]])
-    return len(blending.quilt.ids)
-
-
 def _count(track: Track) -> None:
     """Tell the scheduler what is left."""
     detour, blending = track.sample.detour, track.blending
     assert detour is not None
     assert blending is not None
-    detour.begun, detour.left, detour.ends = True, blending.left, blending.draws
+    # A pause is not the end: there is something left, though nobody knows how much.
+    detour.begun, detour.left, detour.ends = True, 1 if blending.paused else blending.left, blending.draws

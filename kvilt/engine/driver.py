@@ -36,6 +36,7 @@ class Driver:
         self._config = config or EngineConfig()
         self._on_step, self._on_hung = on_step, on_hung
         self._wake = threading.Event()
+        engine.woken_by(self._wake.set)
         self._quiet = threading.Condition()  # told when a step has ended
         self._closing = threading.Event()
         self._draining = False
@@ -117,7 +118,7 @@ class Driver:
             if self._engine.ready:
                 self._step()
             else:
-                self._wake.wait()
+                self._wake.wait(self._engine.patience_s)
         self._engine.fail_all(Draining())
         self._told()
 

@@ -22,7 +22,7 @@ from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExha
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
-from .blending import Blends, blend_task, blend_took, blend_twin
+from .blending import Blends, blend_task, blend_twin
 from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
 from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
@@ -55,7 +55,8 @@ class Engine:
         """`chunks` are where documents of prompts are found; without them such requests are refused."""
         config = config or EngineConfig()
         self.chunks = chunks
-        self._blends = Blends()
+        self._woken: Callable[[], None] = _nobody
+        self._blends = Blends(self.wake)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
@@ -136,6 +137,14 @@ class Engine:
         """Give a request rows again."""
         self._inbox.append(partial(self._hold, which, False))
 
+    def woken_by(self, woken: Callable[[], None]) -> None:
+        """Who is told, in any thread, that there may be something to do: a store has answered somebody who waits."""
+        self._woken = woken
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._woken()
+
     def relieve_by(self, relief: Relief) -> None:
         """Who is asked for pages before a request has to give way or fails."""
         self._books.relief = relief
@@ -175,7 +184,13 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        return self.asked or self._scheduler.ready or (self._gating is not None and self._gating.wants)
+        compares = self._gating is not None and self._gating.wants
+        return self.asked or self._scheduler.ready or self._blends.due or compares
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds after which it is worth asking again, though nobody wakes us; None where nobody waits for a store."""
+        return self._blends.patience_s
 
     def fail_all(self, error: BaseException) -> None:
         """End everything."""
@@ -215,7 +230,7 @@ class Engine:
             while True:
                 if self._gating is not None:
                     self._gating.attend(self)
-                self._blends.begin(self._give_back, self._fail)
+                self._blends.attend(self._give_back, self._fail)
                 if self._drafting is not None:
                     self._drafting.wish(self._tracks)
                 plan = self._scheduler.plan()
@@ -243,6 +258,7 @@ class Engine:
         self._preempt(track)
 
     def _preempt(self, track: Track) -> None:
+        self._blends.forget(track)
         if track.blending is not None:
             track.blending.close()
         if not track.job.request.background:
@@ -321,13 +337,16 @@ class Engine:
         match result:
             case None:
                 return None
+            case Failed(PoolExhausted() as error) if work.sample.blends:  # a document is not there after all
+                self._give_back(track, error)
+                return None
             case Failed(error):
                 self._fail(track, error)
                 return None
             case Done(tokens, scores=scores):
                 assert track.kv is not None
                 if work.sample.blends:
-                    if (there := blend_took(track)) is not None:
+                    if (there := self._blends.took(track)) is not None:
                         self._read(track, there)
                     return tokens
                 accepted = tokens[:-1] if work.drafts else ()
@@ -442,6 +461,7 @@ class Engine:
         job.live.remove(track)
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
+        self._blends.forget(track)
         blended = _report(track) if track.sample.index == 0 else None
         if track.blending is not None:
             track.blending.close()
@@ -509,3 +529,7 @@ def _want(track: Track, work: Work, drafts: int = 0) -> Want:
 
 def _no_relief(_pinned: bool) -> bool:
     return False
+
+
+def _nobody() -> None:
+    """Nobody sleeps, so nobody need be woken."""

@@ -43,6 +43,7 @@ class Sample:
     drafts: int = 0  # tokens it would like to have drafted in the next step
     detour: Detour | None = None  # a part of the prompt that is blended
     held: bool = False  # nobody reads what it draws: it gets no row until somebody does
+    waits: bool = False  # for a store, and not long: it gets no row until that has answered
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
     planned: int = 0  # the last plan that gave it a row
     awaits: bytes | None = None  # a page that somebody else is computing for it
@@ -82,6 +83,10 @@ class Pages(Protocol):
 
     def hit(self, sample: Sample, most: int) -> Hit:
         """What the first tokens of a waiting sample, `most` at the most, would find."""
+        ...
+
+    def seeks(self, sample: Sample, hit: Hit) -> bool:
+        """Whether a sample that could begin waits for more of its beginning to come from a store."""
         ...
 
     def shares_tail(self, sample: Sample) -> bool:

@@ -77,8 +77,9 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether somebody wants a row."""
-        return any(not sample.held for samples in (self._running, self._waiting) for sample in samples)
+        """Whether somebody wants a row, and waits for nothing but that."""
+        everybody = (*self._running, *self._waiting)
+        return any(not sample.held and not sample.waits for sample in everybody)
 
     # Coming and going.
 
@@ -157,7 +158,7 @@ class Scheduler:
     # Those that run.
 
     def _go_on(self, draft: _Draft) -> None:
-        rows = [sample for sample in self._running if not sample.held]
+        rows = [sample for sample in self._running if not sample.held and not sample.waits]
         decodes = [sample for sample in rows if sample.left == 1]
         if len(decodes) > draft.rows:  # forks can outnumber the rows: then they take turns
             decodes = sorted(decodes, key=lambda sample: (sample.planned, sample.rank))
@@ -212,7 +213,7 @@ class Scheduler:
         """A sample that runs begins again from nothing, when there is room for it."""
         self._running.remove(victim)
         self._stop_computing(victim)
-        victim.computed = 0
+        victim.computed, victim.waits = 0, False
         if victim.detour is not None:
             victim.detour.begun, victim.detour.left, victim.detour.ends = False, 0, False
         self._wait(victim)
@@ -227,7 +228,7 @@ class Scheduler:
         for sample in list(self._waiting):
             if not draft.rows or not draft.tokens or (width and width + sample.width > self._limits.max_rows):
                 return
-            if sample.held or self._awaits(sample):
+            if sample.held or sample.waits or self._awaits(sample):
                 continue
             hit = self._hit(sample, room)
             if self._awaits(sample):
@@ -239,7 +240,8 @@ class Scheduler:
                 return  # nobody behind it goes first, or it might wait forever
             room -= need
             width += sample.width
-            self._begin(draft, sample, hit)
+            if not self._pages.seeks(sample, hit):
+                self._begin(draft, sample, hit)
 
     def _begin(self, draft: _Draft, sample: Sample, hit: Hit) -> None:
         self._waiting.remove(sample)

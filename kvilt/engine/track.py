@@ -22,6 +22,8 @@ from .scoring import Scoring
 
 # Frees KV that is only kept for later, if there is any; also what is pinned, if told so.
 Relief = Callable[[bool], bool]
+# Looks elsewhere for more of a prompt's beginning than was found here; False where nobody need wait for that.
+Seek = Callable[["Track", Hit], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,7 @@ class Books:
     executor: Executor
     tracks: Mapping[Sample, Track]
     relief: Relief
+    seek: Seek | None = None
 
     def relieve(self) -> bool:
         """Let somebody who only keeps KV for later give some up; what is pinned stays."""
@@ -96,6 +99,10 @@ class Books:
         track.trail.extend(known, self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(track.trail, most)
         return Hit(found.tokens, found.idle)
+
+    def seeks(self, sample: Sample, hit: Hit) -> bool:
+        """Whether more of its beginning is on its way from a store."""
+        return self.seek is not None and self.seek(self.tracks[sample], hit)
 
     def shares_tail(self, sample: Sample) -> bool:
         """Whether another cache, or the index, sees the last page of a sample."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from ..engine.engine import Engine
 from ..executor.executor import Executor
 
+_LOOK_UP_S = 0.05  # whoever waits for a store sees this often whether somebody else wants something
+
 
 class Wheel:
     """Whose turn it is to step."""
@@ -18,6 +20,8 @@ class Wheel:
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
         self._executor = executor
+        self._wake = threading.Event()  # a store has answered somebody who waits for it
+        engine.woken_by(self._wake.set)
         self._turn = threading.Lock()
         self._news = threading.Condition()
         self._waiting = 0
@@ -55,8 +59,10 @@ class Wheel:
     def _steps(self, done: Callable[[], bool]) -> None:
         with self._executor.call():  # one call to `cancel`, however many steps it takes
             while not done():
-                stepped = self._engine.step()
-                assert stepped or done(), "nobody wants a row, yet somebody waits"
+                self._wake.clear()
+                if not self._engine.step() and not done() and not self._engine.ready:
+                    assert self._engine.patience_s is not None, "nobody wants a row, yet somebody waits"
+                    self._wake.wait(min(self._engine.patience_s, _LOOK_UP_S))
                 if self._waiting:
                     self._tell()
 

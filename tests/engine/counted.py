@@ -216,6 +216,9 @@ class Kitchen:
             most = min(most, scored - scored % self.limits.page_tokens)
         return self.pages.probe(self._keys(sample), most) if self.index else Hit()
 
+    def seeks(self, sample: Sample, hit: Hit) -> bool:
+        return False
+
     def shares_tail(self, sample: Sample) -> bool:
         page = self.pages.tables[sample][-1]
         return self.pages.refs[page] > 1 or page in self.pages.names

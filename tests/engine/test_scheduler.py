@@ -321,6 +321,9 @@ class Some:
     def hit(self, sample: Sample, most: int) -> Hit:
         return Hit()
 
+    def seeks(self, sample: Sample, hit: Hit) -> bool:
+        return False
+
     def shares_tail(self, sample: Sample) -> bool:
         return True
 
