@@ -127,6 +127,10 @@ SERVER = Group(
             "max_body_bytes": Option(int, 8 << 20, "The largest body of a request."),
             "max_connections": Option(int, 2048, "Connections that may be open."),
             "keep_alive_s": Option(float, 15.0, "Silence in a stream before a comment is sent."),
+            "gate_every": Option(int, 50, "One in so many blended prompts is compared with a whole prefill; 0: none."),
+            "gate_max_kl": Option(float, 0.1, "Mean KL of the first token above which a recipe's ratio is raised."),
+            "gate_act": Option(bool, True, "Raise it, or only compare."),
+            "gate_path": Option(str | None, None, "The file that keeps what comparisons said."),
             "log_level": Option(str, "info", "debug, info, warning or error."),
         }
     ),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, env_api_keys
+from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
 from .progress import bars
@@ -26,12 +26,13 @@ def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: d
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
     settings = settings_of(model, options)
     chosen = EngineConfig(**{name: value for name, value in engine.items() if value is not None})
+    gate = gate_of(options)
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
         print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]
     with bars() as shown:
-        llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **config)
+        llm = load_async(model, on_fetch=shown.fetching, engine=chosen, gate=gate, **config)
     for name, path in adapters:
         if name in settings.names:
             raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
@@ -61,6 +62,17 @@ def settings_of(model: str, options: dict[str, Any]) -> ServeConfig:
         kv_dir=Path(options["kv_dir"]) if options["kv_dir"] else None,
         lora_dir=Path(options["lora_dir"]) if options["lora_dir"] else None,
         **{name: options[name] for name in same},
+    )
+
+
+def gate_of(options: dict[str, Any]) -> GateConfig:
+    """How blended prompts are compared with whole prefills. On unless told otherwise: nobody evaluates for a server."""
+    path = options["gate_path"]
+    return GateConfig(
+        every=options["gate_every"],
+        act=options["gate_act"],
+        max_kl=options["gate_max_kl"],
+        path=None if path is None else Path(path),
     )
 
 

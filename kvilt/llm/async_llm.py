@@ -18,8 +18,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from ..batch import Adapter
+from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
-from ..config import EngineConfig
+from ..config import EngineConfig, GateConfig
 from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
@@ -42,6 +43,7 @@ from .blend import Pieces
 from .completion import Completion
 from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Outlet, Post
+from .quality import gate_for
 from .warm import AT_ONCE, OnProgress, Warmed, Warming
 
 Result = TypeVar("Result")
@@ -100,10 +102,13 @@ class AsyncLLM(Model):
         metrics: Metrics | None = None,
         drafter: Drafter | None = None,
         store: Store | None = None,
+        gate: GateConfig | None = None,
     ) -> None:
         super().__init__(executor, tokenizer, stop_ids, store)
+        self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
-        self.engine = Engine(executor, self.config, metrics, drafting=None if drafter is None else Drafting(drafter))
+        drafting = None if drafter is None else Drafting(drafter)
+        self.engine = Engine(executor, self.config, metrics, drafting=drafting, gate=self._gate)
         self._drafter = drafter
         self._handles = Handles(executor, self.config, self.engine.metrics)
         self.engine.relieve_by(self._handles.relieve)
@@ -217,6 +222,10 @@ class AsyncLLM(Model):
         """What a tenant has here at this moment: samples in progress, prefixes, handles, and the pages of all."""
         return self.engine.view(tenant, self._handles.owned(tenant))
 
+    def certificates(self) -> list[Certificate]:
+        """What a quality gate has learnt of each recipe; nothing without one."""
+        return self.engine.certificates()
+
     # Ending.
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -226,6 +235,8 @@ class AsyncLLM(Model):
     async def aclose(self) -> None:
         """Stop, and let go of the model. Requests in progress fail."""
         await asyncio.to_thread(self._driver.close)
+        if self._gate is not None:
+            await asyncio.to_thread(self._gate.close)
         self._handles.close()
         self.documents.close()
         if self._driver.healthy:

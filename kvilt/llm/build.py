@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import DEFAULT_MODEL, EngineConfig, RunConfig, parse_bytes
+from ..config import DEFAULT_MODEL, EngineConfig, GateConfig, RunConfig, parse_bytes
 from ..errors import ParamError
 from ..executor.executor import Executor
 from ..executor.load import build_executor
@@ -30,17 +30,19 @@ def load(
     on_fetch: Progress | None = None,
     on_load: Callable[[int, int], None] | None = None,
     store: Store | None = None,
+    gate: GateConfig | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
 ) -> LLM:
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
 
-    `store` keeps documents that prompts are blended of, across restarts if it has a disk.
+    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `gate` compares some blended
+    prompts with whole prefills, and may answer later ones with a higher ratio.
     """
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
-    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), store=store)
+    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), store=store, gate=gate)
 
 
 def load_async(
@@ -50,6 +52,7 @@ def load_async(
     on_load: Callable[[int, int], None] | None = None,
     engine: EngineConfig | None = None,
     store: Store | None = None,
+    gate: GateConfig | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
@@ -57,7 +60,8 @@ def load_async(
     """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
-    return AsyncLLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), config=engine, store=store)
+    drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
+    return AsyncLLM(*parts, drafter=drafter, config=engine, store=store, gate=gate)
 
 
 def _parts(

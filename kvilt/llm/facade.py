@@ -12,8 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
 
+from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
-from ..config import EngineConfig
+from ..config import EngineConfig, GateConfig
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
 from ..engine.job import Lent
@@ -31,6 +32,7 @@ from .answer import Answer
 from .blend import Pieces
 from .completion import Completion, Piece, Stream
 from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
+from .quality import gate_for
 from .warm import OnProgress, Warmed, Warming
 from .wheel import Wheel
 
@@ -58,9 +60,12 @@ class LLM(Model):
         metrics: Metrics | None = None,
         drafter: Drafter | None = None,
         store: Store | None = None,
+        gate: GateConfig | None = None,
     ) -> None:
         super().__init__(executor, tokenizer, stop_ids, store)
-        self.engine = Engine(executor, config, metrics, drafting=None if drafter is None else Drafting(drafter))
+        self._gate = gate_for(gate, executor, store)
+        drafting = None if drafter is None else Drafting(drafter)
+        self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate)
         self._drafter = drafter
         self._wheel = Wheel(self.engine, executor)
 
@@ -257,7 +262,13 @@ class LLM(Model):
         """What is here at this moment: samples in progress, prefixes and pages."""
         return self.engine.view("")
 
+    def certificates(self) -> list[Certificate]:
+        """What a quality gate has learnt of each recipe; nothing without one."""
+        return self.engine.certificates()
+
     def close(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
         self.executor.close()
         if self._drafter is not None:
             self._drafter.close()

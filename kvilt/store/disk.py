@@ -86,6 +86,11 @@ class Disk:
             self._with_index(lambda _: None)
         self._reconcile_soon()
 
+    @property
+    def folder(self) -> Path:
+        """The folder; what is not a record's or the index's is left alone there."""
+        return self._folder
+
     # Reading: the file alone.
 
     def open(self, key: bytes) -> DiskReader | None:

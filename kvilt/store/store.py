@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -228,6 +229,12 @@ class Store:
             if (usage := self._answer(lane, future, deadline_s)) is not None:
                 found[lane.name] = usage
         return found
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the first tier that has a folder keeps its records, for what else belongs beside them."""
+        found = (getattr(lane.tier, "folder", None) for lane in self._lanes)
+        return next((one for one in found if isinstance(one, Path)), None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written or dropped; False where that takes longer."""

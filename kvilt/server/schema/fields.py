@@ -176,6 +176,7 @@ class Blend(Strict):
     mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
     min_gain: Share | None = None
     load_floor: Share | None = None
+    gate: bool | None = Field(None, description="False: just this recipe, whatever the quality gate found.")
     gate: bool | None = Field(None, description="Whether a quality gate may change the ratio.")
 
 

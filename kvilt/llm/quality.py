@@ -1,0 +1,28 @@
+"""A quality gate as configuration asks for it: where it keeps what it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..blend.certificate import CertificateFile
+from ..blend.gate import Gate
+from ..config import GateConfig
+from ..executor.executor import Executor
+from ..store.store import Store
+
+_NAME = "certificates.json"
+
+
+def gate_for(config: GateConfig | None, executor: Executor, store: Store | None) -> Gate | None:
+    """A gate; None where nothing is to be compared."""
+    if config is None or not config.every:
+        return None
+    path = _path(config, store)
+    return Gate(config, lambda: executor.pool.identity().model, CertificateFile(path) if path is not None else None)
+
+
+def _path(config: GateConfig, store: Store | None) -> Path | None:
+    if config.path is not None:
+        return Path(config.path)
+    folder = store.folder if store is not None else None
+    return folder / _NAME if folder is not None else None
