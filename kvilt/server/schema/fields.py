@@ -177,7 +177,6 @@ class Blend(Strict):
     min_gain: Share | None = None
     load_floor: Share | None = None
     gate: bool | None = Field(None, description="False: just this recipe, whatever the quality gate found.")
-    gate: bool | None = Field(None, description="Whether a quality gate may change the ratio.")
 
 
 class Sampling(Strict):
