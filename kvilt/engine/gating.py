@@ -112,8 +112,8 @@ def overheard(
 
 
 def _decodes(track: Track) -> bool:
-    """Whether it has no prompt to compute, and waits for nothing."""
-    return track.sample.held or (track.kv is not None and track.sample.left <= 1)
+    """Whether it has no prompt to compute now, and waits for no turn; who waits for a store has none yet."""
+    return track.sample.held or track.sample.waits or (track.kv is not None and track.sample.left <= 1)
 
 
 class Gating:
