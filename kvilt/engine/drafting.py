@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..metrics import Counter, Metrics
 from ..sampling.sampler import SampleState
-from ..speculative.allot import CREDIT, Wish, allot, moved, probe
+from ..speculative.allot import CREDIT, Wish, allot, moved, possible, probe
 from ..speculative.cost import Cost, Price
 from ..speculative.drafter import Draft, Drafter, Story
 from ..speculative.pace import Pace
@@ -97,14 +97,15 @@ class Drafting:
 
     def _wishes(self, draws: Sequence[Track], price: Price) -> list[int]:
         """As many as may pay if all goes well; whoever drafts for nothing is asked for more than will be computed."""
-        wishes, grades = [], range(len(self._usual.tallies))
+        wishes = []
         for track in draws:
             course, ahead_s = track.course, self._ahead(track.sample, price)
             if course is None:
                 wishes.append(Wish(0.0, 0.0, 0, ahead_s))
                 continue
-            chance, sure = max(map(course.pace.chance, grades)), max(map(course.pace.sure, grades))
-            wishes.append(Wish(chance, sure, course.most, ahead_s, any(map(course.pace.is_due, grades))))
+            wishes.append(Wish(course.pace.best, course.pace.surest, course.most, ahead_s, course.pace.any_due))
+        if not possible(wishes, price):
+            return [0] * len(wishes)
         if price.own_s > _FREE * price.each_s:
             return probe(wishes, allot(wishes, price), price)
         return [wish.most if wish.chance > price.share or wish.probe else 0 for wish in wishes]
@@ -132,7 +133,8 @@ class Drafting:
             for (count, course), draft in zip(asked, drafts, strict=True):
                 tokens = _sound(draft.tokens[:count], vocab_size, course.story.state.end_ids)
                 course.draft = replace(draft, tokens=tokens)
-            self._cut([tracks[work.sample] for work in plan.work if work.draws])
+            if any(course.draft.tokens for _, course in asked):
+                self._cut([tracks[work.sample] for work in plan.work if work.draws])
             self._took(drafts, len(asked), self._clock() - began_s)
         self._began_s = self._clock()
 
@@ -175,11 +177,11 @@ class Drafting:
         alone = all(work.count == 1 and work.draws and not work.forks for work in plan.work)
         if alone:
             self._cost.stepped(len(there), sum(there), step_s)
-        price = self._cost.known(len(there))
+        price = self._cost.known(sum(work.draws for work in plan.work))
         if price is None:
             return
         extra_s = price.extra_s(sum(there))
-        if alone:  # what it took, unless it was interrupted
+        if alone and extra_s:  # what it took, unless it was interrupted
             extra_s = min(max(step_s - price.plain_s, extra_s / 2), extra_s * 2)
         extra_s += self._took_s
         for work, result in zip(plan.work, results, strict=True):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from .cost import Price
 
-_WORTH = 1.02  # times the tokens a second of a step without drafts; less is not worth the noise
+_WORTH = 1.04  # times the tokens a second of a step without drafts; less is not worth the noise
 # In steps without drafts: what a row may lose before it has gained anything, in each step, in all, and what it may
 # spend later of what it gained.
-CREDIT, _PATIENCE, _DEEPEST, _HIGHEST = 2.0, 0.015, -4.0, 64.0
+CREDIT, _PATIENCE, _DEEPEST, _HIGHEST = 1.0, 0.01, -4.0, 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Wish:
     most: int
     ahead_s: float
     probe: bool = False  # one is to be tried, whether it pays or not
+
+
+def possible(wishes: Sequence[Wish], price: Price) -> bool:
+    """Whether anybody may get a draft at all."""
+    least_s = price.all_s(1)
+    return all(least_s <= wish.ahead_s + _gain(wish.sure, wish.most) * price.plain_s for wish in wishes)
 
 
 def allot(wishes: Sequence[Wish], price: Price) -> list[int]:

@@ -68,8 +68,11 @@ class Line:
     xy: float = 0.0
 
     def take(self, drafts: int, extra_s: float) -> None:
-        for name, value in (("weight", 1), ("x", drafts), ("y", extra_s), ("xx", drafts**2), ("xy", drafts * extra_s)):
-            setattr(self, name, getattr(self, name) * _FORGET + value)
+        self.weight = self.weight * _FORGET + 1
+        self.x = self.x * _FORGET + drafts
+        self.y = self.y * _FORGET + extra_s
+        self.xx = self.xx * _FORGET + drafts * drafts
+        self.xy = self.xy * _FORGET + drafts * extra_s
 
     def fit(self, usual_s: float) -> tuple[float, float]:
         """Seconds for having drafts at all, and for each; begun with a step that had none, and a usual one of two."""
@@ -91,6 +94,7 @@ class Steps:
     own: Mean = field(default_factory=Mean)  # the drafter's seconds for one token
     turn: int = 0
     seen: set[int] = field(default_factory=set)  # numbers of drafts there were
+    price: Price | None = None  # as long as nothing new is known
 
 
 class Cost:
@@ -108,12 +112,13 @@ class Cost:
     def known(self, rows: int) -> Price | None:
         """What is known of steps of so many rows; None before any was measured."""
         steps = self._of(rows)
-        if not rows or steps.plain.count < _ENOUGH:
-            return None
-        plain_s = steps.plain.value
-        usual_s = _FIRST_PRICE * plain_s / rows
-        first_s, each_s = steps.line.fit(usual_s)
-        return Price(plain_s, first_s, each_s, steps.own.value if steps.own.count else usual_s, rows)
+        if steps.price is None and rows and steps.plain.count >= _ENOUGH:
+            plain_s = steps.plain.value
+            usual_s = _FIRST_PRICE * plain_s / rows
+            first_s, each_s = steps.line.fit(usual_s)
+            own_s = steps.own.value if steps.own.count else usual_s
+            steps.price = Price(plain_s, first_s, each_s, own_s, rows)
+        return steps.price
 
     def stepped(self, rows: int, drafts: int, step_s: float) -> None:
         """A step of decodes alone computed a token of each row and some drafts.
@@ -132,10 +137,13 @@ class Cost:
             steps.plain.take(step_s)
         elif price is not None:
             steps.line.take(drafts, step_s - price.plain_s)
+        steps.price = None
 
     def drafted(self, rows: int, drafts: int, took_s: float) -> None:
         """A drafter took so long for so many tokens of so many rows."""
-        self._of(rows).own.take(took_s / drafts)
+        steps = self._of(rows)
+        steps.own.take(took_s / drafts)
+        steps.price = None
 
     def _of(self, rows: int) -> Steps:
         return self._steps.setdefault(rows if rows <= 16 else rows & -4, Steps())

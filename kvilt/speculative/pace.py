@@ -37,6 +37,8 @@ class Pace:
     """How one sample's drafts fare, by grade; what does not pay rests, and is probed ever more rarely."""
 
     tallies: list[Tally]
+    best: float = 0.0  # the highest chance of any grade
+    surest: float = 0.0
     steps: int = 0
     rests: list[int] = field(default_factory=list)  # how long each grade rests when it next does not pay
     wakes: list[int] = field(default_factory=list)  # the step at which each grade may be probed again
@@ -44,7 +46,7 @@ class Pace:
     @staticmethod
     def of(hopes: Sequence[float]) -> Pace:
         """A pace that begins with hopes."""
-        return Pace([Tally(hope) for hope in hopes], 0, [1] * len(hopes), [0] * len(hopes))
+        return Pace([Tally(hope) for hope in hopes], max(hopes), 0.0, 0, [1] * len(hopes), [0] * len(hopes))
 
     def chance(self, grade: int) -> float:
         """That one more draft of this grade is accepted, if all before it were."""
@@ -58,9 +60,15 @@ class Pace:
         """Whether it is time to see if what did not pay does now."""
         return self.steps >= self.wakes[grade]
 
+    @property
+    def any_due(self) -> bool:
+        return self.steps >= min(self.wakes)
+
     def took(self, grade: int, drafted: int, accepted: int, probed: bool) -> None:
         """Drafts of a grade were computed, and so many accepted; or one was probed that was not expected to pay."""
         self.tallies[grade].count(drafted, accepted)
+        self.best = max(tally.chance for tally in self.tallies)
+        self.surest = max(tally.sure for tally in self.tallies)
         if accepted:
             self.rests[grade] = 1
         elif probed:

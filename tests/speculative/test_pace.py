@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvilt.speculative.allot import Wish, allot, moved, nobody_waits, probe
+from kvilt.speculative.allot import Wish, allot, moved, nobody_waits, possible, probe
 from kvilt.speculative.cost import Cost, Price
 from kvilt.speculative.pace import Pace
 
@@ -132,7 +132,7 @@ def test_whatever_is_wished_nobody_is_likely_to_wait(
     paying = allot(wishes, price)
     for counts in (paying, probe(wishes, paying, price)):
         assert all(0 <= count <= wish.most for count, wish in zip(counts, wishes, strict=True))
-        assert not any(counts) or nobody_waits(wishes, counts, price)
+        assert not any(counts) or (possible(wishes, price) and nobody_waits(wishes, counts, price))
 
 
 def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:
@@ -143,7 +143,7 @@ def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:
     for _ in range(1000):
         ahead_s = moved(ahead_s, 0, 1.0, 0.01)
     assert ahead_s == pytest.approx(-0.04)
-    for _ in range(300):
+    for _ in range(500):
         ahead_s = moved(ahead_s, 0, 0.0, 0.01)  # a row without drafts gets patience back
     assert ahead_s > 0
 
