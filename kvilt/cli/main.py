@@ -131,6 +131,36 @@ def perplexity(
         report(file, model, chunk, limit, json, config)
 
 
+@app.command("blend-report")
+@opt.gathers(config=opt.RUNTIME)
+def blend_report(
+    files: Annotated[
+        list[str], typer.Argument(help="Text files, a document each; or JSON: question, documents, answers.")
+    ],
+    model: opt.Model = opt.DEFAULT_MODEL,
+    question: Annotated[list[str] | None, typer.Option(help="Asked about the text files; may be repeated.")] = None,
+    questions: Annotated[str | None, typer.Option(metavar="FILE", help="More of them, one on each line.")] = None,
+    documents: Annotated[int, typer.Option(help="Text files for each question, in a random order.")] = 10,
+    strategies: Annotated[str, typer.Option(help="Separated by commas.")] = "query,head,deviation",
+    ratios: Annotated[str, typer.Option(help="Percents of the documents to compute again.")] = "5,15,30",
+    limit: Annotated[int | None, typer.Option(help="Ask only this many questions.")] = None,
+    context: Annotated[int | None, typer.Option(help="Cut documents alike until prompts fit.")] = None,
+    seed: Annotated[int, typer.Option(help="For the order of documents.")] = 0,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Keep results, and go on where it ends.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curve, too: out.png, out.svg.")] = None,
+    *,
+    config: dict[str, Any],
+) -> None:
+    """What blending your documents saves, and how far its answers part from whole prefills."""
+    with reported():
+        from .blend_report import Asked, Told, report
+
+        asked = Asked(files, question or [], questions, documents, seed, limit, context)
+        told = Told(out, json, plot)
+        report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), told, config)
+
+
 measures = typer.Typer(invoke_without_command=True)
 app.add_typer(measures, name="bench")
 

@@ -1,0 +1,88 @@
+"""Questions about documents, as users have them: texts and a list of questions, or a JSON file with both."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, ParamError
+
+_JSON = (".json", ".jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A question, what it is asked about, and what would be right, where somebody knows."""
+
+    question: str
+    documents: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+
+
+def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: int) -> list[Case]:
+    """The cases of JSON files, and every question about `each` of the text files, in an order of its own."""
+    if not files:
+        raise ParamError("files", "give text files to ask about, or a JSON file with questions and documents")
+    texts = [_text(path) for path in files if Path(path).suffix not in _JSON]
+    cases = [case for path in files if Path(path).suffix in _JSON for case in _cases(path)]
+    if texts and not questions:
+        raise ParamError("question", "text files need questions; give --question, or --questions with one on each line")
+    if questions and not texts:
+        raise ParamError("question", "questions need text files to be asked about; JSON files have their own")
+    mixed = random.Random(seed)
+    cases += [Case(one, tuple(mixed.sample(texts, min(each, len(texts))))) for one in questions]
+    if not cases:
+        raise InputError("there are no questions in these files")
+    return cases
+
+
+def read_questions(path: str) -> list[str]:
+    """One question on each line."""
+    return [line.strip() for line in _text(path).splitlines() if line.strip()]
+
+
+def _text(path: str) -> str:
+    try:
+        text = Path(path).read_bytes().decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text in UTF-8") from None
+    if not text:
+        raise InputError(f"{path} is empty")
+    return text
+
+
+def _cases(path: str) -> Iterator[Case]:
+    raw = _text(path)
+    try:
+        whole = (
+            [json.loads(line) for line in raw.splitlines() if line.strip()] if path.endswith("l") else json.loads(raw)
+        )
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {str(error)[:100]}") from None
+    if not isinstance(whole, list):
+        raise InputError(f"{path} holds no list of cases")
+    for number, entry in enumerate(whole):
+        try:
+            yield _case(entry)
+        except (KeyError, TypeError, AttributeError):
+            shape = '{"question": ..., "documents": [...], "answers"?: [...]}'
+            raise InputError(f"{path}: entry {number} is not {shape}") from None
+
+
+def _case(entry: Mapping[str, Any]) -> Case:
+    """`ctxs` is what sets of questions in the style of MuSiQue call their documents."""
+    documents = tuple(map(_document, entry["documents"] if "documents" in entry else entry["ctxs"]))
+    answers = entry.get("answers", [entry["answer"]] if "answer" in entry else [])
+    if not isinstance(entry["question"], str) or not documents or isinstance(answers, str):
+        raise TypeError
+    return Case(entry["question"], documents, tuple(str(one) for one in answers if str(one).strip()))
+
+
+def _document(raw: str | Mapping[str, str]) -> str:
+    if isinstance(raw, str):
+        return raw
+    return f"{raw.get('title', '')}\n{raw['text']}".lstrip()

@@ -1,0 +1,204 @@
+"""One question about documents, prefilled whole and blended: time to the first token, and how far the answers part."""
+
+from __future__ import annotations
+
+import re
+import string
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Ids, Last, Nothing, Row
+from ..blend.blender import Blending
+from ..blend.chunk import Chunks
+from ..blend.recipe import Quilt, Recipe
+from ..errors import InputError
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from ..llm import LLM
+from .blend_cases import Case
+
+STEP_TOKENS = 512
+ANSWER_TOKENS = 24
+AGREE_TOKENS = 16
+SYSTEM = "Answer the question with a few words, using only the passages."
+FORM = "Question: {question}\nAnswer with a few words."
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to the first token; without a recipe a prefill, with the text before the documents cached or not."""
+
+    name: str
+    recipe: Recipe | None = None
+    cached: bool = True
+
+
+FULL, PREFIX = Method("full", cached=False), Method("prefix")
+REUSE = Method("reuse", Recipe(0.0, "head", min_gain=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one method made of one question. `kl` and `agreement` are against the whole prefill."""
+
+    method: str
+    first_token_s: float
+    prompt: int
+    reused: int
+    recomputed: int
+    kl: float
+    agreement: float
+    text: str
+    nll: float | None = None  # of the right answer, where it is known
+    f1: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What the whole prefill says."""
+
+    logprobs: Tensor  # [vocab]
+    answer: list[int]
+
+
+def methods(strategies: Sequence[str], ratios: Sequence[float]) -> list[Method]:
+    """A whole prefill, a cached prefix, plain reuse, and every strategy at every ratio."""
+    recipes = [Recipe(ratio, name, min_gain=0.0) for name in strategies for ratio in ratios]
+    return [FULL, PREFIX, REUSE, *(Method(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
+
+
+def quilt_of(llm: LLM, case: Case, context: int) -> Quilt:
+    """System text, documents and question as one chat prompt; documents are cut alike until they fit."""
+    asked = FORM.format(question=case.question)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+    documents = [llm.tokenizer.encode(one, add_special=False) for one in case.documents]
+    pieces = llm.chat_template.encode_around(llm.tokenizer, messages, len(documents))
+    room = (context - sum(map(len, pieces)) - ANSWER_TOKENS - 1) // len(documents)
+    if room < 1:
+        raise InputError(f"{len(documents)} documents and a question do not fit into {context} tokens")
+    return llm.documents.between(pieces, [one[:room] for one in documents], Recipe()).quilt
+
+
+def compare(llm: LLM, chunks: Chunks, case: Case, context: int, wanted: Sequence[Method]) -> Iterator[Outcome]:
+    """The outcome of every method; the whole prefill runs first, whoever asks, because all are compared with it."""
+    quilt = quilt_of(llm, case, context)
+    whole, truth = _measure(llm, chunks, quilt, FULL, case, None)
+    warm(llm.executor, chunks, quilt)
+    for method in wanted:
+        yield whole if method == FULL else _measure(llm, chunks, quilt, method, case, truth)[0]
+
+
+def warm(executor: Executor, chunks: Chunks, quilt: Quilt) -> None:
+    """Every document into the store."""
+    with executor.call(), executor.create_kv_cache() as kv:
+        executor.prefill(list(quilt.ids[: quilt.exact]), kv)
+        assert REUSE.recipe is not None
+        blend(executor, chunks, quilt, REUSE.recipe, kv)
+
+
+def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
+    """Logits [vocab] after the tokens of `ids` that the cache does not hold."""
+    start, values = kv.num_entries, torch.empty(0)
+    kv.reserve(len(ids) - start)
+    for at in range(start, len(ids), STEP_TOKENS):
+        stop = min(at + STEP_TOKENS, len(ids))
+        want = Last() if stop == len(ids) else Nothing()
+        values = executor.run(Batch.of([Row(Ids(ids[at:stop]), range(at, stop), kv, want=want)])).values
+    kv.commit([list(ids[start:])])
+    return values[0]
+
+
+def blend(executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, kv: KVCache) -> tuple[Tensor, int]:
+    """The same by blending, and how many tokens of documents were computed; the cache holds what stands before them."""
+    blending = Blending(executor, chunks, quilt, recipe)
+    blending.begin(kv)
+    values = torch.empty(0)
+    while not blending.done:
+        row = blending.next(STEP_TOKENS)
+        logits = executor.run(Batch.of([row]))
+        values = logits.values
+        blending.took(row, logits, 0)
+    kv.commit([list(quilt.ids[quilt.exact :])])
+    return values[0], blending.report().recomputed
+
+
+def _measure(
+    llm: LLM, chunks: Chunks, quilt: Quilt, method: Method, case: Case, truth: _Truth | None
+) -> tuple[Outcome, _Truth]:
+    executor, recomputed = llm.executor, 0
+    with executor.call(), executor.create_kv_cache() as kv:
+        if method.cached:
+            executor.prefill(list(quilt.ids[: quilt.exact]), kv)
+        began_s = time.perf_counter()
+        if method.recipe is None:
+            logits = prefill(executor, quilt.ids, kv)
+        else:
+            logits, recomputed = blend(executor, chunks, quilt, method.recipe, kv)
+        first_token_s = time.perf_counter() - began_s
+        mine = _Truth(logits.log_softmax(-1), _greedy(llm, kv, int(logits.argmax())))
+        truth = truth or mine
+        text = llm.tokenizer.decode([i for i in mine.answer if i not in llm.stop_ids])
+        found = Outcome(
+            method=method.name,
+            first_token_s=first_token_s,
+            prompt=len(quilt.ids),
+            reused=quilt.reused,
+            recomputed=recomputed,
+            kl=float((truth.logprobs.exp() * (truth.logprobs - mine.logprobs)).sum()),
+            agreement=_agreement(executor, kv, logits, truth.answer[:AGREE_TOKENS]),
+            text=text,
+        )
+        if case.answers:
+            nll = _nll(llm, kv, logits, case.answers[0])
+            found = replace(found, nll=nll, f1=f1(text, case.answers))
+        return found, truth
+
+
+def _greedy(llm: LLM, kv: KVCache, first: int) -> list[int]:
+    answer = [first]
+    with kv.fork() as own:
+        while len(answer) < ANSWER_TOKENS and answer[-1] not in llm.stop_ids:
+            answer.append(int(llm.executor.step([answer[-1]], own)[0].argmax()))
+    return answer
+
+
+def _agreement(executor: Executor, kv: KVCache, logits: Tensor, answer: Sequence[int]) -> float:
+    """How often the likeliest token is that of the whole prefill, when led along its answer."""
+    tops = [int(logits.argmax())]
+    with kv.fork() as own:
+        if len(answer) > 1:
+            start, count = own.num_entries, len(answer) - 1
+            own.reserve(count)
+            row = Row(Ids(answer[:-1]), range(start, start + count), own, want=Last(count))
+            tops += executor.run(Batch.of([row])).values.argmax(-1).tolist()
+    return fmean(a == b for a, b in zip(tops, answer, strict=True))
+
+
+def _nll(llm: LLM, kv: KVCache, logits: Tensor, gold: str) -> float:
+    """Mean negative log-probability of the tokens of the right answer."""
+    ids = llm.tokenizer.encode(gold, add_special=False)
+    found = [float(logits.log_softmax(-1)[ids[0]])]
+    if len(ids) > 1:
+        found += llm.executor.score(ids, kv).logprobs.tolist()
+    return -fmean(found)
+
+
+def f1(text: str, answers: Sequence[str]) -> float:
+    """Word-level F1 against the best of the answers: lower case, no punctuation, no articles."""
+
+    def words(raw: str) -> list[str]:
+        plain = "".join(c for c in raw.lower() if c not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+    def one(gold: str) -> float:
+        mine, theirs = words(text), words(gold)
+        same = sum((Counter(mine) & Counter(theirs)).values())
+        return 2 * same / (len(mine) + len(theirs)) if same else 0.0
+
+    return max(map(one, answers))

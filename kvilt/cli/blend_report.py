@@ -1,0 +1,108 @@
+"""`kvilt blend-report`: what blending saves and what it costs on a user's own documents, by strategy and ratio."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ParamError
+from ..llm import LLM, load
+from .bench_serve_plot import check_plot
+from .blend_cases import Case, read_cases, read_questions
+from .blend_curve import curve, plot
+from .blend_measure import methods
+from .blend_results import Summary, lines, summaries
+from .progress import bars
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to ask about which documents."""
+
+    files: Sequence[str]
+    questions: Sequence[str]
+    questions_file: str | None
+    documents: int  # for each question
+    seed: int
+    limit: int | None
+    context: int | None
+
+    def cases(self) -> list[Case]:
+        for name in ("documents", "limit", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParamError(name, f"must be at least 1, not {value}")
+        more = read_questions(self.questions_file) if self.questions_file is not None else []
+        return read_cases(self.files, [*self.questions, *more], self.documents, self.seed)[: self.limit]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How it is told."""
+
+    out: str | None
+    as_json: bool
+    plot: str | None
+
+
+def report(
+    asked: Asked, model: str, strategies: Sequence[str], percents: Sequence[int], told: Told, config: dict[str, Any]
+) -> None:
+    """Measure and print. What is wrong with the questions is said before a model is loaded."""
+    if told.plot is not None:
+        check_plot()
+    cases, wanted = asked.cases(), methods(strategies, [percent / 100 for percent in percents])
+    with bars() as shown:
+        llm = load(model, on_fetch=shown.fetching, **config)
+    with llm:
+        found = summaries(lines(llm, cases, wanted, _context(asked.context, llm), told.out))
+    _show(found, told.as_json)
+    if told.plot is not None:
+        plot(_points(found), f"{model}, {len(cases)} questions", told.plot)
+
+
+def _points(found: Sequence[Summary]) -> list[tuple[str, float, float]]:
+    return [(one.method, one.recomputed, one.kl) for one in found]
+
+
+def _show(found: Sequence[Summary], as_json: bool) -> None:
+    """The table, and the curve of quality against ratio."""
+    if as_json:
+        print(json.dumps([asdict(one) for one in found]))
+        return
+    heads = ("way", "questions", "first token, s", "faster", "recomputed", "KL", "of reuse", "agreement", "NLL", "F1")
+    table = Table(*heads, box=box.MARKDOWN)
+    for one in found:
+        cells = (
+            one.method,
+            str(one.questions),
+            f"{one.first_token_s:.2f}",
+            f"{one.faster:.2f}x",
+            f"{one.recomputed:.1%}",
+            f"{one.kl:.3f}",
+            _cell(one.kl_of_reuse, ".2f"),
+            f"{one.agreement:.1%}",
+            _cell(one.nll, ".3f"),
+            _cell(one.f1, ".3f"),
+        )
+        table.add_row(*cells)
+    wide = Console(width=None if os.isatty(1) else 140)
+    wide.print(table)
+    wide.print(curve(_points(found)), markup=False, highlight=False)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _context(context: int | None, llm: LLM) -> int:
+    if context is not None and not 1 <= context <= llm.executor.max_context:
+        raise ParamError("context", f"this model reads 1 to {llm.executor.max_context} tokens here, not {context}")
+    return context or llm.executor.max_context
