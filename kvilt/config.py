@@ -120,6 +120,11 @@ def env_api_keys() -> list[str]:
     return [key for each in os.environ.get("KVILT_API_KEY", "").split(",") if (key := each.strip())]
 
 
+def env_store_redis() -> str | None:
+    """KVILT_STORE_REDIS: the URL of the shared store, for those whose URL has a password in it."""
+    return os.environ.get("KVILT_STORE_REDIS", "").strip() or None
+
+
 def cache_home() -> Path:
     """The one folder for fetched models: KVILT_HOME, else the user's cache folder."""
     if home := os.environ.get("KVILT_HOME"):

@@ -36,7 +36,7 @@ def root(
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, drafts=opt.DRAFTS, config=opt.RUNTIME)
+@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def run(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' or nothing reads it from a pipe.")] = "-",
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -46,11 +46,18 @@ def run(
     ] = False,
     lora: Annotated[str, typer.Option(metavar="PATH", help="A LoRA adapter's PEFT folder.")] = "",
     lora_scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
+    document: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A text that the prompt is about; may be repeated.")
+    ] = None,
+    blend_ratio: Annotated[
+        float | None, typer.Option(help="Share of the documents' tokens that is computed again; default 0.15.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
     *,
     sampling: dict[str, Any],
     grammar: dict[str, Any],
+    store: dict[str, Any],
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
@@ -59,8 +66,17 @@ def run(
         from .run import Ask, answer, read_grammar
 
         shown = {"json": json, "verbose": verbose}
-        ask = Ask(prompt=prompt, system=system, raw=raw, **shown, lora=lora, lora_scale=lora_scale)
-        answer(ask, model, {**sampling, **read_grammar(grammar)}, {**config, **drafts})
+        ask = Ask(
+            prompt=prompt,
+            system=system,
+            raw=raw,
+            **shown,
+            lora=lora,
+            lora_scale=lora_scale,
+            documents=tuple(document or ()),
+            ratio=blend_ratio,
+        )
+        answer(ask, model, {**sampling, **read_grammar(grammar)}, store, {**config, **drafts})
 
 
 @app.command()
@@ -84,12 +100,13 @@ def chat(
 
 
 @app.command()
-@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def serve(
     model: opt.Model = opt.DEFAULT_MODEL,
     *,
     options: dict[str, Any],
     engine: dict[str, Any],
+    store: dict[str, Any],
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
@@ -97,7 +114,35 @@ def serve(
     with reported():
         from .serve import serve as listen
 
-        listen(model, options, engine, {**config, **drafts})
+        listen(model, options, engine, store, {**config, **drafts})
+
+
+@app.command()
+@opt.gathers(store=opt.STORE.without("store_memory"), config=opt.RUNTIME)
+def warm(
+    files: Annotated[list[str], typer.Argument(help="Text files, one document each; '-' reads a pipe.")],
+    model: opt.Model = opt.DEFAULT_MODEL,
+    split: Annotated[
+        str | None, typer.Option(metavar="LINE", help="A line that stands between the documents of a file.")
+    ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file with the key of a server for whose requests they are.")
+    ] = None,
+    lora: Annotated[str, typer.Option(metavar="PATH", help="A LoRA adapter's PEFT folder.")] = "",
+    lora_scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    store: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Compute documents ahead of questions about them, and store their KV where others find it."""
+    with reported():
+        from .warm import Ask
+        from .warm import warm as compute
+
+        ask = Ask(files, split, api_key_file, lora, lora_scale, json)
+        if not compute(ask, model, {**store, "store_memory": None}, config):
+            raise typer.Exit(FAILURE)
 
 
 @app.command()

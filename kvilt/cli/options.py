@@ -98,6 +98,25 @@ RUNTIME = Group(
     ),
 )
 
+STORE = Group(
+    "Store of documents",
+    MappingProxyType(
+        {
+            "store": Option(str | None, None, "A folder where KV of documents is kept, also after the end."),
+            "store_memory": Option(str | None, None, "Memory for it, like 2G; default an eighth of what is free."),
+            "store_disk": Option(str | None, None, "Most bytes of the folder; default 20G."),
+            "store_redis": Option(
+                str | None,
+                None,
+                "A shared Redis or Valkey, redis://host:port/0; with a password KVILT_STORE_REDIS.",
+            ),
+            "store_redis_memory": Option(str | None, None, "Most bytes of it there; default 8G."),
+            "store_codec": Option(str, "raw", "raw, zstd (exact), int8 or k8v4 (smaller, rounded)."),
+            "store_secret_file": Option(str | None, None, "A file whose content seals what others could write to."),
+        }
+    ),
+)
+
 DRAFTS = Group(
     "Speculation",
     MappingProxyType(

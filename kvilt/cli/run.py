@@ -11,11 +11,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ..blend.recipe import Recipe
 from ..errors import InputError, ParamError
 from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
+from .store import check, opened
+from .texts import read_text
 
 ADAPTER = "adapter"  # what the one that was given is called here
 
@@ -31,26 +34,38 @@ class Ask:
     verbose: bool
     lora: str = ""  # the folder of an adapter
     lora_scale: float = 1.0
+    documents: tuple[str, ...] = ()  # files
+    ratio: float | None = None  # of their tokens that is computed again
 
 
-def answer(ask: Ask, model: str, sampling: dict[str, Any], config: dict[str, Any]) -> None:
+def answer(ask: Ask, model: str, sampling: dict[str, Any], store: dict[str, Any], config: dict[str, Any]) -> None:
     """Load a model, send its answer to stdout and its numbers to stderr."""
     params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
     if params.logprobs is not None and not ask.json:
         raise ParamError("logprobs", "are shown as JSON only; add --json")
-    prompt = read_prompt(ask.prompt)
+    check(store)
+    prompt, own = read_prompt(ask.prompt), _own(ask)
     started_s = time.perf_counter()
-    with bars() as shown:
-        llm = load(model, on_fetch=shown.fetching, **config)
-    load_s = time.perf_counter() - started_s
+    with opened(store) as kept:
+        with bars() as shown:
+            llm = load(model, on_fetch=shown.fetching, store=kept, **config)
+        _answer(llm, ask, prompt, params, own, model, time.perf_counter() - started_s)
+
+
+def _answer(
+    llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any], model: str, load_s: float
+) -> None:
     with llm:
         if ask.lora:
             llm.load_lora(ask.lora, ADAPTER)
         if ask.json:
-            done = _complete(llm, ask, prompt, params)
+            done = _complete(llm, ask, prompt, params, own)
             print(json.dumps(as_json(done, model, load_s), ensure_ascii=False, allow_nan=False))
             return
-        done = _show_samples(llm, ask, prompt, params) if params.n > 1 else _show(_stream(llm, ask, prompt, params))
+        if params.n > 1:
+            done = _show_samples(_complete(llm, ask, prompt, params, own))
+        else:
+            done = _show(_stream(llm, ask, prompt, params, own))
         print(numbers(done), file=sys.stderr)
         if ask.verbose:
             print(details(llm, model, load_s), file=sys.stderr)
@@ -77,9 +92,8 @@ def _show(stream: Stream) -> Completion:
     return stream.completion
 
 
-def _show_samples(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Completion:
+def _show_samples(done: Completion) -> Completion:
     """All samples, one numbered block after the other."""
-    done = _complete(llm, ask, prompt, params)
     blocks = [f"[{i}]\n{sample.text}" for i, sample in enumerate((done, *done.alternatives), start=1)]
     print("\n\n".join(blocks), flush=True)
     return done
@@ -97,18 +111,25 @@ def read_prompt(given: str) -> str:
     return text
 
 
-def _stream(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Stream:
-    messages, own = _messages(llm, ask, prompt), _adapter(ask)
+def _stream(llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Stream:
+    messages = _messages(llm, ask, prompt)
     return llm.stream(prompt, params, **own) if messages is None else llm.stream_chat(messages, params, **own)
 
 
-def _complete(llm: LLM, ask: Ask, prompt: str, params: SamplingParams) -> Completion:
-    messages, own = _messages(llm, ask, prompt), _adapter(ask)
+def _complete(llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Completion:
+    messages = _messages(llm, ask, prompt)
     return llm.generate(prompt, params, **own) if messages is None else llm.chat(messages, params, **own)
 
 
-def _adapter(ask: Ask) -> dict[str, Any]:
-    return {"lora": ADAPTER, "lora_scale": ask.lora_scale} if ask.lora else {}
+def _own(ask: Ask) -> dict[str, Any]:
+    """What every way of asking is told besides the prompt."""
+    if ask.ratio is not None and not ask.documents:
+        raise ParamError("blend_ratio", "is for documents; give one with --document")
+    lora = {"lora": ADAPTER, "lora_scale": ask.lora_scale} if ask.lora else {}
+    if not ask.documents:
+        return lora
+    recipe = Recipe.of(None, **({} if ask.ratio is None else {"ratio": ask.ratio}))
+    return {**lora, "documents": [read_text(path) for path in ask.documents], "recipe": recipe}
 
 
 def _messages(llm: LLM, ask: Ask, prompt: str) -> list[Message] | None:
@@ -126,14 +147,15 @@ def speed(completion: Completion) -> float:
 
 
 def numbers(completion: Completion) -> str:
-    """The one line under an answer."""
+    """The one line under an answer; more of it where documents were blended."""
     usage, timing = completion.usage, completion.timing
     samples = (completion, *completion.alternatives)
     generated = sum(sample.usage.completion_tokens for sample in samples)
     reasons = dict.fromkeys(sample.finish_reason for sample in samples)
+    blended = f" ({usage.blended_reused} reused, {usage.blended_recomputed} computed again)" if usage.recipe else ""
     return (
-        f"{usage.prompt_tokens} prompt tokens · {generated} generated · {sum(map(speed, samples)):.1f} tok/s · "
-        f"first token {timing.first_token_s:.2f} s · {', '.join(reasons)}"
+        f"{usage.prompt_tokens} prompt tokens{blended} · {generated} generated · "
+        f"{sum(map(speed, samples)):.1f} tok/s · first token {timing.first_token_s:.2f} s · {', '.join(reasons)}"
     )
 
 

@@ -12,13 +12,16 @@ from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
 from .progress import bars
+from .store import opened
 
 if TYPE_CHECKING:
     from ..server.listen import Listener
     from ..server.settings import ServeConfig
 
 
-def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: dict[str, Any]) -> None:
+def serve(
+    model: str, options: dict[str, Any], engine: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
+) -> None:
     """Load a model and serve it until a signal ends the process."""
     try:
         from ..server.listen import serve as listen
@@ -31,14 +34,15 @@ def serve(model: str, options: dict[str, Any], engine: dict[str, Any], config: d
     if not settings.is_local and not settings.api_keys:
         print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]
-    with bars() as shown:
-        llm = load_async(model, on_fetch=shown.fetching, engine=chosen, gate=gate, **config)
-    for name, path in adapters:
-        if name in settings.names:
-            raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
-        llm.load_lora(path, name)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(listen(llm, settings, _ready))
+    with opened(store) as kept:
+        with bars() as shown:
+            llm = load_async(model, on_fetch=shown.fetching, engine=chosen, store=kept, gate=gate, **config)
+        for name, path in adapters:
+            if name in settings.names:
+                raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
+            llm.load_lora(path, name)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(listen(llm, settings, _ready))
 
 
 def _ready(listener: Listener) -> None:
@@ -52,7 +56,7 @@ def settings_of(model: str, options: dict[str, Any]) -> ServeConfig:
     from ..server.settings import ServeConfig
 
     names = tuple(options["served_model_name"]) or (default_name(model),)
-    keys = (*options["api_key"], *_read_keys(options["api_key_file"]), *env_api_keys())
+    keys = (*options["api_key"], *read_keys(options["api_key_file"]), *env_api_keys())
     same = ("host", "port", "admin_key", "grace_s", "max_body_bytes", "max_connections", "keep_alive_s")
     return ServeConfig(
         names=names,
@@ -90,7 +94,7 @@ def default_name(model: str) -> str:
     return Path(name).stem if "/" in name and not model.startswith("hf:") else name
 
 
-def _read_keys(path: str | None) -> list[str]:
+def read_keys(path: str | None) -> list[str]:
     """Keys from a file, one on a line; # begins a comment."""
     if path is None:
         return []

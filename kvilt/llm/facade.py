@@ -227,16 +227,18 @@ class LLM(Model):
         self,
         documents: Sequence[Prompt],
         *,
+        tenant: str = "",
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         on_progress: OnProgress | None = None,
     ) -> list[Warmed]:
         """Compute documents that are not stored yet, and store them, so that prompts with them find all of their KV.
 
-        `on_progress` is called with the tokens that are done, and with all there are.
+        `on_progress` is called with the tokens that are done, and with all there are. Where a store is shared with a
+        server, `tenant` is for whose requests they are.
         """
         self.engine.chunks = self.documents.chunks
-        warming = Warming(self, documents, Chosen(lora, lora_scale), on_progress=on_progress)
+        warming = Warming(self, documents, Chosen(lora, lora_scale), tenant, on_progress)
         for some in warming.groups():
             missing = warming.missing(some)
             self._answers(

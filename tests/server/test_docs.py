@@ -7,7 +7,7 @@ from pathlib import Path
 
 from running import Running
 
-from kvilt.cli.options import DRAFTS, ENGINE, SERVER
+from kvilt.cli.options import DRAFTS, ENGINE, SERVER, STORE
 from kvilt.server.schema.chat import ChatRequest
 from kvilt.server.schema.completion import CompletionRequest
 
@@ -27,7 +27,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_option_that_is_named_exists() -> None:
-    known = {f"--{name.replace('_', '-')}" for group in (SERVER, ENGINE, DRAFTS) for name in group.options}
+    known = {f"--{name.replace('_', '-')}" for group in (SERVER, ENGINE, STORE, DRAFTS) for name in group.options}
     named = set(re.findall(r"(--[a-z][a-z-]+)", DOCS["security"] + DOCS["serving"])) - {"--model", "--help"}
     assert named <= known, named - known
 

@@ -1,0 +1,124 @@
+"""The store that options describe, for the length of a command. Refuses secrets on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ..config import available_memory_bytes, env_store_redis, parse_bytes
+from ..errors import ParamError
+
+if TYPE_CHECKING:
+    from ..store.store import Store
+    from ..store.tier import Tier
+
+_LOSSY = ("int8", "k8v4")
+_CODECS = ("raw", "zstd", *_LOSSY)
+_DISK, _REDIS = "20G", "8G"
+_MEMORY_SHARE = 8  # one part in so many of what is free
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+@contextmanager
+def opened(options: dict[str, Any], memory: bool = True) -> Iterator[Store | None]:
+    """A store, closed at the end; None where nothing was said, and a model keeps documents in memory by itself.
+
+    Without `memory` it has only what outlives the command.
+    """
+    check(options)
+    redis = _redis_url(options)
+    if options["store"] is None and redis is None and options["store_memory"] is None:
+        yield None
+        return
+    from ..store.store import Store
+
+    codec, secret = options["store_codec"], _secret(options["store_secret_file"])
+    lossy = codec in _LOSSY
+    budget = _memory(options["store_memory"]) if memory else None
+    with Store(
+        budget,
+        _tiers(options, redis),
+        codec="raw" if lossy else codec,
+        chunk_codec=codec,
+        secret=secret,
+    ) as store:
+        yield store
+
+
+def check(options: dict[str, Any]) -> None:
+    """Say what is wrong with the options, before anything is loaded."""
+    _redis_url(options)
+    _secret(options["store_secret_file"])
+    for name in ("store_memory", "store_disk", "store_redis_memory"):
+        if options[name] is not None:
+            parse_bytes(options[name], name)
+    if options["store_codec"] not in _CODECS:
+        raise ParamError("store_codec", f"must be one of {', '.join(_CODECS)}, not {options['store_codec']!r}")
+    if options["store_disk"] is not None and options["store"] is None:
+        raise ParamError("store_disk", "limits the folder of --store; name that too")
+    if options["store_redis_memory"] is not None and _redis_url(options) is None:
+        raise ParamError("store_redis_memory", "limits what is kept at --store-redis; name that too")
+    if options["store"] is not None and Path(options["store"]).expanduser().is_file():
+        raise ParamError("store", f"{options['store']!r} is a file; name a folder")
+
+
+def outlives(options: dict[str, Any]) -> bool:
+    """Whether what is stored is there after the command."""
+    return options["store"] is not None or _redis_url(options) is not None
+
+
+def _tiers(options: dict[str, Any], redis: str | None) -> list[Tier]:
+    from ..store.tier import Budget
+
+    tiers: list[Tier] = []
+    if options["store"] is not None:
+        from ..store.disk import Disk
+
+        tiers.append(Disk(options["store"], Budget(parse_bytes(options["store_disk"] or _DISK, "store_disk"))))
+    if redis is not None:
+        from ..store.redis import Redis
+
+        room = parse_bytes(options["store_redis_memory"] or _REDIS, "store_redis_memory")
+        tiers.append(Redis(redis, Budget(room)))
+    return tiers
+
+
+def _memory(size: str | None) -> Any:
+    from ..store.tier import Budget
+
+    given = available_memory_bytes() // _MEMORY_SHARE if size is None else parse_bytes(size, "store_memory")
+    return Budget(given)
+
+
+def _redis_url(options: dict[str, Any]) -> str | None:
+    """Where the shared tier is. A process list shows options, so a password comes from the environment."""
+    given: str | None = options["store_redis"]
+    url = given or env_store_redis()
+    if url is None:
+        return None
+    try:
+        parts = urlsplit(url)
+        secret = parts.password
+        _ = parts.port
+    except ValueError:
+        raise ParamError("store_redis", "cannot be read; write it like redis://host:6379/0") from None
+    if parts.scheme not in _SCHEMES:
+        raise ParamError("store_redis", f"begins with {' or '.join(f'{one}://' for one in _SCHEMES)}")
+    if given is not None and (secret or "password=" in parts.query):
+        raise ParamError("store_redis", "has a password, which others could see; put the URL into KVILT_STORE_REDIS")
+    return url
+
+
+def _secret(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        secret = Path(path).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ParamError("store_secret_file", f"{path!r} cannot be read: {error.strerror}") from None
+    if len(secret) < 16:
+        raise ParamError("store_secret_file", f"{path!r} has fewer than 16 bytes; write a longer secret into it")
+    return secret

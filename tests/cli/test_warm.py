@@ -1,0 +1,228 @@
+"""`kvilt warm` and the options of a store: files become documents that others find, or are named with why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny import write_tiny
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from kvilt.cli.main import app
+from kvilt.cli.options import STORE
+from kvilt.cli.store import check, opened
+from kvilt.cli.texts import read_documents
+from kvilt.errors import InputError, ParamError
+
+SECRET = "sixteen bytes or more\n"
+ONE = "The Eiffel Tower is 330 metres tall.\r\nIt stands in Paris.\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model as a folder, with a vocabulary of bytes: a byte is a token."""
+    folder = write_tiny(tmp_path_factory.mktemp("model"), vocab_size=256, max_position_embeddings=1024)
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Core(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "one.txt").write_bytes(ONE.encode())
+    (folder / "two.txt").write_text("Mount Everest is 8849 metres high. Ünïcödé.", encoding="utf-8")
+    yield folder
+
+
+def kvilt(*args: str | Path, stdin: str | bytes = "") -> Any:
+    return CliRunner().invoke(app, [str(one) for one in args], input=stdin)
+
+
+def warm(model: str, store: Path, *args: str | Path, stdin: str | bytes = "") -> Any:
+    return kvilt("warm", *args, "--model", model, "--threads", "1", "--store", store, stdin=stdin)
+
+
+def test_files_are_computed_once_and_found_from_then_on(model: str, files: Path, tmp_path: Path) -> None:
+    first = warm(model, tmp_path / "kv", files / "one.txt", files / "two.txt", files / "one.txt")
+    assert first.exit_code == 0, first.output
+    tokens = [len(path.read_bytes()) for path in (files / "one.txt", files / "two.txt")]
+    assert first.stdout.splitlines() == [
+        f"computed {tokens[0]:>7} tokens  {files / 'one.txt'}",
+        f"computed {tokens[1]:>7} tokens  {files / 'two.txt'}",
+        f"found {tokens[0]:>7} tokens  {files / 'one.txt'}",
+    ]
+    assert f"2 computed, {sum(tokens)} tokens" in first.stderr
+    assert "1 found already" in first.stderr
+    again = warm(model, tmp_path / "kv", files / "two.txt", "-", "--json", stdin=ONE.encode())
+    assert again.exit_code == 0, again.output
+    told = json.loads(again.stdout)
+    assert [(one["tokens"], one["found"]) for one in told["documents"]] == [(tokens[1], True), (tokens[0], True)]
+    assert [one["name"] for one in told["documents"]] == [str(files / "two.txt"), "-"]
+    assert told["failed"] == told["not_stored"] == {}
+
+
+def test_what_was_warmed_is_what_questions_reuse(model: str, files: Path, tmp_path: Path) -> None:
+    """Under the very tokens that the prompt has: the answer's document is found on disk, not computed."""
+    assert warm(model, tmp_path / "kv", files / "one.txt").exit_code == 0
+    (record,) = (tmp_path / "kv").rglob("*.kv")
+    asked = ("run", "So", "--raw", "--model", model, "--threads", "1", "--max-tokens", "3", "--json")
+    given = ("--document", files / "one.txt", "--blend-ratio", "0.1", "--store", tmp_path / "kv")
+    done = kvilt(*asked, *given)
+    assert done.exit_code == 0, done.output
+    usage = json.loads(done.stdout)["usage"]
+    assert usage["blended_reused"] + usage["blended_recomputed"] == len(ONE.encode())
+    assert "ratio=0.1" in usage["recipe"]
+    assert list((tmp_path / "kv").rglob("*.kv")) == [record]
+    plain = kvilt(*asked, *given[:4])
+    assert json.loads(plain.stdout)["token_ids"] == json.loads(done.stdout)["token_ids"]
+    shown = kvilt(*asked[:-1], *given)
+    assert f"({usage['blended_reused']} reused, {usage['blended_recomputed']} computed again)" in shown.stderr
+
+
+def test_files_that_cannot_be_are_named_and_the_others_stored(model: str, files: Path, tmp_path: Path) -> None:
+    (files / "binary").write_bytes(b"\x00\x01\x02")
+    (files / "latin").write_bytes("Zürich".encode("latin-1"))
+    (files / "long").write_text("a" * 2000)
+    (files / "blank").write_text(" \n")
+    bad = [files / name for name in ("absent", "binary", "latin", "long", "blank")]
+    done = warm(model, tmp_path / "kv", *bad, files, files / "one.txt")
+    assert done.exit_code == 1
+    said = done.stderr.splitlines()
+    for name, why in (
+        ("absent", "cannot be read: No such file"),
+        ("binary", "holds a NUL byte"),
+        ("latin", "is not UTF-8 text (byte 1)"),
+        ("long", "has 2000 tokens, and with a max_context this small 1023 fit"),
+        ("blank", "is empty"),
+    ):
+        assert any(line.startswith(f"kvilt: {files / name}: {why}") for line in said), said
+    assert any(line.startswith(f"kvilt: {files}: cannot be read: Is a directory") for line in said)
+    assert done.stdout.splitlines() == [f"computed {len(ONE.encode()):>7} tokens  {files / 'one.txt'}"]
+    assert said[-1].endswith("6 failed")
+    nothing = warm(model, tmp_path / "kv", files / "absent", "--json")
+    assert nothing.exit_code == 1
+    assert list(json.loads(nothing.stdout)["failed"]) == [str(files / "absent")]
+
+
+def test_a_file_of_several_documents(model: str, tmp_path: Path) -> None:
+    text = "\n---\nfirst\n--- no\n---\r\n\n---\nsecond"
+    done = warm(model, tmp_path / "kv", "-", "--split", "---", "--json", stdin=text.encode())
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["documents"]
+    assert [(one["name"], one["tokens"]) for one in found] == [("-#1", len("first\n--- no\n")), ("-#2", len("second"))]
+
+
+def test_separators_alone_are_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("---\n---\n")
+    with pytest.raises(InputError, match="nothing but separators"):
+        read_documents(str(tmp_path / "x"), "---")
+
+
+def test_documents_that_the_store_does_not_take_are_told_of(model: str, files: Path, tmp_path: Path) -> None:
+    done = warm(model, tmp_path / "kv", files / "one.txt", "--store-disk", "1K")
+    assert done.exit_code == 1
+    assert "1 documents were not taken by the store (disk: too_large)" in done.stderr
+
+
+def test_an_interrupt_leaves_what_was_stored(model: str, tmp_path: Path) -> None:
+    text = "\n---\n".join(f"{i} " + "word " * 180 for i in range(400))
+    (tmp_path / "many.txt").write_text(text)
+    given = ["--model", model, "--threads", "1", "--store", str(tmp_path / "kv"), "--split", "---"]
+    command = [sys.executable, "-m", "kvilt.cli.main", "warm", str(tmp_path / "many.txt"), *given]
+    own = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any((tmp_path / "kv").rglob("*.kv")):
+        assert own.poll() is None, own.communicate()
+    own.send_signal(signal.SIGINT)
+    out, error = own.communicate(timeout=300)
+    assert own.returncode == 130, error
+    assert "kvilt: interrupted" in error
+    stored = len(list((tmp_path / "kv").rglob("*.kv")))
+    assert len(out.splitlines()) <= stored < 400
+    again = warm(model, tmp_path / "kv", tmp_path / "many.txt", "--split", "---", "--json")
+    assert again.exit_code == 0, again.output
+    assert sum(one["found"] for one in json.loads(again.stdout)["documents"]) == stored
+
+
+def test_a_server_finds_what_was_warmed_for_its_key(model: str, files: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("# ours\nsk-alice-0123\n")
+    assert warm(model, tmp_path / "kv", files / "one.txt").exit_code == 0
+    assert warm(model, tmp_path / "kv", files / "two.txt", "--api-key-file", key).exit_code == 0
+    command = [sys.executable, "-m", "kvilt.cli.main", "serve", "--port", "0", "--threads", "1", "--model", model]
+    options = ["--store", str(tmp_path / "kv"), "--api-key-file", str(key), "--store-memory", "16M"]
+    own = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert own.stderr is not None
+        url = next(line.split()[-1] for line in own.stderr if "is served at" in line)
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer sk-alice-0123"}, timeout=60) as http:
+            texts = [(files / name).read_bytes().decode() for name in ("one.txt", "two.txt")]
+            found = http.post("/v1/kv/chunks", json={"documents": texts}).json()["data"]
+            assert [one["found"] for one in found] == [False, True]
+            assert 'kvilt_store_hits_total{tier="disk",kind="chunk"} 1' in http.get("/metrics").text
+    finally:
+        own.terminate()
+        own.communicate(timeout=60)
+    assert warm(model, tmp_path / "kv", files / "one.txt", "--api-key-file", key, "--json").stdout.count("true") == 1
+
+
+DEFAULTS = {name: option.default for name, option in STORE.options.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"store_disk": "1G"}, "store_disk: limits the folder"),
+        ({"store_redis_memory": "1G"}, "store_redis_memory: limits"),
+        ({"store": "x", "store_disk": "many"}, "store_disk: cannot read 'many'"),
+        ({"store_memory": "-1"}, "store_memory: cannot read"),
+        ({"store": __file__}, "store: .* is a file"),
+        ({"store_codec": "int4"}, "store_codec: must be one of raw, zstd, int8, k8v4"),
+        ({"store_redis": "http://kv"}, "store_redis: begins with redis://"),
+        ({"store_redis": "redis://kv:99999999"}, "store_redis: cannot be read"),
+        ({"store_redis": "redis://:hush@kv:6379/0"}, "KVILT_STORE_REDIS"),
+        ({"store_redis": "redis://kv:6379/0?password=hush"}, "KVILT_STORE_REDIS"),
+        ({"store_secret_file": "/nonexistent"}, "store_secret_file: .* cannot be read"),
+        ({"store_secret_file": os.devnull}, "fewer than 16 bytes"),
+    ],
+)
+def test_wrong_options_of_a_store_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ParamError, match=says) as caught:
+        check({**DEFAULTS, **options})
+    assert "hush" not in str(caught.value)
+
+
+def test_warming_needs_a_store_that_outlives_it(model: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = kvilt("warm", files / "one.txt", "--model", model)
+    assert done.exit_code == 2
+    assert "give --store PATH or --store-redis URL" in done.stderr
+    assert kvilt("run", "So", "--model", model, "--blend-ratio", "0.1").exit_code == 2
+
+
+def test_the_store_that_options_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    monkeypatch.setenv("KVILT_STORE_REDIS", "redis://:hush@127.0.0.1:1/0")
+    options = {"store": str(tmp_path / "kv"), "store_codec": "int8", "store_secret_file": str(tmp_path / "secret")}
+    with opened({**DEFAULTS, **options, "store_memory": "1M"}) as store:
+        assert store is not None
+        assert [lane.tier.name for lane in store._lanes] == ["disk", "redis"]  # one that is down is still asked later
+    monkeypatch.delenv("KVILT_STORE_REDIS")
+    with opened({**DEFAULTS, "store_memory": "1M"}) as store:
+        assert store is not None
+        assert list(store.usage()) == ["memory"]
+    with opened(DEFAULTS) as store:
+        assert store is None
