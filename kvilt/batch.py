@@ -92,6 +92,7 @@ class KeyMass:
     """Attention that each key receives from the row's tokens, for query-driven selection."""
 
     layers: Sequence[int] = ()  # averaged over these; over all of the span if there are none
+    last: int = 0  # so many of the row's last tokens ask; all of them if 0
 
 
 Want = Nothing | Last | Score | HiddenOut | KeyMass

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Nothing, Row
+from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
 from ..errors import InputError, StoreMiss
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -24,8 +24,10 @@ from .recipe import Quilt, Recipe
 from .select import budget, choose, deviations
 from .stage import Stage
 
-PROBE_TOKENS = 128  # of a question, those whose attention counts: its last, in one row
-MASS_EVERY = 4  # of the layers, one in so many says what the question attends to: each costs a softmax in plain torch
+PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
+MASS_EVERY = (
+    4  # of the lower two thirds of layers, one in so many says what the question attends to: others say the same
+)
 Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
@@ -255,17 +257,22 @@ class Blending:
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
-        asked, start = self.quilt.question, self.quilt.exact
-        chosen = self.recipe.mass_layers or range(MASS_EVERY - 1, self._layers, MASS_EVERY)
-        layers = [layer for layer in chosen if layer >= lower]
-        cut = max(asked.start, asked.stop - PROBE_TOKENS)
-        plain = [p for p in _at((~self._reusable()).nonzero().flatten(), start) if p < cut]
-        if plain:  # text between documents, and a long question's beginning: nobody else has put KV there yet
-            yield Stage(kv, plain, self._source(plain, hidden), LayerSpan(lower), Nothing())
-        rest = range(cut, asked.stop)
-        stage = Stage(kv, rest, self._source(rest, hidden), LayerSpan(lower), KeyMass(layers), whole=True)
+        start = self.quilt.exact
+        layers = self._mass_layers(lower)
+        fresh = ~self._reusable()  # text between documents comes along: nobody else has put KV there yet
+        fresh[self.quilt.question.start - start :] = True
+        asking = _at(fresh.nonzero().flatten(), start)
+        tail = min(PROBE_TOKENS, len(self.quilt.question))
+        span = LayerSpan(lower, layers[-1] + 1)  # what it would say at last is of no interest yet
+        stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), tail)
         yield stage
         scores["query"] = stage.mass[start:]
+
+    def _mass_layers(self, lower: int) -> list[int]:
+        """Layers from `lower` on whose attention counts, ascending."""
+        reach = max(lower + 1, -(-self._layers * 2 // 3))
+        usual = range(MASS_EVERY - 1, reach, MASS_EVERY)
+        return sorted({layer for layer in self.recipe.mass_layers or usual if layer >= lower}) or [reach - 1]
 
     def _source(self, positions: Sequence[int], hidden: Tensor | None) -> Sequence[int] | Tensor:
         """What enters at these positions: ids, or their rows of all hidden states."""

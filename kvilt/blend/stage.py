@@ -24,8 +24,8 @@ class Stage:
     positions: Sequence[int]
     source: Sequence[int] | Tensor  # ids, or the hidden states [tokens, hidden] that the span begins with
     layers: LayerSpan
-    want: Want  # of all pieces, but for Last, which only the last one has
-    whole: bool = False  # one row, whatever the budget: its result would depend on the cut
+    want: Want  # of all pieces, but for Last and KeyMass, which only the last one has
+    tail: int = 1  # so many of the last tokens go in one row, whatever the budget
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[Unrotated]] = field(default_factory=dict)  # by layer
@@ -42,8 +42,11 @@ class Stage:
 
     def row(self, tokens: int) -> Row:
         """The next piece, of at most so many tokens."""
-        stop = len(self.positions) if self.whole else min(self.at + max(1, tokens), len(self.positions))
-        want = Nothing() if self.draws and stop < len(self.positions) else self.want
+        end = len(self.positions)
+        stop = min(self.at + max(1, tokens), end)
+        if end - self.tail < stop < end:
+            stop = end - self.tail if self.at < end - self.tail else end
+        want = Nothing() if stop < end and isinstance(self.want, Last | KeyMass) else self.want
         return Row(self._source(stop), self.positions[self.at : stop], self.cache, layers=self.layers, want=want)
 
     def took(self, tokens: int, logits: Logits, row: int) -> None:
@@ -53,7 +56,7 @@ class Stage:
             self.hidden.append(logits.hidden[row])
             for layer, seen in logits.kv.get(row, {}).items():
                 self.kv.setdefault(layer, []).append(seen)
-        if isinstance(self.want, KeyMass):
+        if isinstance(self.want, KeyMass) and not self.left:
             self.mass = logits.mass[row].cpu()
 
     def _source(self, stop: int) -> Source:

@@ -26,6 +26,7 @@ class Watched:
     row: int
     place: int
     share: float = 1.0
+    last: int = 0  # tokens that count, from its end; all if 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class LayerTap:
         self, ops: Ops, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
     ) -> None:
         for one in self.attending:
-            span = slice(self.starts[one.place], self.starts[one.place + 1])
+            start, stop = self.starts[one.place], self.starts[one.place + 1]
+            span = slice(max(start, stop - one.last) if one.last else start, stop)
             mass = ops.key_mass(query[span], store, layer, paging.tables[one.place], paging.positions[span], mask)
             mass *= one.share
             self.seen.mass[one.row] = self.seen.mass[one.row] + mass if one.row in self.seen.mass else mass
@@ -67,7 +69,7 @@ def layer_taps(batch: Batch, segment: Segment, layers: int, seen: Seen) -> dict[
     for layer in range(segment.start, segment.stop):
         writing = [Watched(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
         wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
-        attending = [Watched(i, n, 1 / len(span)) for i, n, span in wanted if layer in span]
+        attending = [Watched(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
         if writing or attending:
             taps[layer] = LayerTap(layer, writing, attending, segment.paging[0].starts, seen)
     return taps
@@ -75,6 +77,10 @@ def layer_taps(batch: Batch, segment: Segment, layers: int, seen: Seen) -> dict[
 
 def _written(row: Row) -> Sequence[int]:
     return row.want.kv_layers if isinstance(row.want, HiddenOut) else ()
+
+
+def _last(row: Row) -> int:
+    return row.want.last if isinstance(row.want, KeyMass) else 0
 
 
 def _attended(row: Row, layers: int) -> Sequence[int]:

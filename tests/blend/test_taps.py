@@ -84,6 +84,20 @@ def test_mass_averages_layers(tiny: Executor) -> None:
         torch.testing.assert_close(of(), (of(0) + of(1) + of(2)) / 3)
 
 
+def test_mass_of_the_last_tokens(tiny: Executor) -> None:
+    """What the last tokens of a row attend to, whoever stands before them in it."""
+    with tiny.create_kv_cache(batch_size=2) as kv:
+        kv.reserve(len(IDS))
+        tiny.run(Batch.of([Row(Ids(IDS[:40]), range(40), kv, 1)]))
+        alone = Row(Ids(IDS[40:]), range(40, 45), kv, 1, want=KeyMass([1, 2]))
+        expected = tiny.run(Batch.of([alone])).mass[0]
+        for last, same in ((5, True), (4, False), (45, False)):
+            row = Row(Ids(IDS), range(45), kv, 0, want=KeyMass([1, 2], last))
+            mass = tiny.run(Batch.of([row])).mass[0]
+            torch.testing.assert_close(mass.sum(), torch.tensor(float(last)))
+            assert torch.allclose(mass, expected) == same
+
+
 def test_layers_that_a_row_does_not_go_through_cannot_be_seen(tiny: Executor) -> None:
     with tiny.create_kv_cache() as kv:
         kv.reserve(4)
