@@ -34,7 +34,7 @@ class Recipe:
     strategy: str = "query"
     check_layer: int = 1  # deviation: all tokens run through the layers up to this one
     gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
-    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; every fourth of the lower two thirds if none is named
+    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of the lower ones
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
