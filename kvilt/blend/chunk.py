@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,11 +11,14 @@ import torch
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.identity import Identity
-from ..kv.row import BASE
-from ..store.address import form_of, token_bytes
+from ..kv.row import BASE, Token
+from ..store.address import Kind, chunk_address, form_of, token_bytes
 from ..store.layer import LayerKV
 from ..store.loading import Loading
 from ..store.store import Store
+from .discover import Scope
+from .finder import Finder
+from .recipe import Span
 
 
 class Chunks:
@@ -32,9 +35,11 @@ class Chunks:
         # Bytes are rounded with the rotation in them; floats of two bytes are what is placed without loss worth it.
         self.dtype = torch.float16 if dtype == torch.int8 else dtype
         self.form = form_of(executor.layout, self.dtype)
+        self._finder = Finder(self._stored, self._there)
 
     def open(self, ids: Sequence[int], tenant: str = "", maker: str = BASE) -> Loading:
         """Begin to look for a document; its layers arrive in order."""
+        self._finder.known.add(Scope(tenant, maker), ids)  # it will be there: what is not stored gets computed
         return self._store.open_chunk(self._identity(tenant, maker), ids, self.form)
 
     def keep(
@@ -46,7 +51,29 @@ class Chunks:
         maker: str = BASE,
     ) -> Loading:
         """Keep a document that was computed, and give it back as everybody will find it."""
+        self._finder.known.add(Scope(tenant, maker), ids)
         return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
+
+    def find(self, ids: Sequence[int], tenant: str = "", maker: str = BASE, start: int = 0) -> tuple[Span, ...]:
+        """Documents that stand in a prompt from `start` on and are stored; asks the store, and does not wait long.
+
+        With the first question for a tenant and adapter a thread begins to read what the tiers below memory hold.
+        """
+        return self._finder.find(Scope(tenant, maker), ids, start)
+
+    def read(self, tenant: str = "", maker: str = BASE) -> None:
+        """Begin to read what of a tenant's documents is stored, for `find`."""
+        self._finder.read(Scope(tenant, maker))
+
+    def close(self) -> None:
+        """Read no more."""
+        self._finder.close()
+
+    def _stored(self, scope: Scope) -> Iterator[Sequence[Token]]:
+        return self._store.stored(Kind.CHUNK, self._identity(*scope))
+
+    def _there(self, scope: Scope, ids: Sequence[int]) -> bool:
+        return self._store.reach([chunk_address(self._identity(*scope), ids, self.form)]) == 1
 
     def _identity(self, tenant: str, maker: str) -> Identity:
         behind = hashlib.sha256(token_bytes(self.behind)).hexdigest() if self.behind else "nothing"

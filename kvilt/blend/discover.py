@@ -1,0 +1,172 @@
+"""Known documents inside ordinary prompts: a rolling hash finds where one may stand, its exact tokens say whether.
+
+Linear in the prompt. Refuses to know stores, models and requests: it has tokens, and for whom they were kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .recipe import Span
+
+WINDOW_TOKENS = 32  # a document is looked for by its first ones; shorter ones are not found
+MOST_TOKENS = 8 << 20  # of all documents that are known, four bytes each
+MOST_ALIKE = 64  # different lengths of documents that begin with the same window
+LOOKS = 8  # hashes that are looked up for each token of a prompt, at the most; whatever stands behind is not found
+_FREE_LOOKS = 4096
+_PRIME = (1 << 61) - 1
+_ID_BYTES = array("I").itemsize
+
+
+class Scope(NamedTuple):
+    """For whom documents were kept, and by which adapter they were made."""
+
+    tenant: str
+    maker: str
+
+
+class _Key(NamedTuple):
+    scope: Scope
+    first: int  # hash of the first window
+    tokens: int
+    whole: int  # hash of all of it
+
+
+_Alike = dict[int, dict[int, bytes]]  # documents with the same first window, by length and by hash: tokens as bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Documents in a prompt, in order and apart from each other, and what finding them took."""
+
+    spans: tuple[Span, ...] = ()
+    looked: int = 0  # hashes that were looked up behind a window that is known
+    compared: int = 0  # tokens that were compared
+
+
+class _Hashes:
+    """Hashes of any part of some tokens, each in constant time."""
+
+    def __init__(self, ids: Sequence[int], base: int) -> None:
+        # A token counts one more than its id: zeros in front are not nothing.
+        total, power = 0, 1
+        self._sums, self._powers = [0], [1]
+        for token in ids:
+            total = (total * base + token + 1) % _PRIME
+            power = power * base % _PRIME
+            self._sums.append(total)
+            self._powers.append(power)
+
+    def part(self, start: int, stop: int) -> int:
+        return (self._sums[stop] - self._sums[start] * self._powers[stop - start]) % _PRIME
+
+
+class Known:
+    """The documents that may be found. Every method may be called from any thread, and none waits long."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS, most_alike: int = MOST_ALIKE, base: int | None = None) -> None:
+        # Nobody can make texts collide without knowing the base; and if they did, tokens are compared.
+        self._base = base if base is not None else secrets.randbelow(_PRIME - (1 << 32)) + (1 << 32)
+        self._most_tokens, self._most_alike = most_tokens, most_alike
+        self._lock = threading.Lock()
+        self._shelves: dict[Scope, dict[int, _Alike]] = {}
+        self._order: OrderedDict[_Key, None] = OrderedDict()  # the longest unused first
+        self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents that are known."""
+        return self._tokens
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, scope: Scope, ids: Sequence[int]) -> None:
+        """A document was stored; what was not of use for longest is forgotten for it, if need be."""
+        if not WINDOW_TOKENS <= len(ids) <= self._most_tokens:
+            return
+        key = self._key(scope, ids)
+        with self._lock:
+            self._order[key] = None
+            self._order.move_to_end(key)
+            alike = self._shelves.setdefault(scope, {}).setdefault(key.first, {})
+            same = alike[key.tokens] = alike.pop(key.tokens, {})  # the latest last
+            if key.whole not in same:
+                same[key.whole] = array("I", ids).tobytes()
+                self._tokens += key.tokens
+            if len(alike) > self._most_alike:
+                oldest = next(iter(alike))
+                for whole in list(alike[oldest]):
+                    self._drop(_Key(scope, key.first, oldest, whole))
+            while self._tokens > self._most_tokens:
+                self._drop(next(iter(self._order)))
+
+    def forget(self, scope: Scope, ids: Sequence[int]) -> None:
+        """A document is gone."""
+        if len(ids) >= WINDOW_TOKENS:
+            with self._lock:
+                self._drop(self._key(scope, ids))
+
+    def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> Found:
+        """The documents of a scope in a prompt from `start` on, longer ones first where they would overlap."""
+        shelf = self._shelves.get(scope)
+        if shelf is None or len(ids) - start < WINDOW_TOKENS:
+            return Found()
+        hashes = _Hashes(ids, self._base)
+        looked, most, maybe = 0, LOOKS * len(ids) + _FREE_LOOKS, []
+        for at in range(start, len(ids) - WINDOW_TOKENS + 1):
+            first = hashes.part(at, at + WINDOW_TOKENS)
+            if looked >= most or (alike := shelf.get(first)) is None:
+                continue
+            for tokens in tuple(alike):  # another thread may change it meanwhile
+                if (stop := at + tokens) <= len(ids):
+                    looked += 1
+                    whole = hashes.part(at, stop)
+                    if (content := alike.get(tokens, {}).get(whole)) is not None:
+                        maybe.append((-tokens, at, _Key(scope, first, tokens, whole), content))
+        maybe.sort(key=lambda one: one[:2])
+        return self._apart(ids, [(at, key, content) for _, at, key, content in maybe], looked)
+
+    def _apart(self, ids: Sequence[int], maybe: Sequence[tuple[int, _Key, bytes]], looked: int) -> Found:
+        """Those that do not overlap one before them, and whose tokens are the same."""
+        prompt, taken, compared = memoryview(array("I", ids).tobytes()), bytearray(len(ids)), 0
+        spans, used = [], []
+        for at, key, content in maybe:
+            stop = at + key.tokens
+            if taken[at] or taken[stop - 1]:  # what is taken is no shorter, so it reaches over one of the ends
+                continue
+            compared += key.tokens
+            if prompt[at * _ID_BYTES : stop * _ID_BYTES] == content:
+                taken[at:stop] = b"\1" * key.tokens
+                spans.append(Span(at, stop))
+                used.append(key)
+        with self._lock:
+            for key in used:
+                if key in self._order:
+                    self._order.move_to_end(key)
+        return Found(tuple(sorted(spans, key=lambda one: one.start)), looked, compared)
+
+    def _key(self, scope: Scope, ids: Sequence[int]) -> _Key:
+        hashes = _Hashes(ids, self._base)
+        return _Key(scope, hashes.part(0, WINDOW_TOKENS), len(ids), hashes.part(0, len(ids)))
+
+    def _drop(self, key: _Key) -> None:
+        if key not in self._order:
+            return
+        del self._order[key]
+        self._tokens -= key.tokens
+        shelf = self._shelves[key.scope]
+        alike = shelf[key.first]
+        del alike[key.tokens][key.whole]
+        if not alike[key.tokens]:
+            del alike[key.tokens]
+        if not alike:
+            del shelf[key.first]
+        if not shelf:
+            del self._shelves[key.scope]
