@@ -104,10 +104,9 @@ def _warm(llm: LLM, store: Store, documents: Sequence[TextFile], own: dict[str, 
     left, before = iter(documents), 0
     with tracked("warming", sum(tokens)) as show:
         while some := list(islice(left, _AT_ONCE)):
-            stored = len(tally.done)
 
-            def note(done: int, _total: int, before: int = before, stored: int = stored) -> None:
-                show(before + done, f"tokens, {stored} of {len(documents)} documents")
+            def note(done: int, _total: int, before: int = before) -> None:
+                show(before + done, f"tokens, {(before + done) / (time.perf_counter() - started_s):.0f} a second")
 
             results = llm.warm([one.text for one in some], on_progress=note, **own)
             store.flush()
@@ -129,7 +128,7 @@ def _tell(ask: Ask, tally: Tally) -> None:
         print(json.dumps(_as_json(tally), ensure_ascii=False))
         return
     for document, one in tally.done:
-        print(f"{'found' if one.found else 'computed'} {one.tokens:>7,} tokens  {document.name}")
+        print(f"{'found' if one.found else 'computed':<8} {one.tokens:>7,} tokens  {document.name}")
     for why, count in tally.lost.items():
         print(f"kvilt: {count} documents were not taken by the store ({why})", file=sys.stderr)
     speed = f" ({sum(computed) / tally.seconds:.0f} tok/s)" if computed and tally.seconds else ""

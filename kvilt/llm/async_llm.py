@@ -210,7 +210,7 @@ class AsyncLLM(Model):
         self.engine.chunks = self.documents.chunks
         chosen = Chosen(lora, lora_scale)
         warming = await asyncio.to_thread(Warming, self, documents, chosen, tenant, on_progress)
-        room = asyncio.Semaphore(AT_ONCE)
+        room = asyncio.Semaphore(min(AT_ONCE, self.config.max_waiting))  # never turned away because of its own
         await _all([self._warm(warming, ids, priority, room) for ids in warming.unique()])
         return warming.results()
 

@@ -202,4 +202,7 @@ def test_a_full_queue_refuses_it_like_any_request(tiny_executor: Executor, token
                 await many.warm([ONE])
             waiting.cancel()
 
-    asynchronously(tiny_executor, tokenizer, ask, EngineConfig(max_rows=1, max_waiting=1))
+    narrow = EngineConfig(max_rows=1, max_waiting=1)
+    asynchronously(tiny_executor, tokenizer, ask, narrow)
+    done = asynchronously(tiny_executor, tokenizer, lambda many: many.warm(MANY), narrow)
+    assert len(done) == len(MANY), "its own documents do not stand in each other's way"

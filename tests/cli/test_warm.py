@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from stores import Server
 from tiny import write_tiny
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers
@@ -64,7 +66,7 @@ def test_files_are_computed_once_and_found_from_then_on(model: str, files: Path,
     assert first.stdout.splitlines() == [
         f"computed {tokens[0]:>7} tokens  {files / 'one.txt'}",
         f"computed {tokens[1]:>7} tokens  {files / 'two.txt'}",
-        f"found {tokens[0]:>7} tokens  {files / 'one.txt'}",
+        f"found    {tokens[0]:>7} tokens  {files / 'one.txt'}",
     ]
     assert f"2 computed, {sum(tokens)} tokens" in first.stderr
     assert "1 found already" in first.stderr
@@ -178,6 +180,27 @@ def test_a_server_finds_what_was_warmed_for_its_key(model: str, files: Path, tmp
         own.terminate()
         own.communicate(timeout=60)
     assert warm(model, tmp_path / "kv", files / "one.txt", "--api-key-file", key, "--json").stdout.count("true") == 1
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_machines_share_documents_in_redis(model: str, files: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    server = Server(tmp_path)
+    given = ("warm", files / "one.txt", "--model", model, "--threads", "1", "--store-redis", server.url, "--json")
+    sealed = ("--store-secret-file", secret, "--store-codec", "zstd")
+    try:
+        found = []
+        for more in (sealed, sealed, ()):  # who has no secret neither finds nor replaces what others sealed
+            done = kvilt(*given, *more)
+            assert done.exit_code == 0, done.output
+            found.append(json.loads(done.stdout)["documents"][0]["found"])
+        assert found == [False, True, False]
+    finally:
+        server.kill()
+    down = kvilt(*given)
+    assert down.exit_code == 1
+    assert json.loads(down.stdout)["not_stored"] != {}
 
 
 DEFAULTS = {name: option.default for name, option in STORE.options.items()}
