@@ -56,6 +56,7 @@ class EngineConfig:
     max_handles: int = 256  # named KV handles of one tenant
     handle_share: float = 0.5  # of all pages, what one tenant's handles may hold
     handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
+    discover: bool = False  # blend known documents that prompts hold without naming them
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -55,6 +56,7 @@ class Engine:
         """`chunks` are where documents of prompts are found; without them such requests are refused."""
         config = config or EngineConfig()
         self.chunks = chunks
+        self._discover = config.discover
         self._woken: Callable[[], None] = _nobody
         self._blends = Blends(self.wake)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
@@ -108,6 +110,8 @@ class Engine:
         What is lent belongs to the engine from here on, also if this raises.
         """
         gating = self._gating
+        if request.discover is None and self._discover:
+            request = replace(request, discover=True)
         try:
             job = make_job(self._executor, request, listener, lent, self.chunks, gating.gate if gating else None)
         except BaseException:

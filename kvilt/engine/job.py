@@ -16,6 +16,7 @@ from ..executor.lora import check_maker
 from ..kv.cache import KVCache
 from ..kv.prefix import Scope, Trail
 from ..sampling.sampler import SampleState
+from .discovery import discovered, wants_discovery
 from .event import Listener
 from .plan import Detour, Sample
 from .request import Request
@@ -69,6 +70,8 @@ def _job(
     if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
+    if chunks is not None and lent is None and wants_discovery(request):
+        request = discovered(executor, request, chunks, _trail(executor, request))
     verdict = _verdict(executor, request, lent, chunks, gate)
     blending = None
     if verdict is not None and verdict.recipe is not None and chunks is not None:

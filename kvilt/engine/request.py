@@ -35,6 +35,7 @@ class Request:
     documents: tuple[Span, ...] = ()  # parts of the prompt whose KV is reused wherever they stand
     recipe: Recipe = field(default_factory=Recipe)  # how they are blended
     adapter: Adapter = field(default_factory=Base)  # what it runs on
+    discover: bool | None = None  # blend also documents that it does not name, if they are known; None: as the engine
     background: bool = False  # nobody waits for it: it is counted nowhere, and leaves no KV behind
 
     @property

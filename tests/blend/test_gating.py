@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from drive import blended, computed, memory_store, tokens
+from lora_files import write_lora
 from small import Ear, asks, finish, load_small
 from small import start as ask_start
 
-from kvilt.batch import Batch
+from kvilt.batch import Base, Batch
 from kvilt.blend.certificate import CertificateFile
 from kvilt.blend.chunk import Chunks
 from kvilt.blend.gate import Gate, compare
@@ -210,6 +211,28 @@ def test_a_restart_goes_on_where_it_was(executor: Executor, store: Store, tmp_pa
     close(again)
     path.write_bytes(path.read_bytes()[:-40])
     assert served(make(executor, store, ACT, path), QUILT, reuse) == reuse.name
+
+
+def test_adapters_have_certificates_of_their_own(tmp_path: Path, store: Store) -> None:
+    executor = load_small(tmp_path / "base", 40, None, "native")
+    one = executor.load_lora(write_lora(tmp_path / "one", 2, seed=1))
+    engine, adapter = make(executor, store, LOOK), executor.adapters.choose(one, 1.0, [])
+    for each in (Base(), adapter):
+        put(engine, QUILT, recipe(1.0), adapter=each)
+        settle(engine)
+    known = engine.certificates()
+    assert [each.adapter for each in known] == ["base", executor.adapters.identity(adapter)]
+    assert [each.mean_kl for each in known] == [0.0, 0.0]
+    ear = put(engine, QUILT, recipe(0.2), adapter=adapter)
+    while not ear.tokens[0]:
+        engine.step()
+    executor.unload_lora(one)  # who is compared keeps it, until that is over
+    settle(engine)
+    assert ear.error is None
+    assert value(engine, DROPPED, reason="failed") == 1
+    executor.prefixes.clear()
+    assert (executor.pool.usage().used, len(executor.adapters)) == (0, 0)
+    executor.close()
 
 
 # Nobody's way.

@@ -1,0 +1,31 @@
+"""Known documents in a prompt that names none: which of them a request is blended of.
+
+Off unless asked for, since an answer then depends on what happens to be stored. Refuses to know how they are found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..batch import Adapted, Base
+from ..blend.chunk import Chunks
+from ..executor.executor import Executor
+from ..kv.prefix import Trail
+from .request import Request
+
+
+def discovered(executor: Executor, request: Request, chunks: Chunks, trail: Trail) -> Request:
+    """The request with documents that stand in its prompt; those that the prefix index has already are left as is."""
+    adapter, stop = request.adapter, len(request.prompt)
+    if isinstance(adapter, Adapted) and adapter.begins > 0:  # tokens switch it on: before them it is the base model
+        stop, adapter = adapter.begins, Base()
+    trail.extend(request.prompt, executor.layout.page_tokens)
+    known = executor.prefixes.match(trail, len(request.prompt) - 1).tokens
+    found = chunks.find(request.prompt, request.tenant, executor.adapters.identity(adapter), known)
+    return replace(request, documents=tuple(span for span in found if span.stop <= stop))
+
+
+def wants_discovery(request: Request) -> bool:
+    """Whether a request asks for it, and is one whose prompt may be blended."""
+    scored = request.params is not None and request.params.prompt_logprobs is not None
+    return bool(request.discover) and request.reuse and not request.documents and not scored
