@@ -10,17 +10,14 @@ from dataclasses import replace
 from ..batch import Adapted, Base
 from ..blend.chunk import Chunks
 from ..executor.executor import Executor
-from ..kv.prefix import Trail
 from .request import Request
 
 
-def discovered(executor: Executor, request: Request, chunks: Chunks, trail: Trail) -> Request:
-    """The request with documents that stand in its prompt; those that the prefix index has already are left as is."""
+def discovered(executor: Executor, request: Request, chunks: Chunks, known: int) -> Request:
+    """The request with documents that stand in its prompt, behind the tokens whose exact KV is known already."""
     adapter, stop = request.adapter, len(request.prompt)
     if isinstance(adapter, Adapted) and adapter.begins > 0:  # tokens switch it on: before them it is the base model
         stop, adapter = adapter.begins, Base()
-    trail.extend(request.prompt, executor.layout.page_tokens)
-    known = executor.prefixes.match(trail, len(request.prompt) - 1).tokens
     found = chunks.find(request.prompt, request.tenant, executor.adapters.identity(adapter), known)
     return replace(request, documents=tuple(span for span in found if span.stop <= stop))
 

@@ -71,7 +71,7 @@ def _job(
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
     if chunks is not None and lent is None and wants_discovery(request):
-        request = discovered(executor, request, chunks, _trail(executor, request))
+        request = discovered(executor, request, chunks, _known(executor, request))
     verdict = _verdict(executor, request, lent, chunks, gate)
     blending = None
     if verdict is not None and verdict.recipe is not None and chunks is not None:
@@ -99,6 +99,13 @@ def _trail(executor: Executor, request: Request) -> Trail:
     begins = request.adapter.begins if isinstance(request.adapter, Adapted) else 0
     scope = Scope(executor.adapters.identity(request.adapter), request.tenant)
     return Trail(scope, begins, executor.layout.page_tokens)
+
+
+def _known(executor: Executor, request: Request) -> int:
+    """Tokens of a prompt that the prefix index has now."""
+    trail = _trail(executor, request)
+    trail.extend(request.prompt, executor.layout.page_tokens)
+    return executor.prefixes.match(trail, len(request.prompt) - 1).tokens
 
 
 def _verdict(
