@@ -57,12 +57,18 @@ class EngineConfig:
     handle_share: float = 0.5  # of all pages, what one tenant's handles may hold
     handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
     discover: bool = False  # blend known documents that prompts hold without naming them
+    # Where a store outlives the process: the fewest missing tokens of a prompt that are worth looking for there. None:
+    # prefixes are neither kept nor looked for there.
+    stored_prefix_tokens: int | None = 64
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
+        least = self.stored_prefix_tokens
+        if least is not None and (type(least) is not int or least < 1):
+            raise ParamError("stored_prefix_tokens", f"must be None or a whole number and at least 1, not {least!r}")
         if self.max_rows > self.step_tokens:
             raise ParamError("max_rows", f"must not be above step_tokens, which is {self.step_tokens}")
         for name in ("step_timeout_s", "handle_share", "handle_ttl_s"):

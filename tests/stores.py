@@ -15,7 +15,7 @@ from typing import Any
 
 from kvilt.errors import StoreError
 from kvilt.store.record import Facts
-from kvilt.store.tier import Reader, Usage
+from kvilt.store.tier import Budget, Reader, Usage
 
 
 class Shelfware:
@@ -25,6 +25,7 @@ class Shelfware:
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name
+        self.budget = Budget(1 << 30)
         self.records: dict[bytes, bytes] = {}
         self.facts: dict[bytes, Facts] = {}
         self.error: StoreError | None = None

@@ -19,10 +19,16 @@ from .track import Track
 class Blends:
     """The tracks whose blending cannot go on: it has yet to begin, or more of its documents must come first."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when something has come."""
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        give_back: Callable[[Track, PoolExhausted], None],
+        fail: Callable[[Track, Exception], None],
+    ) -> None:
+        """`wake` is called, from any thread, when something has come; the others when a track cannot go on."""
         self._waiting: dict[Track, None] = {}
         self._wake = wake
+        self._give_back, self._fail = give_back, fail
 
     def expect(self, track: Track) -> None:
         """All that stands before its first document is computed."""
@@ -44,18 +50,16 @@ class Blends:
         """Seconds after which one of them goes on in any case; None where nobody waits."""
         return min((track.blending.patience_s for track in self._waiting if track.blending is not None), default=None)
 
-    def attend(
-        self, give_back: Callable[[Track, PoolExhausted], None], fail: Callable[[Track, Exception], None]
-    ) -> None:
+    def attend(self) -> None:
         """Let those go on that can; without room a track goes back, until there is some."""
         waiting, self._waiting = list(self._waiting), {}
         for track in waiting:
             try:
                 self._go_on(track)
             except PoolExhausted as error:  # another thread was quicker than the plan
-                give_back(track, error)
+                self._give_back(track, error)
             except Exception as error:
-                fail(track, error)
+                self._fail(track, error)
 
     def took(self, track: Track) -> int | None:
         """A row of a blending was run. With the last one all of the prompt is there: its tokens, else None.

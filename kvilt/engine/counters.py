@@ -22,6 +22,7 @@ WAITING = Gauge("kvilt_num_requests_waiting", "Samples that wait for their first
 KV_USAGE = Gauge("kvilt_kv_cache_usage_perc", "Share of KV pages that somebody holds, 0 to 1.")
 PREFIX_QUERIES = Counter("kvilt_prefix_cache_queries_total", "Prompt tokens looked up in the prefix index.")
 PREFIX_HITS = Counter("kvilt_prefix_cache_hits_total", "Prompt tokens whose KV was found there.")
+RESTORED = Counter("kvilt_prefix_cache_restored_total", "Tokens whose KV came back to the prefix index from a store.")
 PROMPT_TOKENS = Counter("kvilt_prompt_tokens_total", "Tokens of prompts that were begun.")
 GENERATED = Counter("kvilt_generation_tokens_total", "Tokens that were drawn.")
 FIRST_TOKEN = Histogram("kvilt_time_to_first_token_seconds", "From arrival to the first token.")
@@ -40,6 +41,7 @@ ENGINE_METRICS = (
     KV_USAGE,
     PREFIX_QUERIES,
     PREFIX_HITS,
+    RESTORED,
     PROMPT_TOKENS,
     GENERATED,
     FIRST_TOKEN,

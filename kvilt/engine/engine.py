@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
-from ..batch import Ids, Last, Nothing, Row, Want
 from ..blend.blender import Report
 from ..blend.certificate import Certificate
 from ..blend.chunk import Chunks
@@ -23,19 +22,22 @@ from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExha
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
-from .blending import Blends, blend_task, blend_twin
+from ..store.store import Store
+from .blending import Blends, blend_twin
 from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
 from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
-from .gating import Gating, overheard
+from .gating import Gating
 from .handles import HandleInfo
 from .job import Lent, make_job
 from .plan import Admission, Sample, StepPlan, Work
 from .request import Request
+from .rows import task_of
 from .scheduler import Advance, Limits, Scheduler
 from .track import Books, Job, Relief, Track
 from .view import EngineView, look
+from .warmth import Warmth
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +54,18 @@ class Engine:
         drafting: Drafting | None = None,
         chunks: Chunks | None = None,
         gate: Gate | None = None,
+        store: Store | None = None,
     ) -> None:
-        """`chunks` are where documents of prompts are found; without them such requests are refused."""
+        """`chunks` are where documents of prompts are found; without them such requests are refused.
+
+        `store`, if it has a tier that outlives the process, keeps prefixes that this executor has no room for. Close
+        the engine, and it keeps them all.
+        """
         config = config or EngineConfig()
         self.chunks = chunks
         self._discover = config.discover
         self._woken: Callable[[], None] = _nobody
-        self._blends = Blends(self.wake)
+        self._blends = Blends(self.wake, self._give_back, self._fail)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
@@ -69,7 +76,11 @@ class Engine:
         self._arriving: dict[Job, None] = {}  # jobs in there
         limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
         self._gating = Gating(gate, executor, self.metrics, self._tracks) if gate is not None else None
-        self._books = Books(executor, self._tracks, _no_relief)
+        self._warmth = None
+        if store is not None and store.least_budget is not None and config.stored_prefix_tokens is not None:
+            self._warmth = Warmth(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
+        self._waits = (self._blends,) if self._warmth is None else (self._blends, self._warmth)
+        self._books = Books(executor, self._tracks, _no_relief, None if self._warmth is None else self._warmth.seek)
         self._scheduler = Scheduler(limits, self._books)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
 
@@ -87,7 +98,7 @@ class Engine:
         try:
             if self._drafting is not None:
                 self._drafting.propose(plan, self._tracks, self._executor.spec.vocab_size)
-            tasks = [self._task(work) for work in plan.work]
+            tasks = [task_of(self._tracks[work.sample], work) for work in plan.work]
             results = self._forward(tasks)
             if self._drafting is not None:
                 self._drafting.stepped(plan, tasks, results)
@@ -113,6 +124,8 @@ class Engine:
         if request.discover is None and self._discover:
             request = replace(request, discover=True)
         try:
+            if self._warmth is not None:
+                self._warmth.prepare()
             job = make_job(self._executor, request, listener, lent, self.chunks, gating.gate if gating else None)
         except BaseException:
             if lent is not None:
@@ -189,12 +202,12 @@ class Engine:
     def ready(self) -> bool:
         """Whether a step would have something to do."""
         compares = self._gating is not None and self._gating.wants
-        return self.asked or self._scheduler.ready or self._blends.due or compares
+        return self.asked or self._scheduler.ready or compares or any(one.due for one in self._waits)
 
     @property
     def patience_s(self) -> float | None:
         """Seconds after which it is worth asking again, though nobody wakes us; None where nobody waits for a store."""
-        return self._blends.patience_s
+        return min((one.patience_s for one in self._waits if one.patience_s is not None), default=None)
 
     def fail_all(self, error: BaseException) -> None:
         """End everything."""
@@ -204,6 +217,11 @@ class Engine:
         for job in list(self._jobs.values()):
             for track in list(job.live):
                 self._end(track, "error", error)
+
+    def close(self) -> None:
+        """Nothing more is asked: what is known of prompts goes to the store, if there is one that outlives us."""
+        if self._warmth is not None:
+            self._warmth.close()
 
     # Coming.
 
@@ -234,7 +252,8 @@ class Engine:
             while True:
                 if self._gating is not None:
                     self._gating.attend(self)
-                self._blends.attend(self._give_back, self._fail)
+                for one in self._waits:
+                    one.attend()
                 if self._drafting is not None:
                     self._drafting.wish(self._tracks)
                 plan = self._scheduler.plan()
@@ -261,8 +280,13 @@ class Engine:
         self._scheduler.give_back(track.sample)
         self._preempt(track)
 
+    def _forget(self, track: Track) -> None:
+        """It waits for no store any more."""
+        for one in self._waits:
+            one.forget(track)
+
     def _preempt(self, track: Track) -> None:
-        self._blends.forget(track)
+        self._forget(track)
         if track.blending is not None:
             track.blending.close()
         if not track.job.request.background:
@@ -299,35 +323,6 @@ class Engine:
         self._end(track, "error", PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages))
 
     # Running.
-
-    def _task(self, work: Work) -> Task | None:
-        """A planned row; None where the room for it has gone to another thread."""
-        track, stop = self._tracks[work.sample], work.start + work.count
-        if work.start != work.sample.computed:
-            return None
-        if work.sample.blends:
-            return blend_task(track, work)
-        drafts = track.course.draft.tokens if track.course is not None and work.drafts else ()
-        if not self._reserve(track, work, len(drafts)):
-            return None
-        assert track.kv is not None
-        ids, places = [*track.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
-        row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)), adapter=track.job.request.adapter)
-        if track.state is None or not work.draws:
-            return Task(row, (), stop, hears=overheard(track))
-        drawing = [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))]
-        return Task(row, drawing, stop, drafts, overheard(track))
-
-    def _reserve(self, track: Track, work: Work, drafts: int) -> bool:
-        """Room for a row; what another thread took meanwhile, the row and its drafts wait for."""
-        assert track.kv is not None
-        stop = work.start + work.count + drafts
-        try:
-            if work.sample.shared_tail or stop > track.kv.row(0).reserved:  # most decodes have their room already
-                track.kv.reserve(work.count + drafts)
-        except PoolExhausted:
-            return False
-        return True
 
     def _forward(self, tasks: Sequence[Task | None]) -> list[Result | None]:
         there = [i for i, task in enumerate(tasks) if task is not None]
@@ -465,7 +460,7 @@ class Engine:
         job.live.remove(track)
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
-        self._blends.forget(track)
+        self._forget(track)
         blended = _report(track) if track.sample.index == 0 else None
         if track.blending is not None:
             track.blending.close()
@@ -518,17 +513,6 @@ def _report(track: Track) -> Report | None:
     if track.job.verdict is None or track.job.verdict.recipe is not None:
         return None
     return Report(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
-
-
-def _want(track: Track, work: Work, drafts: int = 0) -> Want:
-    """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
-    if work.draws:
-        return Last(1 + drafts)
-    if track.watch is not None and work.start + work.count == work.sample.prompt:
-        return Last()
-    if track.scoring is None:
-        return Nothing()
-    return track.scoring.want(track.ids, work.start, work.start + work.count) or Nothing()
 
 
 def _no_relief(_pinned: bool) -> bool:

@@ -14,7 +14,7 @@ from ..errors import InputError, ParamError, TruncateError
 from ..executor.executor import Executor
 from ..executor.lora import check_maker
 from ..kv.cache import KVCache
-from ..kv.prefix import Scope, Trail
+from ..kv.trail import Scope, Trail
 from ..sampling.sampler import SampleState
 from .discovery import discovered, wants_discovery
 from .event import Listener

@@ -12,7 +12,7 @@ from ..blend.gate import Verdict
 from ..executor.executor import Executor
 from ..executor.lora import Hold
 from ..kv.cache import KVCache
-from ..kv.prefix import Trail
+from ..kv.trail import Trail
 from ..sampling.sampler import SampleState
 from .drafting import Course
 from .event import Listener
@@ -61,6 +61,7 @@ class Track:
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
     blending: Blending | None = None  # what blends its prompt, if anything does
+    sought: bool = False  # whatever a store has of its beginning is here
     read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
     course: Course | None = None  # its drafts, once it wants some

@@ -164,6 +164,12 @@ class PagePool:
         with self.lock:
             return sum(self._is_idle(group, page) for page in pages)
 
+    def ages(self, group: int) -> dict[int, int]:
+        """Of each page that is kept but held by no cache, how many of its owner's were let go after it."""
+        with self.lock:
+            self._settle()
+            return {page: age for mine in self._idle[group].values() for age, page in enumerate(reversed(mine))}
+
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that may be taken: those that hold nothing, and those kept though nobody holds them."""
         with self.lock:

@@ -6,94 +6,23 @@ holds no page: it keeps what nobody holds until the room is needed. Refuses to k
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..errors import PoolExhausted
 from ..ops.contract import KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
-from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, Token, made_by, maker_parts
+from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, RowImage, Token, maker_parts, rows_from_images
+from .trail import Node, Scope, Trail
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What besides the tokens decides KV within one pool: the adapter, by content and scale, and whose it is."""
-
-    adapter: str = "base"
-    salt: str = ""  # tenant
-
-    def key(self) -> bytes:
-        """Where the chains of this scope begin; no two scopes share a beginning."""
-        parts = [text.encode("utf-8", "surrogatepass") for text in (self.adapter, self.salt)]
-        return _digest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One page of tokens behind its parent's; `pages` has GONE where a group's page was not there or was evicted."""
-
-    key: bytes
-    content: bytes
-    parent: Node | None
-    pages: list[int]
-    scope: Scope
-    children: dict[bytes, Node] = field(default_factory=dict)
-    hits: int = 0  # sequences that began with it
-    alive: bool = True
-
-
-class Trail:
-    """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed.
-
-    With an adapter that begins later, whole pages before that are the base model's, and shared with everybody who has
-    the same; those behind know where it began.
-    """
-
-    __slots__ = ("contents", "keys", "node", "placed", "scope", "since", "turn")
-
-    def __init__(self, scope: Scope, begins: int = 0, page_tokens: int = 1) -> None:
-        """`begins` is the position at which the scope's adapter does."""
-        self.scope = Scope(salt=scope.salt) if begins else scope
-        self.since = replace(scope, adapter=made_by(scope.adapter, begins))  # behind the turn
-        self.turn = begins // page_tokens  # the first page that the adapter has a part in
-        self.keys: list[bytes] = []
-        self.contents: list[bytes] = []
-        self.node: Node | None = None
-        self.placed = 0  # whole pages whose KV the index has from this sequence, or gave to it
-
-    def extend(self, ids: Sequence[int], page_tokens: int) -> None:
-        """Make keys for the whole pages of `ids` that have none yet."""
-        for start in range(len(self.keys) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
-            self.add(array("q", ids[start : start + page_tokens]).tobytes())
-
-    def scope_of(self, page: int) -> Scope:
-        """Whose KV a page holds."""
-        return self.since if page >= self.turn else self.scope
-
-    def twin(self) -> Trail:
-        """Another sequence that begins in the same way; it has no pages yet."""
-        other = Trail(self.scope)
-        other.since, other.turn = self.since, self.turn
-        return other
-
-    def add(self, content: bytes) -> None:
-        """One more page of tokens."""
-        turned = self.since.key() if len(self.keys) == self.turn and self.since != self.scope else b""
-        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + turned + content))
-        self.contents.append(content)
-
-    def rewind(self) -> None:
-        """The sequence gave its pages up and begins again; its tokens are what they were."""
-        self.node, self.placed = None, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +65,7 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool, on_evict: Sink | None = None) -> None:
         self._pool = pool
-        self._sink = on_evict
+        self.on_evict = on_evict  # hears of pages that are about to be lost
         self._size = pool.layout.page_tokens
         self._nodes: dict[bytes, Node] = {}
         self._owners: list[dict[int, Node]] = [{} for _ in pool.layout.groups]  # by page
@@ -233,6 +162,32 @@ class PrefixIndex:
         spans = [self._span(g, length) for g in range(len(self._owners))]
         return [[GONE] * first + [node.pages[g] for node in nodes[first:stop]] for g, (first, stop) in enumerate(spans)]
 
+    def missing(self, trail: Trail, tokens: int) -> int:
+        """The first page of a trail that a query behind so many tokens needs and that is not here."""
+        with self._pool.lock:
+            nodes = self._walk(trail)[: self._pool.layout.pages_for(tokens)]
+            firsts = [self._span(group, tokens)[0] for group in range(len(self._owners))]
+            for at, node in enumerate(nodes):
+                if any(page == GONE and at >= first for page, first in zip(node.pages, firsts, strict=True)):
+                    return at
+            return len(nodes)
+
+    def leaving(self) -> Iterator[Evicted]:
+        """Every page that is known, as if it were evicted: what somebody holds first, then the latest used."""
+        with self._pool.lock:
+            ages = [self._pool.ages(group) for group in range(len(self._owners))]
+
+            def age(node: Node) -> int:
+                return min(own.get(page, -1) for own, page in zip(ages, node.pages, strict=True) if page != GONE)
+
+            nodes = [node for node in self._nodes.values() if any(page != GONE for page in node.pages)]
+            nodes.sort(key=age)  # stable: parents before children
+        for node in nodes:
+            with self._pool.lock:
+                page = self._evicted(node) if node.alive else None
+            if page is not None:
+                yield page
+
     # Adding.
 
     def insert(self, row: CacheRow, trail: Trail) -> None:
@@ -251,6 +206,47 @@ class PrefixIndex:
                     return
                 self._adopt(row, trail.placed, node)
                 trail.node, trail.placed = node, trail.placed + 1
+
+    def restore(self, trail: Trail, images: Sequence[RowImage]) -> int:
+        """Make pages known again that were kept elsewhere, each an image of the row up to its end; how many could be.
+
+        The first completes what is known of the trail, or stands right behind it. What is there already is held
+        meanwhile, so that the room is not taken from it.
+        """
+        with self._pool.lock:
+            nodes, placed = self._walk(trail), 0
+            held = [[node.pages[g] for node in nodes if node.pages[g] != GONE] for g in range(len(self._owners))]
+            for group, pages in enumerate(held):
+                self._pool.share(group, pages)
+            rows: list[CacheRow] = []
+            for image in images:
+                if not self._restore(trail, nodes, image, rows):
+                    break
+                placed += 1
+            for row in reversed(rows):
+                row.close()
+            for group, pages in enumerate(held):
+                self._pool.drop(group, reversed(pages))
+            return placed
+
+    def _restore(self, trail: Trail, nodes: list[Node], image: RowImage, rows: list[CacheRow]) -> bool:
+        """One page behind `nodes`, or among them; the row that holds it goes to `rows`."""
+        at = image.length // self._size - 1
+        if not 0 <= at <= len(nodes) or image.origin != EXACT:
+            return False
+        try:
+            rows += rows_from_images(self._pool, [image])
+        except PoolExhausted:
+            return False
+        path = trail.twin()
+        path.keys, path.contents, path.node, path.placed = trail.keys, trail.contents, nodes[at - 1] if at else None, at
+        node = self._place(rows[-1], path) if at < len(trail.keys) else None
+        if node is None:
+            return False
+        self._adopt(rows[-1], at, node)
+        if at == len(nodes):
+            nodes.append(node)
+        return True
 
     def _place(self, row: CacheRow, trail: Trail) -> Node | None:
         """The node of the row's next page, new or known; None where another page has its key."""
@@ -328,10 +324,12 @@ class PrefixIndex:
             node = parent
 
     def _tell(self, node: Node) -> None:
-        if self._sink is None:
-            return
+        there = sum(page != GONE for page in node.pages)
+        if self.on_evict is None or there < node.told:
+            return  # it was heard of when there was more of it
+        node.told = there
         try:
-            self._sink(self._evicted(node))
+            self.on_evict(self._evicted(node))
         except Exception:  # a store that fails costs a copy, never the step that needs the room
             _log.exception("the sink of evicted prefixes failed; the page is lost")
 
@@ -368,10 +366,6 @@ class PrefixIndex:
         node.pages[group] = GONE
         del self._owners[group][page]
         self._pool.unkeep(group, page)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=32, person=b"kvilt prefix").digest()
 
 
 def _is_child(node: Node, parent: Node | None, content: bytes, scope: Scope) -> bool:

@@ -108,7 +108,7 @@ class AsyncLLM(Model):
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)
-        self.engine = Engine(executor, self.config, metrics, drafting=drafting, gate=self._gate)
+        self.engine = Engine(executor, self.config, metrics, drafting=drafting, gate=self._gate, store=store)
         self._drafter = drafter
         self._handles = Handles(executor, self.config, self.engine.metrics)
         self.engine.relieve_by(self._handles.relieve)
@@ -238,6 +238,8 @@ class AsyncLLM(Model):
         if self._gate is not None:
             await asyncio.to_thread(self._gate.close)
         self._handles.close()
+        if self._driver.healthy:
+            await asyncio.to_thread(self.engine.close)
         self.documents.close()
         if self._driver.healthy:
             self.executor.close()

@@ -65,7 +65,7 @@ class LLM(Model):
         super().__init__(executor, tokenizer, stop_ids, store)
         self._gate = gate_for(gate, executor, store)
         drafting = None if drafter is None else Drafting(drafter)
-        self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate)
+        self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
         self._drafter = drafter
         self._wheel = Wheel(self.engine, executor)
 
@@ -271,6 +271,7 @@ class LLM(Model):
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
+        self.engine.close()
         self.executor.close()
         if self._drafter is not None:
             self._drafter.close()

@@ -67,7 +67,7 @@ class Disk:
         self._records = self._folder / "records"
         self._scratch = self._folder / "tmp"
         self._path = self._folder / "index.sqlite3"
-        self._budget = budget
+        self.budget = budget
         self._files = files or Files()
         self._clock = clock
         self._lock = threading.RLock()
@@ -105,10 +105,10 @@ class Disk:
 
     def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
         nbytes = sum(map(len, record))
-        if nbytes > self._budget.record:
+        if nbytes > self.budget.record:
             raise StoreError("too_large", f"{nbytes} bytes are more than a record here may have")
         row = Row(key, facts.tenant, facts.kind, nbytes, False, self._clock())
-        gone = self._with_index(lambda index: index.admit(row, self._budget))
+        gone = self._with_index(lambda index: index.admit(row, self.budget))
         for one in gone:
             self._files.unlink(self._place(one))
         try:
@@ -119,7 +119,7 @@ class Disk:
             raise
         self.touch([key])  # whoever compared the index with the files meanwhile has forgotten the row
         if facts.retain:
-            self._with_index(lambda index: index.retain(key, self._budget))
+            self._with_index(lambda index: index.retain(key, self.budget))
         return len(gone)
 
     def touch(self, keys: Sequence[bytes]) -> None:

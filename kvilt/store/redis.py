@@ -172,7 +172,7 @@ class Redis:
         if redis is None:
             raise Unsupported("the Redis tier needs the package redis; install kvilt[store]")
         self._prefix = f"{{{namespace}}}:"
-        self._budget = budget
+        self.budget = budget
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._read_pool = _pool(url, read_timeout_s)
         self._line = _Line(self._read_pool)
@@ -190,7 +190,7 @@ class Redis:
             return [answer == 1 for answer in pipe.execute()]
 
     def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
-        data, budget = b"".join(record), self._budget
+        data, budget = b"".join(record), self.budget
         if len(data) > min(budget.record, _MAX_VALUE_BYTES):
             raise StoreError("too_large", f"{len(data)} bytes are more than a record here may have")
         limits = (budget.total_bytes, budget.tenant, budget.retain, self._ttl_ms)

@@ -93,6 +93,16 @@ class Store:
         limits = self._limits
         return Terms(self._lanes, codec, self.metrics, secret, limits.lookup_s, limits.layer_s, self._promote)
 
+    @property
+    def limits(self) -> Limits:
+        """How long anybody waits."""
+        return self._limits
+
+    @property
+    def least_budget(self) -> Budget | None:
+        """The budget of the smallest tier that outlives the process; None where there is no such tier."""
+        return min((lane.tier.budget for lane in self._lanes), key=lambda one: one.total_bytes, default=None)
+
     # Any record.
 
     def put(self, address: Address, layers: Sequence[LayerKV | tuple[Tensor, ...]], retain: bool = False) -> Loading:

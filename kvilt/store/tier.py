@@ -72,6 +72,9 @@ class Tier(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def budget(self) -> Budget: ...
+
     def open(self, key: bytes) -> Reader | None:
         """The record of that key, or None where there is none."""
         ...

@@ -24,7 +24,7 @@ from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
-from kvilt.kv.prefix import Scope, Trail
+from kvilt.kv.trail import Scope, Trail
 from kvilt.store.loading import Loading
 from kvilt.store.store import Store
 

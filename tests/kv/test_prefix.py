@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +23,13 @@ from hypothesis.stateful import (
 )
 
 from kvilt.errors import PoolExhausted
-from kvilt.kv import prefix
+from kvilt.kv import trail as trail_room
 from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import KVLayout, LayerGroup, Window
 from kvilt.kv.pool import PagePool
-from kvilt.kv.prefix import Evicted, Match, PrefixIndex, Scope, Trail
-from kvilt.kv.row import GONE, Token, held
+from kvilt.kv.prefix import Evicted, Match, PrefixIndex
+from kvilt.kv.row import GONE, RowImage, Token, held
+from kvilt.kv.trail import Scope, Trail
 from kvilt.ops.contract import PageShape
 
 SIZE = 4
@@ -239,7 +242,7 @@ def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
 
 def test_a_key_that_lies_is_a_miss(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys equal: tokens are compared on every hit, so nothing but the one right page is ever found."""
-    monkeypatch.setattr(prefix, "_digest", lambda _data: b"same")
+    monkeypatch.setattr(trail_room, "_digest", lambda _data: b"same")
     desk.once(range(9))
     assert len(desk.index) == 1
     assert desk.found(range(8)) == 4
@@ -330,6 +333,65 @@ def test_the_sink_gets_tokens_and_kv_before_they_are_lost(scribe: Any) -> None:
         assert kv is not None
         assert torch.equal(kv.keys, expected.keys[:, one.start : one.start + SIZE])
         assert torch.equal(kv.values, expected.values[:, one.start : one.start + SIZE])
+
+
+def image_of(page: Evicted) -> RowImage:
+    """A page as a store gives it back."""
+    (kv,) = page.kv
+    assert kv is not None
+    return RowImage(
+        array("q", [int(token) for token in page.tokens if isinstance(token, int)]), {}, (page.start,), (kv,)
+    )
+
+
+def test_all_that_is_known_leaves_what_is_held_first_and_then_the_latest_used(desk: Desk) -> None:
+    desk.once(range(8))
+    desk.once([50, 51, 52, 53])
+    line = desk.run([60, 61, 62, 63])
+    left = [(one.tokens[-1], one.start) for one in desk.index.leaving()]
+    assert left == [(63, 0), (53, 0), (3, 0), (7, 4)]
+    line.cache.close()
+
+
+def test_tenants_leave_side_by_side(desk: Desk) -> None:
+    desk.once(range(8), Scope(salt="a"))
+    desk.once(range(8), Scope(salt="b"))
+    left = [(one.scope.salt, one.start) for one in desk.index.leaving()]
+    assert left == [("a", 0), ("b", 0), ("a", 4), ("b", 4)]
+
+
+@pytest.mark.parametrize("known", range(4))
+@pytest.mark.parametrize("taken", range(9))
+def test_what_left_can_be_restored_as_far_as_there_is_room(desk: Desk, known: int, taken: int) -> None:
+    """Behind what is still known, which is not given up for it; a row that begins with it finds the right KV."""
+    desk.once(range(14))  # three pages
+    pages = [image_of(page) for page in desk.index.leaving()]
+    desk.index.clear()
+    desk.once(range(known * SIZE))
+    trail = Trail(BASE)
+    trail.extend(range(14), SIZE)
+    assert desk.index.missing(trail, 13) == known
+    desk.pool.take([min(taken, 8 - known)])
+    room = 8 - known - min(taken, 8 - known)
+    assert desk.index.restore(trail, pages[known:]) == min(3 - known, room)
+    line = desk.begin(range(14))
+    assert line.cache.num_entries == SIZE * (known + min(3 - known, room))
+    line.cache.close()
+    assert sum(desk.pool.free_pages()) == 8 - min(taken, 8 - known)
+
+
+def test_what_is_not_the_trails_is_not_restored(desk: Desk) -> None:
+    desk.once(range(12))
+    first, second, third = (image_of(page) for page in desk.index.leaving())
+    desk.index.clear()
+    trail = Trail(BASE)
+    trail.extend([*range(8), 99, 99, 99, 99], SIZE)
+    assert desk.index.restore(trail, [second]) == 0  # nothing stands before it
+    assert desk.index.restore(trail, [dataclasses.replace(first, origin="blend")]) == 0
+    assert desk.index.restore(trail, [first, second, third]) == 2
+    assert desk.found(range(12)) == 8
+    assert desk.index.restore(trail, [first]) == 1  # it is known already, and held once
+    assert desk.pool.usage().cached == 2
 
 
 def test_a_sink_that_fails_costs_no_page(scribe: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,8 @@ from kvilt.config import RunConfig
 from kvilt.errors import StoreMiss
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
-from kvilt.kv.prefix import Evicted, PrefixIndex, Scope, Trail
+from kvilt.kv.prefix import Evicted, PrefixIndex
+from kvilt.kv.trail import Scope, Trail
 from kvilt.ops.contract import KeysValues
 from kvilt.store.address import page_addresses, row_address
 

@@ -1,0 +1,226 @@
+"""Prompts that stay warm: pages that the prefix index gives up go to a store, and prompts look there for their
+beginning before it is computed.
+
+Only the prompt itself waits for that, and not long. Refuses to know tiers, and who is scheduled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from ..errors import StoreMiss
+from ..executor.executor import Executor
+from ..kv.identity import Identity
+from ..kv.prefix import Evicted
+from ..kv.row import RowImage
+from ..metrics import Metrics
+from ..store.address import Address, page_addresses
+from ..store.loading import Loading
+from ..store.store import Store
+from .counters import RESTORED
+from .plan import Hit
+from .track import Track
+
+_log = logging.getLogger(__name__)
+
+MOST_SEEKS = 4  # that load at once; whoever comes next waits until one of them has ended
+AHEAD_BYTES = 64 << 20  # of pages that one of them has on the way
+_HEADER_BYTES = 512  # of a record, for each of its layers
+WORTH_TOKENS_S = 1000  # a store that loads fewer tokens a second is given up, and the rest is computed
+
+
+@dataclass(slots=True, eq=False)
+class Seek:
+    """A prompt whose beginning is on its way from a store, page behind page."""
+
+    track: Track
+    addresses: Iterator[Address]  # of pages that nobody has asked for yet
+    claims: frozenset[bytes]  # keys of all its pages: others who want them wait for it
+    deadline_s: float
+    coming: deque[Loading] = field(default_factory=deque)
+    found: bool = False  # the first page is there, so that others may be
+
+
+class Warmth:
+    """The prefixes of one executor in a store that outlives it. `seek` and `attend` belong to the thread that steps."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        store: Store,
+        least_tokens: int,
+        metrics: Metrics,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`least_tokens` are worth looking for; `wake` is called, from any thread, when something has come."""
+        self._executor = executor
+        self._store = store
+        self._least = least_tokens
+        self._metrics = metrics
+        self._wake = wake
+        self._clock = clock
+        self._layout = executor.layout
+        self._layers = len(executor.spec.layers)
+        self._identity: Identity | None = None
+        self._seeks: dict[Track, Seek] = {}
+        self._queue: dict[Track, None] = {}  # those that wait for somebody else's to end
+        executor.prefixes.on_evict = self._keep
+
+    def prepare(self) -> None:
+        """Settle whose KV this is, in the thread of whoever asks: that may hash all weights, and no step waits."""
+        if self._identity is None:
+            self._identity = self._executor.pool.identity()
+
+    # Looking.
+
+    def seek(self, track: Track, hit: Hit) -> bool:
+        """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has."""
+        if track.sought or self._identity is None or track.trail is None or track.job.base is not None:
+            return False
+        if track.sample.scored or track.job.request.background:  # computed as a whole, or nobody's business
+            return False
+        size, keys, sample = self._layout.page_tokens, track.trail.keys, track.sample
+        most = sample.known - 1 if sample.detour is None else min(sample.known - 1, sample.detour.start)
+        stop = min(len(keys), self._layout.pages_for(most))
+        if stop * size - hit.tokens < self._least:
+            return False
+        first = self._executor.prefixes.missing(track.trail, most)
+        if (stop - first) * size < self._least:
+            return False
+        sample.waits = True
+        if len(self._seeks) < MOST_SEEKS and not any(keys[first] in one.claims for one in self._seeks.values()):
+            self._begin(track, first, stop)
+        else:
+            self._queue[track] = None
+        return True
+
+    @property
+    def due(self) -> bool:
+        """Whether something has come, or somebody has waited long enough."""
+        return any(self._due(one) for one in self._seeks.values())
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds after which that is so in any case; None where nobody waits."""
+        return min((self._patience_s(one) for one in self._seeks.values()), default=None)
+
+    def attend(self) -> None:
+        """Place what has come; prompts that got all there is, or waited long enough, go on."""
+        for one in list(self._seeks.values()):
+            if not self._load(one):
+                self._end(one)
+                one.track.sought = True
+
+    def forget(self, track: Track) -> None:
+        """It has ended, or gives its pages up; should it come back, it may look again."""
+        track.sought = False
+        self._queue.pop(track, None)
+        if (one := self._seeks.get(track)) is not None:
+            self._end(one)
+
+    def _begin(self, track: Track, first: int, stop: int) -> None:
+        assert track.trail is not None
+        limits, tokens = self._store.limits, (stop - first) * self._layout.page_tokens
+        deadline_s = self._clock() + limits.lookup_s + limits.layer_s + tokens / WORTH_TOKENS_S
+        claims = frozenset(track.trail.keys[first:stop])
+        one = Seek(track, self._addresses(track, first, stop), claims, deadline_s)
+        self._seeks[track] = one
+        self._open(one, 1)
+        one.coming[0].watch(self._wake)
+
+    def _addresses(self, track: Track, first: int, stop: int) -> Iterator[Address]:
+        """Where pages [first, stop) of a prompt are; those before an adapter begins are the base model's."""
+        trail, size = track.trail, self._layout.page_tokens
+        assert trail is not None
+        assert self._identity is not None
+        tokens = track.ids[: stop * size]
+        for scope, begin, end in (
+            (trail.scope, first, min(stop, trail.turn)),
+            (trail.since, max(first, trail.turn), stop),
+        ):
+            if begin < end:
+                own = replace(self._identity, adapter=scope.adapter, salt=scope.salt)
+                yield from islice(page_addresses(own, tokens, self._layout, size, begin * size), end - begin)
+
+    def _open(self, one: Seek, most: int) -> None:
+        for address in islice(one.addresses, most - len(one.coming)):
+            loading = self._store.open(address)
+            loading.watch(self._wake, self._layers)
+            one.coming.append(loading)
+
+    def _load(self, one: Seek) -> bool:
+        """Place the pages that are here, and ask for more; False once that is all."""
+        images: list[RowImage] = []
+        over = False
+        while one.coming and not over and one.coming[0].settled(self._layers):
+            try:
+                images.append(one.coming.popleft().image(self._layout))
+            except StoreMiss:  # what stands behind a page is of no use without it
+                over = True
+        one.found |= bool(images) or (bool(one.coming) and one.coming[0].settled() and not one.coming[0].reason)
+        if images:
+            assert one.track.trail is not None
+            placed = self._executor.prefixes.restore(one.track.trail, images)
+            self._metrics.add(RESTORED, placed * self._layout.page_tokens)
+            over |= placed < len(images)
+        if over or self._clock() >= one.deadline_s:
+            return False
+        if one.found:
+            self._open(one, max(2, AHEAD_BYTES // self._layout.page_bytes))
+        return bool(one.coming)
+
+    def _due(self, one: Seek) -> bool:
+        head = one.coming[0]
+        return head.settled(self._layers) or (not one.found and head.settled()) or self._clock() >= one.deadline_s
+
+    def _patience_s(self, one: Seek) -> float:
+        return min(one.coming[0].patience_s(self._layers), max(0.0, one.deadline_s - self._clock()))
+
+    def _end(self, one: Seek) -> None:
+        del self._seeks[one.track]
+        one.track.sample.waits = False
+        for loading in one.coming:
+            loading.cancel()
+        for track in self._queue:
+            track.sample.waits = False  # asked again by the next plan
+        self._queue.clear()
+
+    # Keeping.
+
+    def _keep(self, page: Evicted) -> None:
+        """A page is about to be lost. Copies nothing and waits for nothing."""
+        if self._identity is not None:
+            self._store.put_evicted(self._identity, self._layout, page)
+
+    def close(self) -> None:
+        """Put what is still known into the store, the latest used first, as far as its budgets and limits allow."""
+        self._executor.prefixes.on_evict = None
+        for one in list(self._seeks.values()):
+            self._end(one)
+        budget, limits = self._store.least_budget, self._store.limits
+        if self._identity is None or budget is None:
+            return
+        deadline_s = self._clock() + limits.close_s
+        used: Counter[str] = Counter()
+        queued_bytes, queued = 0, 0
+        for page in self._executor.prefixes.leaving():
+            held = zip(self._layout.groups, page.kv, strict=True)
+            nbytes = sum(group.shape.page_bytes for group, kv in held if kv is not None)
+            nbytes += 8 * len(page.tokens) + _HEADER_BYTES * self._layers  # what a record has besides, or a little less
+            if used.total() + nbytes > budget.total_bytes or self._clock() >= deadline_s:
+                break
+            if used[page.scope.salt] + nbytes > budget.tenant:
+                continue
+            if queued_bytes + nbytes > limits.queue_bytes // 2 or queued >= limits.queue_records // 2:
+                self._store.flush(max(0.0, deadline_s - self._clock()))
+                queued_bytes, queued = 0, 0
+            self._keep(page)
+            used[page.scope.salt] += nbytes
+            queued_bytes, queued = queued_bytes + nbytes, queued + 1
+        _log.info("%d bytes of prefixes were given to the store", used.total())
