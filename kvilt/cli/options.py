@@ -165,6 +165,7 @@ ENGINE = Group(
             "max_handles": Option(int | None, None, "KV handles of one key."),
             "handle_ttl_s": Option(float | None, None, "Seconds that a KV handle lives."),
             "step_timeout_s": Option(float | None, None, "Seconds after which a step counts as hung."),
+            "discover": Option(bool, False, "Blend known documents that prompts hold without naming them."),
         }
     ),
 )

@@ -41,7 +41,7 @@ from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .blend import Pieces
 from .completion import Completion
-from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
+from .model import Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Outlet, Post
 from .quality import gate_for
 from .warm import AT_ONCE, OnProgress, Warmed, Warming
@@ -60,6 +60,7 @@ class Terms:
     keep_kv: bool = False  # the completion's `kv` is then yours to close
     documents: Sequence[Prompt] = ()  # stand before the prompt, or where a chat template puts them, and are blended
     recipe: Recipe | None = None  # how
+    discover: bool | None = None  # blend also known documents that the prompt holds itself; None: as the engine does
     lora: int | str | None = None  # the adapter it runs on, by id or name
     lora_scale: float = 1.0
 
@@ -109,6 +110,9 @@ class AsyncLLM(Model):
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, self.config, metrics, drafting=drafting, gate=self._gate, store=store)
+        if self.config.discover:
+            self.engine.chunks = self.documents.chunks
+            self.engine.chunks.read()
         self._drafter = drafter
         self._handles = Handles(executor, self.config, self.engine.metrics)
         self.engine.relieve_by(self._handles.relieve)
@@ -314,7 +318,10 @@ class AsyncLLM(Model):
         if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
             ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
             ready = dataclasses.replace(ready, lent=None)
+        if terms.discover:
+            self.engine.chunks = self.documents.chunks
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
+        more = {**Finding(terms.discover, terms.recipe).fields, **ready.more}
         try:
             request, asked = self.request(
                 ready.ids,
@@ -324,7 +331,7 @@ class AsyncLLM(Model):
                 progress=hearing.progress,
                 adapter=self._checked(ready, Chosen(terms.lora, terms.lora_scale)),
                 **own,
-                **ready.more,
+                **more,
             )
         except BaseException:
             if ready.lent is not None:

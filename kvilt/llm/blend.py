@@ -68,6 +68,8 @@ class Documents:
     def close(self) -> None:
         """Close the store, if it is our own."""
         with self._lock:
+            if self._chunks is not None:
+                self._chunks.close()
             if self._own is not None:
                 self._own.close()
             self._own = self._chunks = None

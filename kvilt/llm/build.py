@@ -31,6 +31,7 @@ def load(
     on_load: Callable[[int, int], None] | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
+    discover: bool = False,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
@@ -38,11 +39,13 @@ def load(
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
 
     `store` keeps documents that prompts are blended of, across restarts if it has a disk. `gate` compares some blended
-    prompts with whole prefills, and may answer later ones with a higher ratio.
+    prompts with whole prefills, and may answer later ones with a higher ratio. `discover` blends known documents that
+    prompts hold without naming them; answers then depend on what is stored.
     """
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
-    return LLM(*parts, drafter=_drafter(draft, draft_tokens, parts, on_fetch, options), store=store, gate=gate)
+    drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
+    return LLM(*parts, drafter=drafter, config=EngineConfig(discover=discover), store=store, gate=gate)
 
 
 def load_async(

@@ -31,7 +31,7 @@ from ..text.tokenizer import Tokenizer
 from .answer import Answer
 from .blend import Pieces
 from .completion import Completion, Piece, Stream
-from .model import Chosen, Message, Model, Prompt, behind, is_one, shared
+from .model import Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
 from .warm import OnProgress, Warmed, Warming
 from .wheel import Wheel
@@ -68,6 +68,9 @@ class LLM(Model):
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
         self._drafter = drafter
         self._wheel = Wheel(self.engine, executor)
+        if config is not None and config.discover:
+            self.engine.chunks = self.documents.chunks
+            self.engine.chunks.read()
 
     @overload
     def generate(
@@ -79,6 +82,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -94,6 +98,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -108,6 +113,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -116,8 +122,8 @@ class LLM(Model):
 
         With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed. With `n`
         the prompt is computed once, and the samples after the first are the result's `alternatives`. `documents` stand
-        before each prompt; what is computed of them is kept, and blended wherever they stand next time. `lora` is
-        the id or the name of a loaded adapter.
+        before each prompt; what is computed of them is kept, and blended wherever they stand next time. `discover`
+        blends also known ones that stand in the prompt itself. `lora` is the id or the name of a loaded adapter.
         """
         chosen = SamplingParams.of(params, **fields)
         one = is_one(prompt)
@@ -127,7 +133,8 @@ class LLM(Model):
             blended = self._answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
-        done = self._complete(ids, chosen, kv, kv.num_entries if kv else 0, keep_kv, Chosen(lora, lora_scale))
+        lent, finding = kv.num_entries if kv else 0, Finding(discover, recipe)
+        done = self._complete(ids, chosen, kv, lent, keep_kv, Chosen(lora, lora_scale), finding)
         return done[0] if one else done
 
     def stream(
@@ -139,6 +146,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -149,7 +157,8 @@ class LLM(Model):
             pieces = self.documents.before(prompt, documents, recipe or Recipe())
             return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
-        return self._stream(partial(self._prepare, ids, chosen, kv, reused, keep_kv, own), chosen)
+        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, Finding(discover, recipe))
+        return self._stream(prepare, chosen)
 
     def chat(
         self,
@@ -161,6 +170,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -174,7 +184,8 @@ class LLM(Model):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
             return self._answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
         ids = self.chat_ids(messages, tools)
-        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, Chosen(lora, lora_scale))[0]
+        own, finding = Chosen(lora, lora_scale), Finding(discover, recipe)
+        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, finding)[0]
 
     def stream_chat(
         self,
@@ -186,6 +197,7 @@ class LLM(Model):
         keep_kv: bool = False,
         documents: Sequence[Prompt] = (),
         recipe: Recipe | None = None,
+        discover: bool | None = None,
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         **fields: Any,
@@ -196,7 +208,8 @@ class LLM(Model):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
             return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)
-        prepare = partial(self._prepare, ids, chosen, kv, _reused(ids, chosen, kv), keep_kv, own)
+        reused, finding = _reused(ids, chosen, kv), Finding(discover, recipe)
+        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, finding)
         return self._stream(prepare, chosen)
 
     def blend(
@@ -289,14 +302,23 @@ class LLM(Model):
         return ids if kv is None else behind(kv, ids)
 
     def _prepare(
-        self, ids: list[int], params: SamplingParams, kv: KVCache | None, reused: int, keep_kv: bool, lora: Chosen
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        kv: KVCache | None,
+        reused: int,
+        keep_kv: bool,
+        lora: Chosen,
+        finding: Finding,
     ) -> Question:
         """A question about `ids`, whose first `reused` tokens are taken from a fork of `kv`.
 
         Who brings a cache of their own gets what it holds, and nothing from the prefix index.
         """
+        if finding.discover:
+            self.engine.chunks = self.documents.chunks
         own = {"keep_kv": keep_kv, "reuse": kv is None, "behind": reused, "adapter": self.adapter(lora, ids)}
-        request, asked = self.request(ids, params, **own)
+        request, asked = self.request(ids, params, **own, **finding.fields)
         answer = Answer(asked)
         lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
@@ -329,8 +351,10 @@ class LLM(Model):
         reused: int,
         keep_kv: bool,
         lora: Chosen,
+        finding: Finding,
     ) -> list[Completion]:
-        return self._answers([partial(self._prepare, ids, params, kv, reused, keep_kv, lora) for ids in prompts])
+        each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, finding) for ids in prompts]
+        return self._answers(each)
 
     def _answers(
         self,

@@ -34,6 +34,19 @@ class Chosen:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether known documents in a prompt that names none are blended, and how; None: as the engine does."""
+
+    discover: bool | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a request says of it."""
+        return {"discover": self.discover, **({} if self.recipe is None else {"recipe": self.recipe})}
+
+
 class Model:
     """What every way of asking has in common."""
 
