@@ -50,6 +50,17 @@ def lora_tensors(
     return tensors
 
 
+def with_magnitudes(tensors: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """The same adapter with a length for each output (DoRA)."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): torch.rand(len(up), generator=random) + 0.5
+        for name, up in tensors.items()
+        if name.endswith("lora_B.weight")
+    }
+    return {**tensors, **lengths}
+
+
 def write_lora(
     folder: Path,
     rank: int = 4,
@@ -59,7 +70,9 @@ def write_lora(
     tensors: Mapping[str, Tensor] | None = None,
     **config: Any,
 ) -> Path:
-    """A folder with an adapter; `config` goes over the usual fields."""
+    """A folder with an adapter; `config` goes over the usual fields, and `use_dora` brings magnitudes along."""
+    if config.get("use_dora") and tensors is None:
+        tensors = with_magnitudes(lora_tensors(rank, parts, seed, dtype), seed)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(parts), **config}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(fields))

@@ -57,12 +57,12 @@ class Executor:
         self.prefixes = PrefixIndex(pool)  # KV that nobody holds any more, for whoever comes with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
-        self.adapters = Adapters(decoder, lora_memory)
+        self._lock = threading.RLock()
+        self.adapters = Adapters(decoder, lora_memory, self._lock)
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self._on_close = on_close
         self._closed = False
-        self._lock = threading.RLock()
         self._running: threading.Event | None = None  # set to stop the call in progress
 
     @property

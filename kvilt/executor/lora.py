@@ -12,11 +12,12 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..batch import Adapted, Adapter, Base, Row
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
@@ -25,6 +26,7 @@ from ..models.adapters import FittedAdapter, fit, map_shapes
 from ..models.adapting import EMBEDDING, Adapting, Bank, RowEmbedding, part_of
 from ..models.decoder import Decoder
 from ..ops.lowrank import Picks
+from ..weights.gguf_lora import is_gguf, open_gguf_lora
 from ..weights.peft import open_peft
 
 DEFAULT_BUDGET_BYTES = 1 << 30
@@ -87,8 +89,12 @@ class Hold:
 class Adapters:
     """Adapters by id. May be asked from any thread; a step sees each of them whole or not at all."""
 
-    def __init__(self, decoder: Decoder, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, budget_bytes: int | None = None, alone: AbstractContextManager[object] | None = None
+    ) -> None:
+        """`alone` is held while the model's weights are looked at: no step runs meanwhile."""
         self._decoder = decoder
+        self._alone = alone or nullcontext()
         self.budget_bytes = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._bank: Bank | None = None  # made with the first adapter: most executors have none
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()  # the least recently used first
@@ -99,11 +105,13 @@ class Adapters:
     # Coming and going.
 
     def load(self, path: str | os.PathLike[str], name: str | None = None, inside: Path | None = None) -> int:
-        """Load a PEFT folder under a name, its folder's if not given. With `inside`, all of it must lie there."""
+        """Load a PEFT folder or a GGUF adapter under a name, its own if not given. With `inside`, all of it must lie
+        there."""
         if not isinstance(path, str | os.PathLike):
             raise InputError(f"an adapter is loaded from the path of its folder, not from a {type(path).__name__}")
         folder = Path(path)
-        name = _checked_name(name if name is not None else folder.absolute().name)
+        own = folder.absolute().stem if is_gguf(folder) else folder.absolute().name
+        name = _checked_name(name if name is not None else own)
         with self._lock:
             self._check_free(name)
         fitted = self._read(folder, inside)
@@ -241,6 +249,11 @@ class Adapters:
         slots = torch.full((starts[-1],), -1, dtype=torch.int64)
         scales = torch.zeros(starts[-1], dtype=torch.float32)
         embedded: dict[int, RowEmbedding] = {}
+        gains: dict[str, dict[int, Tensor]] = {}
+        for one in used.values():
+            assert one.slot is not None and one.facts is not None
+            for name, gain in one.facts.gains.items():
+                gains.setdefault(name, {})[one.slot] = gain
         for index, (row, start) in enumerate(zip(rows, starts, strict=False)):
             if not isinstance(row.adapter, Adapted):
                 continue
@@ -254,7 +267,7 @@ class Adapters:
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
-        return Adapting(parts, tables, Picks(slots, scales), embedded)
+        return Adapting(parts, tables, Picks(slots, scales), embedded, gains)
 
     # In memory and out of it.
 
@@ -295,12 +308,12 @@ class Adapters:
         one.slot = one.facts = None
 
     def _read(self, folder: Path, inside: Path | None) -> FittedAdapter:
-        with open_peft(folder, inside) as opened:
+        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as opened:
             if opened.nbytes > self.budget_bytes:
                 raise ParamError(
                     "lora_memory", f"the adapter takes {opened.nbytes} bytes and {self.budget_bytes} are allowed"
                 )
-            return fit(opened, self._decoder)
+            return fit(opened, self._decoder, self._alone)
 
     def _find(self, adapter_id: object) -> _Loaded:
         one = self._known(adapter_id)

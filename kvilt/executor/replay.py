@@ -176,7 +176,7 @@ def shape_of(starts: tuple[int, ...], adapting: Adapting | None) -> Shape:
 
 def recordable(adapting: Adapting | None) -> bool:
     """Whether a step with these adapters consists of operations of the backend alone."""
-    return adapting is None or not adapting.embedded
+    return adapting is None or adapting.is_recordable
 
 
 def own_picks(adapting: Adapting | None) -> Adapting | None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..errors import Unsupported, WeightError
 from ..ops.lowrank import LowRank
+from ..weights.gguf_lora import GGUFAdapter
 from ..weights.peft import ModuleTensors, PeftFolder
 from .adapting import EMBEDDING, HEAD, EmbeddedRows, part_of
 from .decoder import Decoder
@@ -23,7 +25,11 @@ from .layers import Linear
 from .spec import ModelSpec, RopeSpec
 
 _MAPS = ("q", "k", "v", "out", "gate", "up", "down")
-_BLOCK = 4096  # rows of an embedding that are compared at a time
+_BLOCK = 4096  # rows of an embedding that are compared at a time, and of a map whose lengths are measured
+_PAIRED = frozenset({"llama", "smollm3"})  # llama.cpp's converter puts q and k of these in neighbouring pairs
+
+OpenAdapter = PeftFolder | GGUFAdapter
+Alone = AbstractContextManager[object]  # held while weights are looked at: no step runs meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +41,7 @@ class FittedAdapter:
     embedded: EmbeddedRows | None
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     rank: int  # the largest
+    gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see Adapting
 
     @property
     def parts(self) -> frozenset[str]:
@@ -44,7 +51,8 @@ class FittedAdapter:
     @property
     def nbytes(self) -> int:
         embedded = self.embedded.nbytes if self.embedded is not None else 0
-        return sum(product.nbytes for product in self.products.values()) + embedded
+        gains = sum(gain.nbytes for gain in self.gains.values())
+        return sum(product.nbytes for product in self.products.values()) + embedded + gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +79,58 @@ def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
     return {name: (linear.weight.shape[0], linear.weight.shape[1]) for name, linear in linears_of(decoder).items()}
 
 
-def fit(folder: PeftFolder, decoder: Decoder) -> FittedAdapter:
+def fit(opened: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
     """An adapter for a model; a named error if it is for another one, damaged, or of a kind that is not computed."""
-    targets = dict(_targets(decoder))
-    for module, tensors in folder.modules.items():
-        _check_module(module, tensors, folder, targets)
-    _check_copies(folder, decoder, targets)
+    alone = nullcontext() if alone is None else alone
+    targets = dict(_targets(decoder, opened))
+    for module, tensors in opened.modules.items():
+        _check_module(module, tensors, opened, targets)
+    _check_copies(opened, decoder, targets, alone)
     digest, products = hashlib.sha256(b"kvilt lora 1"), {}
     embedded: EmbeddedRows | None = None
-    _tell(digest, "invocation", *folder.config.invocation)
-    for module in sorted(folder.modules):
-        tensors, scale = folder.modules[module], folder.config.scale_of(module)
-        down, up = folder.tensor(tensors.down), folder.tensor(tensors.up)
+    gains: dict[str, Tensor] = {}
+    _tell(digest, "invocation", *opened.config.invocation)
+    for module in sorted(opened.modules):
+        tensors, scale = opened.modules[module], opened.config.scale_of(module)
+        down, up = opened.tensor(tensors.down), opened.tensor(tensors.up)
+        sizes = None if tensors.magnitude is None else opened.tensor(tensors.magnitude)
         _tell(digest, module, scale, tensors.embedding, down.dtype, *down.shape, up.dtype, *up.shape)
-        for tensor in (down, up):
+        if sizes is not None:
+            _tell(digest, "dora", sizes.dtype, *sizes.shape)
+        for tensor in (down, up) if sizes is None else (down, up, sizes):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         if tensors.embedding:
             embedded = EmbeddedRows(down.T.clone(memory_format=torch.contiguous_format), up.T.clone(), scale)
             continue
         target, start = targets[module], 0
         for name, outputs in zip(target.maps, target.outputs, strict=True):
-            part = _reordered(name, up[start : start + outputs], decoder.spec)
-            products[name] = decoder.ops.prepare_low_rank(LowRank(down, part, scale))
+            rows = slice(start, start + outputs)
+            product = LowRank(down, _reordered(name, up[rows], decoder.spec, opened.kind), scale)
+            if sizes is not None:
+                own = _reordered(name, sizes[rows, None], decoder.spec, opened.kind)[:, 0]
+                product, gains[name] = _dora(product, own, linears_of(decoder)[name], decoder, alone)
+            products[name] = decoder.ops.prepare_low_rank(product)
             start += outputs
-    rank = max(folder.shape(tensors.down)[0] for tensors in folder.modules.values())
-    return FittedAdapter(digest.hexdigest(), products, embedded, folder.config.invocation, rank)
+    rank = max(opened.shape(tensors.down)[0] for tensors in opened.modules.values())
+    return FittedAdapter(digest.hexdigest(), products, embedded, opened.config.invocation, rank, gains)
+
+
+def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alone: Alone) -> tuple[LowRank, Tensor]:
+    """A product whose every output, with the base map's, has a length of its own (DoRA), and how the base map's grow.
+
+    m / |W + s B A| is one number for each output, known when the adapter is loaded; the product has it in its upper
+    half.
+    """
+    up, down, lengths = product.up.to(torch.float32), product.down.to(torch.float32), []
+    for start in range(0, len(up), _BLOCK):
+        rows = torch.arange(start, min(start + _BLOCK, len(up)))
+        with alone:
+            own = decoder.ops.embed(linear.weight, rows).clone()
+        lengths.append(torch.linalg.vector_norm(own + product.scale * (up[rows] @ down), dim=1))
+    grown = sizes.to(torch.float32) / torch.cat(lengths)
+    if not bool(grown.isfinite().all()):
+        raise WeightError(linear.name, "an output of this map is nothing but zeros, and DoRA divides by its length")
+    return LowRank(down, grown[:, None] * up, product.scale), grown - 1.0
 
 
 def _tell(digest: hashlib._Hash, *facts: object) -> None:
@@ -105,10 +140,10 @@ def _tell(digest: hashlib._Hash, *facts: object) -> None:
 # Whose maps these are.
 
 
-def _targets(decoder: Decoder) -> Iterator[tuple[str, _Target]]:
+def _targets(decoder: Decoder, opened: OpenAdapter) -> Iterator[tuple[str, _Target]]:
     """Every module that an adapter may name."""
     shapes = map_shapes(decoder)
-    for dialect in _dialects(decoder.spec):
+    for dialect in _dialects(decoder.spec, opened):
         for module, maps in _named(dialect, len(decoder.spec.layers)):
             yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
         vocabulary = decoder.spec.vocab_size
@@ -116,10 +151,16 @@ def _targets(decoder: Decoder) -> Iterator[tuple[str, _Target]]:
         yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
 
 
-def _dialects(spec: ModelSpec) -> list[Dialect]:
-    """PEFT's names are those of Hugging Face, whatever file the base model comes from."""
+def _dialects(spec: ModelSpec, opened: OpenAdapter) -> list[Dialect]:
+    """PEFT's names are those of Hugging Face, llama.cpp's those of GGUF, whatever file the base model comes from."""
     (family,) = (family for family in FAMILIES if family.name == spec.family)
-    return [dialect for dialect in family.dialects if dialect.kind == "hf"]
+    found = [dialect for dialect in family.dialects if dialect.kind == opened.kind]
+    if not isinstance(opened, GGUFAdapter):
+        return found
+    own = [dialect for dialect in found if opened.architecture in dialect.architectures]
+    if not own:
+        raise WeightError("general.architecture", f"is {opened.architecture!r}, and this model is a {spec.family}")
+    return own
 
 
 def _named(dialect: Dialect, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -139,46 +180,54 @@ def _bare(name: str) -> str:
 # Whether they fit.
 
 
-def _check_module(module: str, tensors: ModuleTensors, folder: PeftFolder, targets: Mapping[str, _Target]) -> None:
+def _check_module(module: str, tensors: ModuleTensors, folder: OpenAdapter, targets: Mapping[str, _Target]) -> None:
     target = targets.get(module)
     if target is None or tensors.embedding != (target.maps == (EMBEDDING,)):
         raise WeightError("target_modules", f"{module!r} is no linear map of this model that an adapter may change")
     rank = folder.config.rank_of(module)
-    wanted = {tensors.down: (rank, target.inputs), tensors.up: (sum(target.outputs), rank)}
+    wanted: dict[str, tuple[int, ...]] = {
+        tensors.down: (rank, target.inputs),
+        tensors.up: (sum(target.outputs), rank),
+    }
+    if tensors.magnitude is not None:
+        wanted[tensors.magnitude] = (sum(target.outputs),)
     for name, shape in wanted.items():
         if folder.shape(name) != shape:
             raise WeightError(name, f"is {list(folder.shape(name))} instead of {list(shape)}; it is for another model")
 
 
-def _check_copies(folder: PeftFolder, decoder: Decoder, targets: Mapping[str, _Target]) -> None:
+def _check_copies(folder: OpenAdapter, decoder: Decoder, targets: Mapping[str, _Target], alone: Alone) -> None:
     """PEFT may save whole embeddings beside an adapter for them; they must be the ones that this model has."""
     for module, name in folder.copies.items():
         maps = targets[module].maps if module in targets else ()
         if maps not in ((EMBEDDING,), (HEAD,)):
             raise Unsupported(f"{name}: whole weights in an adapter are not supported")
         own = decoder.embedding if maps == (EMBEDDING,) else decoder.head.weight
-        if folder.shape(name) != tuple(own.shape) or not _same(folder.tensor(name), own, decoder):
+        if folder.shape(name) != tuple(own.shape) or not _same(folder.tensor(name), own, decoder, alone):
             raise Unsupported(
                 f"{name}: the adapter holds weights unlike this model's own (a packed model's are never the same); "
                 "save it with save_embedding_layers=False"
             )
 
 
-def _same(copy: Tensor, own: object, decoder: Decoder) -> bool:
+def _same(copy: Tensor, own: object, decoder: Decoder, alone: Alone) -> bool:
     for start in range(0, len(copy), _BLOCK):
         rows = torch.arange(start, min(start + _BLOCK, len(copy)))
-        if not torch.equal(decoder.ops.embed(own, rows), copy[rows].to(torch.float32)):  # type: ignore[arg-type]
-            return False
+        with alone:
+            if not torch.equal(decoder.ops.embed(own, rows), copy[rows].to(torch.float32)):  # type: ignore[arg-type]
+                return False
     return True
 
 
-def _reordered(name: str, up: Tensor, spec: ModelSpec) -> Tensor:
+def _reordered(name: str, up: Tensor, spec: ModelSpec, kind: str) -> Tensor:
     """Outputs in the order of this model's checkpoint: some GGUF files have q and k in neighbouring pairs."""
     ropes = [layer.attention.rope for layer in spec.layers]
     paired = any(isinstance(rope, RopeSpec) and rope.pairing == "interleaved" for rope in ropes)
+    given = kind == "gguf" and spec.family in _PAIRED
     part = part_of(name)
-    if part not in ("q", "k") or not paired:
+    if part not in ("q", "k") or paired == given:
         return up
     attention = spec.layers[int(name.partition(".")[0])].attention
     heads = attention.heads if part == "q" else attention.kv_heads
-    return up.view(heads, 2, -1, up.shape[1]).transpose(1, 2).reshape(up.shape)
+    split = (heads, 2, -1, up.shape[1]) if paired else (heads, -1, 2, up.shape[1])
+    return up.reshape(split).transpose(1, 2).reshape(up.shape)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..ops.contract import Ops
+from ..ops.contract import Ops, Prepared
 from ..ops.lowrank import LowRank, LowRankTable, Picks
 
 EMBEDDING = "embedding"
@@ -45,6 +46,19 @@ class RowEmbedding:
     first: int
 
 
+class Map(Protocol):
+    """A linear map of the model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> Prepared: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Adapting:
     """The adapters of the rows of one step."""
@@ -53,16 +67,36 @@ class Adapting:
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
     picks: Picks  # of all tokens of the step
     embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
+    # By the name of a map and by slot: by how much of itself each output of the base map grows (DoRA), [out].
+    gains: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
     def touches(self, *names: str) -> bool:
         """Whether some row changes one of these maps."""
         return any(name in self.tables for name in names)
 
-    def add(self, names: Sequence[str], x: Tensor, outs: Sequence[Tensor], ops: Ops) -> None:
-        """To what these maps made of `x`, what the adapters make of it."""
-        chosen = [(self.tables[name], out) for name, out in zip(names, outs, strict=True) if name in self.tables]
-        if chosen:
-            ops.adapt(x, [table for table, _ in chosen], [out for _, out in chosen], self.picks)
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a step with these adapters consists of operations of the backend alone."""
+        return not self.embedded and not self.gains
+
+    def add(self, maps: Sequence[Map], x: Tensor, outs: Sequence[Tensor], ops: Ops, onto: bool = False) -> None:
+        """To what these maps made of `x`, what the adapters make of it; `onto`: something else is in there already."""
+        chosen = [(one, out) for one, out in zip(maps, outs, strict=True) if one.name in self.tables]
+        if not chosen:
+            return
+        for one, out in chosen:
+            if (gains := self.gains.get(one.name)) is not None:
+                self._grow(one, gains, x, out, ops, whole=onto or one.bias is not None)
+        ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.picks)
+
+    def _grow(self, one: Map, gains: Mapping[int, Tensor], x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
+        """Outputs grow by their gains, for the tokens of each adapter that has some. What an output holds besides the
+        map's product does not grow, so there the product is made once more; other tokens keep their bits."""
+        for slot, gain in gains.items():
+            mine = (self.picks.slots == slot).nonzero()[:, 0]
+            if len(mine):
+                made = ops.linear(x[mine], one.weight) if whole else out[mine]
+                out[mine] += made * (gain * self.picks.scales[mine, None])
 
     def tables_are(self, other: Adapting) -> bool:
         """Whether both read the same memory."""

@@ -169,7 +169,7 @@ class Decoder:
         states = self.norm(states, self.ops)
         values = self.head(states, self.ops)
         if adapting is not None:
-            adapting.add([self.head.name], states, [values], self.ops)
+            adapting.add([self.head], states, [values], self.ops)
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 

@@ -45,14 +45,14 @@ class Context:
         """Several linear maps of the same input, each token's adapter included."""
         outs = self.ops.linears(x, [linear.map for linear in maps])
         if self.adapting is not None:
-            self.adapting.add([linear.name for linear in maps], x, outs, self.ops)
+            self.adapting.add(maps, x, outs, self.ops)
         return outs
 
     def linear(self, x: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
         """One of them, plus `onto`."""
         out = linear(x, self.ops, onto)
         if self.adapting is not None:
-            self.adapting.add([linear.name], x, [out], self.ops)
+            self.adapting.add([linear], x, [out], self.ops, onto is not None)
         return out
 
 

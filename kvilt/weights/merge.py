@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, Unsupported, WeightError
-from .peft import PeftFolder
+from .peft import ModuleTensors, PeftFolder
 from .safetensors import SafetensorsFiles
 from .source import Checkpoint
 
@@ -64,6 +64,8 @@ def _places(tensors: SafetensorsFiles, adapter: PeftFolder) -> dict[str, str]:
             raise WeightError(
                 name, f"is {list(shape)} and the adapter's product {list(wanted)}; it is for another model"
             )
+        if parts.magnitude is not None and adapter.shape(parts.magnitude) != up[:1]:
+            raise WeightError(parts.magnitude, f"is {list(adapter.shape(parts.magnitude))} instead of {[up[0]]}")
         if down[0] != adapter.config.rank_of(module):
             raise WeightError(parts.down, f"has rank {down[0]}, and its configuration says otherwise")
         found[name] = module
@@ -98,13 +100,23 @@ def _merged(
         tensor = tensors.tensor(name)
         if name in places:
             module = places[name]
-            parts, own = adapter.modules[module], adapter.config.scale_of(module) * scale
-            product = adapter.tensor(parts.up).float() @ adapter.tensor(parts.down).float() * own
-            tensor = (tensor.float() + (product.T if parts.embedding else product)).to(tensor.dtype)
+            parts, own = adapter.modules[module], adapter.config.scale_of(module)
+            tensor = _with(tensor, parts, adapter, own, scale)
             if not bool(tensor.isfinite().all()):
                 raise WeightError(name, f"is no longer finite as {_NAMES[tensor.dtype]} with the adapter in it")
         yield tensor
         tensors.forget(name)
+
+
+def _with(tensor: Tensor, parts: ModuleTensors, adapter: PeftFolder, own: float, scale: float) -> Tensor:
+    """A weight with its module's product in it."""
+    weight = tensor.float()
+    product = adapter.tensor(parts.up).float() @ adapter.tensor(parts.down).float() * own
+    if parts.magnitude is not None:  # each output then has the length that was learnt for it
+        whole = weight + product
+        lengths = torch.linalg.vector_norm(whole, dim=1)
+        product = whole * (adapter.tensor(parts.magnitude).float() / lengths)[:, None] - weight
+    return (weight + scale * (product.T if parts.embedding else product)).to(tensor.dtype)
 
 
 def _copy_rest(source: Path, target: Path) -> None:

@@ -49,13 +49,15 @@ _BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
 _PATTERN = re.compile(r"\^?(?:[\w\-]|\\\.|\.(?![*+?{])|\\d\+?|\[0-9\]\+?|\(|\)(?![*+?{])|\|)*\$?", re.ASCII)
 
 T = TypeVar("T")
-Half = Literal["down", "up"]
+Half = Literal["down", "up", "magnitude"]
 _HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
     {
         "lora_A.weight": ("down", False),
         "lora_B.weight": ("up", False),
         "lora_embedding_A": ("down", True),
         "lora_embedding_B": ("up", True),
+        "lora_magnitude_vector": ("magnitude", False),
+        "lora_magnitude_vector.weight": ("magnitude", False),
     }
 )
 
@@ -70,6 +72,7 @@ class PeftConfig:
     ranks: Mapping[str, int]  # by pattern, the first that fits
     alphas: Mapping[str, float]
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
+    dora: bool = False  # each output has a magnitude of its own
 
     def rank_of(self, module: str) -> int:
         return _matched(self.ranks, module, self.rank)
@@ -87,16 +90,19 @@ class ModuleTensors:
     down: str  # [rank, in]
     up: str  # [out, rank]
     embedding: bool
+    magnitude: str | None = None  # [out], of DoRA
 
 
 class PeftFolder:
     """An open adapter. Close it, or use it as a context manager."""
 
+    kind = "hf"  # whose names its modules have
+
     def __init__(self, path: Path, config: PeftConfig, tensors: SafetensorsFiles) -> None:
         self.path = path
         self.config = config
         self._tensors = tensors
-        self.modules, self.copies = _modules(tensors.names())
+        self.modules, self.copies = _modules(tensors.names(), config.dora)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as a view of the file, all of whose numbers are numbers."""
@@ -143,9 +149,7 @@ def open_peft(path: str | os.PathLike[str], inside: Path | None = None) -> PeftF
 
 def _check_folder(folder: Path) -> None:
     if folder.suffix == ".gguf":
-        raise Unsupported(
-            f"{folder.name}: LoRA adapters in GGUF are not supported; use the PEFT folder it was made from"
-        )
+        raise Unsupported(f"{folder.name}: this needs the PEFT folder that the GGUF adapter was made from")
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"
         raise ModelNotFound(f"{str(folder)!r} is {what}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
@@ -182,12 +186,11 @@ def read_config(fields: Mapping[str, Any]) -> PeftConfig:
             key: _number(f"alpha_pattern.{key}", value) for key, value in _patterns(fields, "alpha_pattern").items()
         },
         invocation=_invocation(fields.get("alora_invocation_tokens")),
+        dora=_flag("use_dora", fields.get("use_dora") or False),
     )
 
 
 def _refuse(fields: Mapping[str, Any]) -> None:
-    if fields.get("use_dora"):
-        raise Unsupported("use_dora: DoRA adapters are not supported; merge the adapter into its model instead")
     if (bias := fields.get("bias", "none")) != "none":
         raise Unsupported(f"bias {bias!r}: adapters that train biases are not supported; train with bias='none'")
     if fields.get("modules_to_save"):
@@ -259,8 +262,8 @@ def _matched(values: Mapping[str, T], module: str, otherwise: T) -> T:
 # The tensors.
 
 
-def _modules(names: tuple[str, ...]) -> tuple[dict[str, ModuleTensors], dict[str, str]]:
-    """Both halves of every adapted module, and the whole weights of base modules that PEFT may save beside them."""
+def _modules(names: tuple[str, ...], dora: bool) -> tuple[dict[str, ModuleTensors], dict[str, str]]:
+    """The tensors of every adapted module, and the whole weights of base modules that PEFT may save beside them."""
     halves: dict[str, dict[Half, str]] = {}
     embeddings: set[str] = set()
     copies: dict[str, str] = {}
@@ -275,16 +278,22 @@ def _modules(names: tuple[str, ...]) -> tuple[dict[str, ModuleTensors], dict[str
     if not halves:
         raise WeightError(WEIGHTS, "holds no LoRA tensor")
     for module, found in halves.items():
-        if len(found) < 2:
+        if not {"down", "up"} <= found.keys():
             raise WeightError(module, f"has {next(iter(found.values()))!r} and not the other half of its product")
-    return {m: ModuleTensors(found["down"], found["up"], m in embeddings) for m, found in halves.items()}, copies
+        if dora and module in embeddings:
+            raise Unsupported(f"{module}: DoRA of an embedding is not supported; train it without that target")
+        if ("magnitude" in found) != dora:
+            raise WeightError(module, f"has {'no' if dora else 'a'} lora_magnitude_vector and use_dora is {dora}")
+    made = {
+        module: ModuleTensors(found["down"], found["up"], module in embeddings, found.get("magnitude"))
+        for module, found in halves.items()
+    }
+    return made, copies
 
 
 def _module(name: str) -> tuple[str, Half | None, bool]:
-    """The module a tensor belongs to, as the model calls it, and which half of its product it is."""
+    """The module a tensor belongs to, as the model calls it, and which part of its product it is."""
     bare = name.removeprefix("base_model.model.")
-    if "lora_magnitude_vector" in bare:
-        raise Unsupported(f"{name}: DoRA adapters are not supported; merge the adapter into its model instead")
     if bare.endswith(".lora_B.bias"):
         raise Unsupported(f"{name}: adapters with biases are not supported")
     if bare.endswith(".base_layer.weight"):

@@ -433,3 +433,35 @@ def test_a_store_keeps_an_adapters_kv_apart(executor: Executor, folders: dict[st
         with KVCache.of_images(executor.pool, [image], 100) as again:
             assert again.maker == kv.maker
             assert torch.equal(executor.step([5], again, lora), executor.step([5], kv, lora))
+
+
+def test_dora_is_loaded_while_others_run(native: Executor, tmp_path: Path) -> None:
+    """Its lengths are measured on the model's own weights, and neither the steps nor it may notice each other."""
+    folder = write_lora(tmp_path / "dora", 4, seed=2, use_dora=True)
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=3)
+
+    def said(lora: int | None = None) -> list[list[int]]:
+        with native.create_kv_cache() as kv:
+            return native.sample_tokens(60, prompt(1, 20), kv, lora, params)
+
+    plain = said()
+    first = native.load_lora(folder)
+    adapted = said(first)
+    native.unload_lora(first)
+    assert adapted != plain
+    failed: list[BaseException] = []
+
+    def load_often() -> None:
+        try:
+            for _ in range(15):
+                native.unload_lora(native.load_lora(folder))
+        except BaseException as error:
+            failed.append(error)
+
+    other = threading.Thread(target=load_often)
+    other.start()
+    while other.is_alive():
+        assert said() == plain
+    other.join()
+    assert not failed
+    assert said(native.load_lora(folder)) == adapted

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import peft
 import pytest
 import torch
 from families import FAMILIES, random_model, write_checkpoint
 from safetensors.torch import load_file, save_file
-from test_gguf_dialects import ARCHITECTURES, write_gguf
+from test_gguf_dialects import ARCHITECTURES, PERMUTED, interleave, write_gguf
 from torch import Tensor
 
-from kvilt.batch import Batch, Embeds, Row
+from kvilt.batch import Adapter, Base, Batch, Embeds, Ids, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Unsupported
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.kv.cache import KVCache
 from kvilt.ops.select import BACKENDS
 
 IDS = [3, 17, 41, 5, 5, 60, 22, 9, 77, 31, 2, 64, 18, 18, 90, 11, 7]
@@ -40,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding and head": {"target_modules": [*SEVEN, "embed_tokens", "lm_head"]},
     "embedding alone": {"target_modules": ["embed_tokens"]},
     "fan in, fan out": {"fan_in_fan_out": True},
+    "dora": {"use_dora": True},
+    "dora and rslora of some": {"use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
 }
 
 
@@ -62,7 +68,9 @@ def tuned(folder: Path, family: str, **changes: Any) -> Tuned:
         adapted = peft.get_peft_model(model, peft.LoraConfig(**fields, init_lora_weights=False)).eval()
     torch.manual_seed(5)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+        if "magnitude" in name:  # it began as the lengths of the weights
+            parameter.data *= 0.6 + torch.rand_like(parameter)
+        elif "lora_" in name:
             parameter.data = torch.randn_like(parameter) * 0.2
     adapted.save_pretrained(folder / "adapter")
     with torch.no_grad():
@@ -153,10 +161,150 @@ def test_a_copy_of_other_embeddings_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3", "phi3", "qwen2"])
-def test_gguf_files_take_the_adapters_of_their_originals(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_gguf_files_take_the_adapters_of_their_originals(family: str, dora: bool, tmp_path: Path) -> None:
     """q and k of some of them stand in neighbouring pairs; an adapter written for the original must follow them."""
     path = write_gguf(random_model(family), ARCHITECTURES[family], tmp_path / "model.gguf")
-    made = tuned(tmp_path, family)
+    made = tuned(tmp_path, family, use_dora=dora)
     executor = open_at(path, "native")
     close(logits_of(executor, executor.load_lora(made.adapter)), made.logits[10:])
+    executor.close()
+
+
+# DoRA.
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma3"])
+def test_dora_beside_biases_fused_maps_and_norms(family: str, tmp_path: Path) -> None:
+    """What an output holds besides its map's product, a bias or a residual, does not grow with it."""
+    made = tuned(tmp_path, family, use_dora=True)
+    for backend in BACKENDS:
+        executor = open_at(made.base, backend)
+        found = logits_of(executor, executor.load_lora(made.adapter))
+        close(found, made.logits[10:])
+        assert (logits_of(executor) - found).abs().max() > 0.05
+        executor.close()
+
+
+def test_dora_of_the_head(tmp_path: Path) -> None:
+    made = tuned(tmp_path, "qwen3", use_dora=True, target_modules=["lm_head", "v_proj"])
+    for backend in BACKENDS:
+        executor = open_at(made.base, backend)
+        close(logits_of(executor, executor.load_lora(made.adapter)), made.logits[10:])
+        executor.close()
+
+
+def test_a_scale_weighs_what_dora_changes(tmp_path: Path) -> None:
+    made = tuned(tmp_path, "llama", use_dora=True, target_modules=["v_proj"], layers_to_transform=[2])
+    executor = open_at(made.base, "native")
+    adapter = executor.load_lora(made.adapter)
+    base, half, whole = (logits_of(executor, adapter, lora_scale=scale) for scale in (0.0, 0.5, 1.0))
+    assert torch.equal(base, logits_of(executor))
+    assert (half - base).abs().max() > 0.01
+    assert (half - whole).abs().max() > 0.01
+    close(whole, made.logits[10:])
+    executor.close()
+
+
+def test_dora_rows_and_their_neighbours_keep_their_bits(tmp_path: Path) -> None:
+    executor = open_at(tuned(tmp_path / "x", "qwen2").base, "native")
+    loras = [
+        executor.load_lora(tuned(tmp_path / name, "qwen2", use_dora=name != "plain", r=rank).adapter, name)
+        for name, rank in (("one", 3), ("two", 8), ("plain", 5))
+    ]
+    chosen = [Base(), *(executor.adapters.choose(one) for one in loras), executor.adapters.choose("one", 0.5)]
+    alone = []
+    for adapter in chosen:
+        with executor.create_kv_cache() as kv:
+            alone.append(_run(executor, [(kv, adapter)])[0])
+    caches = [executor.create_kv_cache() for _ in chosen]
+    together = _run(executor, list(zip(caches, chosen, strict=True)))
+    assert all(map(torch.equal, alone, together))
+    assert all(not torch.equal(one, alone[0]) for one in alone[1:])
+    for kv in caches:
+        kv.close()
+    executor.close()
+
+
+def _run(executor: Executor, rows: list[tuple[KVCache, Adapter]]) -> list[Tensor]:
+    """Logits of all rows: a prefill in two pieces, then decodes."""
+    found: list[list[Tensor]] = [[] for _ in rows]
+    for start, stop in ((0, 5), (5, 10), *((i, i + 1) for i in range(10, len(IDS)))):
+        made = []
+        for kv, adapter in rows:
+            kv.reserve(stop - start)
+            made.append(Row(Ids(IDS[start:stop]), range(start, stop), kv, adapter=adapter))
+        logits = executor.run(Batch.of(made))
+        for index, (kv, _) in enumerate(rows):
+            found[index].append(logits.of_row(index))
+            kv.commit([IDS[start:stop]])
+    return [torch.cat(one) for one in found]
+
+
+# Adapters in GGUF.
+
+
+def write_gguf_lora(adapter: Path, family: str, path: Path, model: Any, kind: Any = None, **fields: Any) -> Path:
+    """A PEFT folder as llama.cpp's converter writes it: its names, q and k in the model's order."""
+    arch = ARCHITECTURES[family]
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(config["lora_alpha"]))
+    if tokens := fields.get("invocation"):
+        writer.add_array("adapter.alora.invocation_tokens", tokens)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, _, half = name.removeprefix("base_model.model.").rpartition(".lora_")
+        data = tensor.float().numpy()
+        if arch in PERMUTED and half.startswith("B") and module.endswith(("q_proj", "k_proj")):
+            heads = model.config.num_attention_heads if "q_proj" in module else model.config.num_key_value_heads
+            data = interleave(data, heads)
+        own = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        data = np.ascontiguousarray(data)
+        if kind is not None and data.shape[-1] % 32 == 0:
+            writer.add_tensor(f"{own}.lora_{half[0].lower()}", gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{own}.lora_{half[0].lower()}", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3", "phi3", "qwen2", "qwen3"])
+def test_adapters_in_gguf_are_the_same_adapters(family: str, tmp_path: Path) -> None:
+    """On the GGUF and on the original: an adapter's outputs stand where its model has them."""
+    model = random_model(family)
+    made = tuned(tmp_path, family)
+    path = write_gguf(random_model(family), ARCHITECTURES[family], tmp_path / "model.gguf")
+    lora = write_gguf_lora(made.adapter, family, tmp_path / "small.gguf", model)
+    for base in (path, made.base):
+        executor = open_at(base, "native")
+        found, same = executor.load_lora(lora), executor.load_lora(made.adapter)
+        assert executor.adapters.find(found).name == "small"
+        assert torch.equal(logits_of(executor, found), logits_of(executor, same))
+        close(logits_of(executor, found), made.logits[10:])
+        executor.close()
+
+
+def test_packed_and_half_adapters_in_gguf(tmp_path: Path) -> None:
+    made = tuned(tmp_path, "llama", r=32)
+    executor = open_at(made.base, "native")
+    for kind, near in ((gguf.GGMLQuantizationType.F16, 0.02), (gguf.GGMLQuantizationType.Q8_0, 0.3)):
+        path = write_gguf_lora(made.adapter, "llama", tmp_path / f"{kind.name}.gguf", random_model("llama"), kind)
+        found = logits_of(executor, executor.load_lora(path))
+        assert (found - made.logits[10:]).abs().max() < near * made.logits.abs().max()
+    executor.close()
+
+
+def test_a_gguf_adapter_that_tokens_switch_on(tmp_path: Path) -> None:
+    made = tuned(tmp_path, "llama", alora_invocation_tokens=IDS[4:6])
+    path = write_gguf_lora(made.adapter, "llama", tmp_path / "a.gguf", random_model("llama"), invocation=IDS[4:6])
+    executor = open_at(made.base, "native")
+    found, same = executor.load_lora(path), executor.load_lora(made.adapter)
+    assert executor.adapters.find(found).invocation == tuple(IDS[4:6])
+    assert torch.equal(logits_of(executor, found), logits_of(executor, same))
     executor.close()

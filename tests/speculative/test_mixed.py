@@ -61,6 +61,7 @@ def executor_with_adapters(folder: Path, pages: int) -> Executor:
     for seed, rank in enumerate((2, 5, 16)):
         made.load_lora(write_lora(folder / f"lora{seed}", rank, seed=seed))
     made.load_lora(write_lora(folder / "alora", 4, seed=9, alora_invocation_tokens=INVOCATION))
+    made.load_lora(write_lora(folder / "dora", 3, seed=5, use_dora=True))
     return made
 
 
@@ -96,6 +97,7 @@ def adapters(executor: Executor, ids: Sequence[int]) -> list[Adapter]:
         *(choose(f"lora{i}") for i in range(3)),
         choose("lora1", 0.5),
         choose("alora", ids=ids),
+        choose("dora"),
     ]
 
 

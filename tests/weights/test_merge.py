@@ -47,6 +47,15 @@ def test_a_merged_checkpoint_needs_no_adapter(tmp_path: Path, scale: float) -> N
     assert (logits(base) - logits(base, adapter, scale)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_merged_checkpoint_has_the_lengths_of_dora(tmp_path: Path, scale: float) -> None:
+    base = write_tiny(tmp_path / "base")
+    adapter = write_lora(tmp_path / "adapter", 5, ALL, 3, use_dora=True)
+    assert merged(base, adapter, tmp_path / "merged", scale) == 21
+    torch.testing.assert_close(logits(tmp_path / "merged"), logits(base, adapter, scale), rtol=1e-4, atol=1e-4)
+    assert (logits(base) - logits(base, adapter, scale)).abs().max() > 0.1
+
+
 def test_the_command_merges_and_says_so(tmp_path: Path) -> None:
     base, adapter = write_tiny(tmp_path / "base"), write_lora(tmp_path / "adapter")
     asked = ["lora", "merge", str(adapter), str(tmp_path / "merged"), "--model", str(base)]

@@ -29,7 +29,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[KviltError], str]] = {
-    "DoRA": ({"use_dora": True}, Unsupported, "use_dora"),
+    "DoRA that is no flag": ({"use_dora": "yes"}, WeightError, "use_dora"),
     "biases": ({"bias": "lora_only"}, Unsupported, "bias"),
     "biases of products": ({"lora_bias": True}, Unsupported, "lora_bias"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, Unsupported, "modules_to_save"),
@@ -104,7 +104,11 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], type[KviltError], str]]
          "base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight": torch.zeros(24, 4)},
         WeightError, "layers.3",
     ),
-    "DoRA's vectors": ({f"{Q0}.lora_magnitude_vector": torch.zeros(24)}, Unsupported, "DoRA"),
+    "DoRA's vectors": ({f"{Q0}.lora_magnitude_vector": torch.zeros(24)}, WeightError, "use_dora is False"),
+    "a vector alone": (
+        {f"{Q0}.lora_magnitude_vector": torch.zeros(24), f"{Q0}.lora_A.weight": None, f"{Q0}.lora_B.weight": None},
+        WeightError, "other half",
+    ),
     "a bias": ({f"{Q0}.lora_B.bias": torch.zeros(24)}, Unsupported, "biases"),
     "a whole weight": ({f"{Q0}.base_layer.weight": torch.zeros(24, 24)}, Unsupported, "whole weights"),
     "a stranger": ({"base_model.model.model.norm.weight": torch.zeros(24)}, Unsupported, "norm"),
@@ -122,11 +126,61 @@ def test_tensors_that_do_not_fit_are_refused_by_name(case: str, executor: Execut
     assert executor.lora_metrics_snapshot()["loaded"] == 0
 
 
+def dora_tensors(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """An adapter of q in every layer with magnitudes; `changes` go into the first layer, by the tensor's last name."""
+    tensors: dict[str, torch.Tensor] = lora_tensors(4, ["self_attn.q_proj"])
+    for layer in range(3):
+        tensors[Q0.replace("layers.0", f"layers.{layer}") + ".lora_magnitude_vector"] = torch.rand(24) + 0.5
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[f"{Q0}.{name}"]
+        else:
+            tensors[f"{Q0}.{name}"] = tensor
+    return tensors
+
+
+DORA: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "no vector": ({"lora_magnitude_vector": None}, "no lora_magnitude_vector"),
+    "a short vector": ({"lora_magnitude_vector": torch.ones(23)}, "lora_magnitude_vector"),
+    "a matrix": ({"lora_magnitude_vector": torch.ones(24, 1)}, "lora_magnitude_vector"),
+    "no numbers": ({"lora_magnitude_vector": torch.full((24,), float("nan"))}, "NaN"),
+    "whole numbers": ({"lora_magnitude_vector": torch.ones(24, dtype=torch.int64)}, "I64"),
+}
+
+
+@pytest.mark.parametrize("case", DORA)
+def test_magnitudes_that_do_not_fit_are_refused_by_name(case: str, executor: Executor, tmp_path: Path) -> None:
+    changes, named = DORA[case]
+    with pytest.raises(WeightError, match=named):
+        executor.load_lora(write_lora(tmp_path / "bad", 4, tensors=dora_tensors(**changes), use_dora=True))
+    assert executor.lora_metrics_snapshot()["loaded"] == 0
+
+
+def test_dora_of_an_embedding_is_refused(executor: Executor, tmp_path: Path) -> None:
+    tensors = lora_tensors(4, ["embed_tokens"])
+    tensors["base_model.model.model.embed_tokens.lora_magnitude_vector"] = torch.ones(24)
+    with pytest.raises(Unsupported, match="DoRA of an embedding"):
+        executor.load_lora(write_lora(tmp_path / "bad", 4, tensors=tensors, use_dora=True))
+
+
+def test_magnitudes_are_part_of_who_an_adapter_is(executor: Executor, tmp_path: Path) -> None:
+    contents = set()
+    for name, factor in (("one", 1.0), ("two", 1.01)):
+        tensors = dora_tensors()
+        for key in tensors:
+            if "magnitude" in key:
+                tensors[key] = torch.full((24,), factor)
+        lora = executor.load_lora(write_lora(tmp_path / name, 4, tensors=tensors, use_dora=True))
+        contents.add(executor.adapters.find(lora).content)
+        executor.unload_lora(lora)
+    assert len(contents) == 2
+
+
 def test_files_that_are_no_adapter_are_refused(executor: Executor, tmp_path: Path) -> None:
     good = write_lora(tmp_path / "good")
     (tmp_path / "adapter.gguf").write_bytes(b"GGUF")
     with pytest.raises(Unsupported, match="GGUF"):
-        executor.load_lora(tmp_path / "adapter.gguf")
+        open_peft(tmp_path / "adapter.gguf")
     for path in (good / "adapter_config.json", tmp_path / "nowhere", tmp_path):
         with pytest.raises(ModelNotFound):
             executor.load_lora(path)
