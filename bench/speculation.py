@@ -1,15 +1,19 @@
 """Tokens per second with and without drafts, side by side in one run, and llama.cpp's ratio beside it.
 
-    python bench/speculation.py [--target FILE] [--draft FILE] [--small FILE] [--rounds 3] [--tokens 200] [--threads 2]
-                                [--only edit,pair,nothing,batch] [--json FILE]
+    python bench/speculation.py [--target FILE] [--draft FILE] [--small FILE] [--rounds 2] [--tokens 96] [--threads 2]
+                                [--only edit,pair,batch,nothing] [--minutes 8] [--xllama PYTHON] [--json FILE]
 
 Each case is one executor with two facades on it, one with a drafter: a round takes one sample of each, one after the
-other, and the median of the rounds' ratios counts. Every pair of answers is compared token by token.
+other, and the median of the rounds' ratios counts. Every pair of answers is compared token by token. A table comes at
+the end, lines as it goes; no round is begun after `--minutes`, and cases that are left out are named.
 
- edit     a function to change stands in the prompt; prompt lookup. llama.cpp's own prompt lookup beside it
- pair     code to write; a smaller model drafts, greedy and at temperature 0.8
+ edit     a function to change stands in the prompt; prompt lookup, and llama.cpp's own
+ pair     code to write; a smaller model drafts, greedy and at temperature 0.8; llama.cpp with the same two files,
+          greedy, with as many drafts as is its default and with as many as ours may have
+ batch    eight edits at once, and four: some of them rename, where drafts are accepted, the others add text
  nothing  prose at temperature 1.5, where hardly anything repeats; prompt lookup, and a drafter that is always wrong
- batch    eight edits at once
+
+llama.cpp is xllamacpp in an environment of its own, as for bench/server_peers.py; without it, kvilt is alone.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,7 @@ from kvilt.speculative.model import ModelDrafter
 from kvilt.speculative.ngram import NgramDrafter
 
 WEIGHTS = Path("~/.cache/kvilt-dev").expanduser()
-PEER = Path(os.environ.get("KVILT_PEERS_PYTHON", "~/.cache/kvilt-bench/venv/bin/python")).expanduser()
+XLLAMA = Path("~/.cache/kvilt-bench/xllama/bin/python").expanduser()
 
 CODE = """def summary(rows, limit):
     result = {}
@@ -74,12 +79,25 @@ class Measured:
     """One case: medians of tokens per second over the rounds, the median of their ratios, and what was accepted."""
 
     case: str
+    engine: str
     plain: float
     drafted: float
     ratio: float
     accepted: float  # of what was drafted
-    per_step: float  # tokens that one step of a sample draws
+    per_step: float | None  # tokens that one step of a sample draws
     same: bool  # token for token
+    rounds: int
+
+
+@dataclass(slots=True)
+class Clock:
+    """When no more is begun."""
+
+    until_s: float
+
+    @property
+    def left_s(self) -> float:
+        return self.until_s - time.monotonic()
 
 
 class Wrong:
@@ -107,30 +125,41 @@ def speed(done: Sequence[Completion]) -> float:
 
 
 def compare(
-    case: str, llm: LLM, drafter: Drafter, ask: Callable[[LLM], list[list[Completion]]], rounds: int
+    case: str, llm: LLM, drafter: Drafter, ask: Callable[[LLM], list[list[Completion]]], rounds: int, clock: Clock
 ) -> Measured:
     """Both facades over one executor, in turns. `ask` gives groups of answers, each group asked at once."""
     drafting = LLM(llm.executor, llm.tokenizer, tuple(llm.stop_ids), drafter=drafter)
     ask(drafting)  # recordings are made, times are learnt
     plain: list[float] = []
     drafted: list[float] = []
+    same = True
     for turn in range(rounds):
+        if turn and clock.left_s < 0:
+            break
         order = (llm, drafting) if turn % 2 else (drafting, llm)
         said = {one: ask(one) for one in order}
         plain.append(statistics.harmonic_mean([speed(group) for group in said[llm]]))
         drafted.append(statistics.harmonic_mean([speed(group) for group in said[drafting]]))
+        tell(f"  {case}, round {turn + 1}: {plain[-1]:.1f} and {drafted[-1]:.1f} tok/s")
+        both = [[[one.token_ids for one in group] for group in said[which]] for which in (llm, drafting)]
+        same = same and both[0] == both[1]
     usages = [one.usage for group in said[drafting] for one in group]
     tokens, accepted = sum(u.completion_tokens for u in usages), sum(u.accepted_tokens for u in usages)
     return Measured(
         case,
+        "kvilt",
         statistics.median(plain),
         statistics.median(drafted),
         statistics.median(b / a for a, b in zip(plain, drafted, strict=True)),
         accepted / max(1, sum(u.drafted_tokens for u in usages)),
         tokens / max(1, tokens - accepted),
-        [[one.token_ids for one in group] for group in said[llm]]
-        == [[one.token_ids for one in group] for group in said[drafting]],
+        same,
+        len(plain),
     )
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def chats(texts: Sequence[str], **fields: Any) -> Callable[[LLM], list[list[Completion]]]:
@@ -143,27 +172,103 @@ def together(texts: Sequence[str], **fields: Any) -> Callable[[LLM], list[list[C
     return lambda llm: [llm.generate([llm.chat_ids([{"role": "user", "content": t}]) for t in texts], **fields)]
 
 
-def llama(path: Path, llm: LLM, tokens: int, threads: int, rounds: int) -> dict[str, Any] | None:
-    """llama.cpp's prompt lookup on the same prompts, if it is there."""
-    if not PEER.exists():
+def llama(
+    case: str, prompts: Sequence[list[int]], given: argparse.Namespace, clock: Clock, **fields: Any
+) -> Measured | None:
+    """llama.cpp on the same prompts and files, if it is there."""
+    if not given.xllama.exists():
         return None
-    prompts = [llm.chat_ids([{"role": "user", "content": text}]) for text in EDITS]
-    asked = {"model": str(path), "prompts": prompts, "tokens": tokens, "threads": threads, "rounds": rounds}
+    asked = {
+        "model": str(given.target), "draft": None, "most": None, "prompts": prompts, "tokens": given.tokens,
+        "threads": given.threads, "rounds": given.rounds, "seconds": max(0.0, clock.left_s), **fields,
+    }  # fmt: skip
     worker = Path(__file__).parent / "peers" / "llama_drafts.py"
-    done = subprocess.run([PEER, worker], input=json.dumps(asked), capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"llama.cpp is left out: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+    try:
+        done = subprocess.run(
+            [given.xllama, worker], input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True, timeout=300
+        )
+    except subprocess.SubprocessError as error:
+        tell(f"{case}: llama.cpp is left out ({error})")
         return None
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    most = f", up to {fields['most']} drafts" if fields.get("most") else ""
+    return Measured(case, f"llama.cpp{most}", per_step=None, rounds=given.rounds, **found)
 
 
-def show(one: Measured) -> None:
-    print(
-        f"{one.case:<34} {one.plain:7.1f} {one.drafted:8.1f} tok/s   x{one.ratio:.2f}   "
-        f"{one.accepted:4.0%} accepted, {one.per_step:.2f} tokens a step, {'same tokens' if one.same else 'DIFFERENT'}",
-        flush=True,
-    )
+def table(results: Sequence[Measured]) -> str:
+    lines = [
+        "| case | engine | without, tok/s | with drafts | ratio | accepted | tokens a step | same tokens |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        step = f"{one.per_step:.2f}" if one.per_step is not None else ""
+        lines.append(
+            f"| {one.case} | {one.engine} | {one.plain:.1f} | {one.drafted:.1f} | {one.ratio:.2f} | {one.accepted:.0%} "
+            f"| {step} | {'yes' if one.same else 'NO'} |"
+        )
+    return "\n".join(lines)
+
+
+# The cases, each in turn as long as there is time.
+
+Case = Iterator[Measured | None]
+
+
+def edit(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
+    ask = chats(EDITS, max_tokens=given.tokens)
+    yield compare("edit, prompt lookup", llm, NgramDrafter(), ask, given.rounds, clock)
+    yield llama("edit, prompt lookup", asked_as_ids(llm, EDITS), given, clock)
+
+
+def pair(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
+    if not given.draft.exists():
+        tell(f"{given.draft} is not here: pair is left out")
+        return
+    with kvilt.load(given.draft, threads=given.threads, kv_memory="1G") as small:
+        for heat, case in ((0.0, "code, draft model"), (0.8, "code, draft model, temperature 0.8")):
+            ask = chats(TASKS, temperature=heat, seed=1, max_tokens=given.tokens)
+            yield compare(case, llm, ModelDrafter(small.executor), ask, given.rounds, clock)
+    for most in (None, 8):
+        fields = {"draft": str(given.draft), "most": most}
+        yield llama("code, draft model", asked_as_ids(llm, TASKS), given, clock, **fields)
+
+
+def batch(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
+    for count in (8, 4):
+        ask = together([EDITS[i % len(EDITS)] for i in range(count)], max_tokens=given.tokens)
+        yield compare(f"{count} edits at once", llm, NgramDrafter(), ask, given.rounds, clock)
+    ask = together([EDITS[i % 2] for i in range(8)], max_tokens=given.tokens)
+    yield compare("8 renamings at once", llm, NgramDrafter(), ask, given.rounds, clock)
+
+
+def nothing(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
+    ask = chats(PROSE, temperature=1.5, seed=3, ignore_eos=True, max_tokens=3 * given.tokens)
+    yield compare("hot prose, prompt lookup", llm, NgramDrafter(), ask, 3 * given.rounds, clock)
+    yield compare("always wrong", llm, Wrong(), ask, 3 * given.rounds, clock)
+
+
+def asked_as_ids(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
+    return [list(llm.chat_ids([{"role": "user", "content": text}])) for text in texts]
+
+
+CASES = {"edit": edit, "pair": pair, "batch": batch, "nothing": nothing}
+
+
+def measure(given: argparse.Namespace, clock: Clock) -> Iterator[Measured]:
+    wanted = given.only.split(",")
+    for path, names in ((given.target, ("edit", "pair", "batch")), (given.small, ("nothing",))):
+        chosen = [name for name in names if name in wanted]
+        if chosen and names[0] == "edit" and not given.target.exists():
+            tell(f"{given.target} is not here: {', '.join(chosen)} are left out")
+            continue
+        if not chosen:
+            continue
+        with kvilt.load(path, threads=given.threads, kv_memory="1G") as llm:
+            for name in chosen:
+                if clock.left_s < 0:
+                    tell(f"{name} is left out: the time is over")
+                    continue
+                yield from (one for one in CASES[name](llm, given, clock) if one is not None)
 
 
 def main() -> None:
@@ -171,54 +276,22 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=WEIGHTS / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
     parser.add_argument("--small", default="smollm2", help="for the case where nothing is accepted")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="edit,pair,nothing,batch")
+    parser.add_argument("--only", default="edit,pair,batch,nothing")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no round is begun after this long")
+    parser.add_argument("--xllama", type=Path, default=XLLAMA, help="the interpreter that has xllamacpp")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    cases, options = given.only.split(","), {"threads": given.threads, "kv_memory": "1G"}
+    clock = Clock(time.monotonic() + 60 * given.minutes - 60)  # whoever has begun may take a minute to end
     results: list[Measured] = []
-    peers: dict[str, Any] = {}
-
-    def note(one: Measured) -> None:
+    for one in measure(given, clock):
         results.append(one)
-        show(one)
-
-    if not given.target.exists():
-        print(f"{given.target} is not here: edit, pair and batch are left out", file=sys.stderr)
-        cases = [case for case in cases if case == "nothing"]
-    if {"edit", "pair", "batch"} & {*cases}:
-        with kvilt.load(given.target, **options) as llm:
-            name, most = given.target.stem.split("-instruct")[0], {"max_tokens": given.tokens}
-            if "edit" in cases:
-                note(compare(f"edit: {name}, ngram", llm, NgramDrafter(), chats(EDITS, **most), given.rounds))
-                if found := llama(given.target, llm, given.tokens, given.threads, given.rounds):
-                    peers["edit: llama.cpp"] = found
-                    print(
-                        f"{'edit: llama.cpp, prompt lookup':<34} {found['plain']:7.1f} {found['drafted']:8.1f} tok/s   "
-                        f"x{found['ratio']:.2f}",
-                        flush=True,
-                    )
-            if "pair" in cases and given.draft.exists():
-                with kvilt.load(given.draft, **options) as small:
-                    for heat in (0.0, 0.8):
-                        ask = chats(TASKS, temperature=heat, seed=1, **most)
-                        note(
-                            compare(
-                                f"pair: at temperature {heat}", llm, ModelDrafter(small.executor), ask, given.rounds
-                            )
-                        )
-            if "batch" in cases:
-                ask = together([*EDITS, *EDITS, *EDITS[:2]], **most)
-                note(compare(f"batch of 8 edits: {name}, ngram", llm, NgramDrafter(), ask, given.rounds))
-    if "nothing" in cases:
-        with kvilt.load(given.small, **options) as llm:
-            ask = chats(PROSE, temperature=1.5, seed=3, ignore_eos=True, max_tokens=2 * given.tokens)
-            note(compare("nothing: prose, ngram", llm, NgramDrafter(), ask, 3 * given.rounds))
-            note(compare("nothing: always wrong", llm, Wrong(), ask, 3 * given.rounds))
+        tell(f"{one.case}: {one.engine} x{one.ratio:.2f}, {one.accepted:.0%} accepted")
+    print(table(results))
     if given.json:
-        given.json.write_text(json.dumps({"results": [asdict(one) for one in results], "peers": peers}, indent=1))
+        given.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
 
 
 if __name__ == "__main__":
