@@ -18,7 +18,7 @@ with Store(Budget(1 << 30), [Disk(FOLDER, Budget(4 << 30))]) as store, kvilt.loa
     for passage in llm.warm(PASSAGES):  # a second run of this example finds them on disk
         print(f"{passage.tokens} tokens {'found' if passage.found else 'computed'}: {passage.id[:12]}")
     for order in ([0, 1, 2], [2, 0, 1]):
-        question = [{"role": "user", "content": "Which of these rivers ends in the Black Sea?"}]
+        question = [{"role": "user", "content": "Which river flows through Vienna?"}]
         done = llm.chat(question, documents=[PASSAGES[i] for i in order], max_tokens=32)
         used = done.usage
         print(f"{done.text} ({used.blended_reused} of {used.prompt_tokens} tokens reused)")

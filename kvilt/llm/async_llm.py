@@ -396,10 +396,11 @@ class AsyncLLM(Model):
     async def _warm(self, warming: Warming, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore) -> None:
         """One document."""
         async with room:
-            if not await asyncio.to_thread(warming.missing, [ids]):
+            loop = asyncio.get_running_loop()
+            if not await loop.run_in_executor(self.documents.lookups, warming.missing, [ids]):
                 return
             request, asked = warming.request(ids, priority=priority)
-            outlet = self._outlet(Answer(asked), request, None, asyncio.get_running_loop())
+            outlet = self._outlet(Answer(asked), request, None, loop)
             self._admit(outlet)
             await self._finished(outlet)
             warming.finished(ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..store.store import Store
 from ..store.tier import Budget
 from ..text.tokenizer import Tokenizer
 
+_LOOKUPS = 4  # threads
 _STORE_SHARE = 8  # one part in so many of the memory that is free, where no store is given
 
 
@@ -46,6 +48,7 @@ class Documents:
         self._given = store
         self._own: Store | None = None
         self._chunks: Chunks | None = None
+        self._lookups: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     @property
@@ -60,13 +63,21 @@ class Documents:
             return self._chunks
 
     @property
+    def lookups(self) -> ThreadPoolExecutor:
+        """Threads that may wait for a slow store, so that nobody else's do."""
+        with self._lock:
+            if self._lookups is None:
+                self._lookups = ThreadPoolExecutor(_LOOKUPS, "kvilt-lookups")
+            return self._lookups
+
+    @property
     def metrics(self) -> Metrics | None:
         """What the store counts; None before it is opened."""
         store = self._given or self._own
         return store.metrics if store is not None else None
 
     def close(self) -> None:
-        """Close the store, if it is our own."""
+        """Let go of the store, and close it if it is our own."""
         with self._lock:
             if self._chunks is not None:
                 self._chunks.close()

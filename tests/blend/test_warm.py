@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from lora_files import write_lora
+from stores import Shelfware
 
 from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig
@@ -16,7 +17,7 @@ from kvilt.errors import AdapterUnknown, InputError, ParamError, QueueFull
 from kvilt.executor.executor import Executor
 from kvilt.llm import LLM, AsyncLLM, Warmed
 from kvilt.store.disk import Disk
-from kvilt.store.store import Store
+from kvilt.store.store import Limits, Store
 from kvilt.store.tier import Budget
 from kvilt.text.tokenizer import Tokenizer
 
@@ -131,10 +132,14 @@ def test_a_document_for_which_there_is_no_room_is_refused(tokenizer: Tokenizer, 
 
 
 def asynchronously(
-    executor: Executor, tokenizer: Tokenizer, ask: Callable[[AsyncLLM], Any], config: EngineConfig | None = None
+    executor: Executor,
+    tokenizer: Tokenizer,
+    ask: Callable[[AsyncLLM], Any],
+    config: EngineConfig | None = None,
+    store: Store | None = None,
 ) -> Any:
     async def life() -> Any:
-        many = AsyncLLM(executor, tokenizer, config=config)
+        many = AsyncLLM(executor, tokenizer, config=config, store=store)
         try:
             return await ask(many)
         finally:
@@ -173,6 +178,24 @@ def test_answers_go_on_beside_it(tiny_executor: Executor, tokenizer: Tokenizer) 
     assert "token" in told[: told.index("warm")], "drawn before the document was done"
     expected = LLM(tiny_executor, tokenizer).generate("Once", max_tokens=60, ignore_eos=True)
     assert tokens == expected.token_ids
+
+
+def test_a_slow_store_keeps_nobody_else_waiting(tiny_executor: Executor, tokenizer: Tokenizer) -> None:
+    """However many documents wait for it: other requests need threads too, to be read."""
+    tier = Shelfware()
+    tier.reads.clear()
+
+    async def ask(many: AsyncLLM) -> list[list[Warmed]]:
+        calls = [asyncio.ensure_future(many.warm(MANY, tenant=str(i))) for i in range(12)]
+        async with asyncio.timeout(60):
+            await many.generate("So", max_tokens=1)
+        assert not any(call.done() for call in calls)
+        tier.reads.set()
+        return await asyncio.gather(*calls)
+
+    with Store(tiers=[tier], limits=Limits(lookup_s=600, layer_s=600)) as store:
+        done = asynchronously(tiny_executor, tokenizer, ask, store=store)
+    assert {one.found for each in done for one in each} == {False}
 
 
 def test_who_stops_waiting_ends_it_and_keeps_what_is_stored(tiny_executor: Executor, tokenizer: Tokenizer) -> None:
