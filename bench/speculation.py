@@ -251,6 +251,7 @@ def asked_as_ids(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
     return [list(llm.chat_ids([{"role": "user", "content": text}])) for text in texts]
 
 
+END = object()
 CASES = {"edit": edit, "pair": pair, "batch": batch, "nothing": nothing}
 
 
@@ -265,10 +266,12 @@ def measure(given: argparse.Namespace, clock: Clock) -> Iterator[Measured]:
             continue
         with kvilt.load(path, threads=given.threads, kv_memory="1G") as llm:
             for name in chosen:
-                if clock.left_s < 0:
-                    tell(f"{name} is left out: the time is over")
-                    continue
-                yield from (one for one in CASES[name](llm, given, clock) if one is not None)
+                cases = CASES[name](llm, given, clock)
+                while clock.left_s > 0 and (one := next(cases, END)) is not END:
+                    if isinstance(one, Measured):
+                        yield one
+                if clock.left_s <= 0:
+                    tell(f"{name}: what was not begun is left out, the time is over")
 
 
 def main() -> None:
