@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvilt.errors import StoreError
 from kvilt.store.record import Facts
@@ -154,10 +157,15 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
-            self._open += [client, server]
+            self._open.append(client)
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # nobody is behind us any more
+                client.close()
+                continue
+            self._open.append(server)
             for source, target, bend in ((client, server, lambda data: data), (server, client, self._bent)):
                 self._threads.append(threading.Thread(target=_pump, args=(source, target, bend), daemon=True))
                 self._threads[-1].start()
@@ -183,6 +191,47 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end_s, "this takes too long to be only slow"
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    server = Server(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_server(_redis: Server) -> Server:
+    """A running, empty Redis."""
+    import redis
+
+    if _redis.process is None:
+        _redis.start()
+    with redis.Redis(port=_redis.port) as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+    return _redis
+
+
+@pytest.fixture
+def proxy(redis_server: Server) -> Iterator[Proxy]:
+    made = Proxy(redis_server.port, lambda data: data)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _free_port() -> int:

@@ -223,4 +223,5 @@ class Warmth:
             self._keep(page)
             used[page.scope.salt] += nbytes
             queued_bytes, queued = queued_bytes + nbytes, queued + 1
+        self._identity = None  # closing twice is fine
         _log.info("%d bytes of prefixes were given to the store", used.total())

@@ -1,4 +1,4 @@
-"""A tiny model behind SmolLM2's vocabulary, for tests of the facades."""
+"""A tiny model behind SmolLM2's vocabulary, for tests of the facades; and the machines that documents must survive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stores import _redis, proxy, redis_server, small_disk  # noqa: F401 (fixtures)
 from tiny import write_tiny
 
 from kvilt.config import RunConfig

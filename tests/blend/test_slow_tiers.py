@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from drive import blended, memory_store, tokens
-from small import Ask, Ear, load_small
+from small import Ask, Ear, load_small, run
 from small import start as ask
 from stores import Shelfware
 
@@ -64,17 +64,6 @@ def put(engine: Engine, recipe: Recipe, **fields: object) -> Ear:
     request = Request(QUILT.ids, GREEDY, documents=QUILT.documents, recipe=recipe, **fields)  # type: ignore[arg-type]
     engine.add(engine.prepare(request, ear))
     return ear
-
-
-def run(engine: Engine, done: Callable[[], bool]) -> None:
-    """Step until done, and sleep while everybody waits for the store."""
-    wake = threading.Event()
-    engine.woken_by(wake.set)
-    while not done():
-        wake.clear()
-        if not engine.step() and not engine.ready and not done():
-            assert engine.patience_s is not None
-            wake.wait(engine.patience_s)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.strategy)

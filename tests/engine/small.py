@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,6 +117,18 @@ def finish(engine: Engine, most: int = 10_000) -> int:
         if not engine.step():
             return count
     raise AssertionError("the engine does not come to an end")
+
+
+def run(engine: Engine, done: Callable[[], bool]) -> None:
+    """Step until done, and sleep while everybody waits for a store; nobody waits for ever."""
+    wake, end_s = threading.Event(), time.monotonic() + 600
+    engine.woken_by(wake.set)
+    while not done():
+        wake.clear()
+        if not engine.step() and not engine.ready and not done():
+            assert engine.patience_s is not None, "nobody waits, and nobody goes on"
+            wake.wait(engine.patience_s)
+        assert time.monotonic() < end_s, "this takes too long to be only slow"
 
 
 def together(executor: Executor, many: Sequence[Ask], config: EngineConfig | None = None) -> list[Ear]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lora_files import write_lora
-from small import PAGES, Ask, Ear, load_small, start
+from small import PAGES, Ask, Ear, load_small, run, start
 from stores import Shelfware, until
 from tiny import write_tiny
 
@@ -42,17 +42,6 @@ def on_disk(folder: Path, limits: Limits = PATIENT, total_bytes: int = 1 << 28) 
 
 def engine_over(executor: Executor, store: Store | None, **fields: object) -> Engine:
     return Engine(executor, EngineConfig(step_tokens=64, max_rows=8, **fields), store=store)  # type: ignore[arg-type]
-
-
-def run(engine: Engine, done: Callable[[], bool]) -> None:
-    """Step until done, and sleep while everybody waits for the store."""
-    wake = threading.Event()
-    engine.woken_by(wake.set)
-    while not done():
-        wake.clear()
-        if not engine.step() and not engine.ready and not done():
-            assert engine.patience_s is not None
-            wake.wait(engine.patience_s)
 
 
 def say(engine: Engine, ask: Ask, **fields: object) -> tuple[list[int], int]:

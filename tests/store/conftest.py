@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stores import Proxy, Server, until
+from stores import _redis, proxy, redis_server, small_disk, until  # noqa: F401 (fixtures)
 
 from kvilt.kv.identity import Identity
 from kvilt.store.address import Form
@@ -100,44 +98,3 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
-
-
-@pytest.fixture(scope="session")
-def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    server = Server(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def redis_server(_redis: Server) -> Server:
-    """A running, empty Redis."""
-    import redis
-
-    if _redis.process is None:
-        _redis.start()
-    with redis.Redis(port=_redis.port) as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-    return _redis
-
-
-@pytest.fixture
-def proxy(redis_server: Server) -> Iterator[Proxy]:
-    made = Proxy(redis_server.port, lambda data: data)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
