@@ -30,21 +30,27 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_adapter(folder: Path, executor: Executor, rank: int, parts: Sequence[str], seed: int) -> Path:
+def write_adapter(
+    folder: Path, executor: Executor, rank: int, parts: Sequence[str], seed: int, dora: bool = False
+) -> Path:
     """A random adapter in PEFT's format, in float32 as peft writes it."""
     random, header, data, at = np.random.default_rng(seed), {}, [], 0
     for name, (out, into) in map_shapes(executor._decoder).items():
         layer, _, part = name.partition(".")
         if part not in parts:
             continue
-        for half, shape in (("lora_A", (rank, into)), ("lora_B", (out, rank))):
-            numbers = (random.standard_normal(shape) * 0.01).astype(np.float32)
-            key = f"base_model.model.model.layers.{layer}.{NAMES[part]}.{half}.weight"
+        shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
+        if dora:
+            shapes["lora_magnitude_vector"] = (out,)
+        for half, shape in shapes.items():
+            numbers = (random.standard_normal(shape) * 0.01 + (len(shape) == 1)).astype(np.float32)
+            key = f"base_model.model.model.layers.{layer}.{NAMES[part]}.{half}"
             header[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + numbers.nbytes]}
             at += numbers.nbytes
             data.append(numbers.tobytes())
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "use_dora": dora}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     (folder / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
@@ -109,10 +115,12 @@ def measure(executor: Executor, root: Path, options: argparse.Namespace) -> dict
     """Medians of all cases."""
     found: dict[str, float] = {}
     kinds = {"q and v": ("q", "v"), "all linear": tuple(NAMES)}
+    kinds |= {f"DoRA of {kind}": parts for kind, parts in kinds.items()}
     cases: dict[str, Rows] = {"base": Rows(executor, [Base()] * options.rows, options.context)}
     for kind, parts in kinds.items():
         folders = [
-            write_adapter(root / f"{kind}-{i}", executor, options.rank, parts, i) for i in range(options.adapters)
+            write_adapter(root / f"{kind}-{i}", executor, options.rank, parts, i, kind.startswith("DoRA"))
+            for i in range(options.adapters)
         ]
         ids, loads = [], []
         for folder in folders:

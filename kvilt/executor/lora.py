@@ -11,19 +11,18 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..batch import Adapted, Adapter, Base, Row
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
 from ..kv.row import BASE, CacheRow, made_by
 from ..models.adapters import FittedAdapter, fit, map_shapes
-from ..models.adapting import EMBEDDING, Adapting, Bank, RowEmbedding, part_of
+from ..models.adapting import EMBEDDING, Adapting, Bank, Growth, RowEmbedding, part_of
 from ..models.decoder import Decoder
 from ..ops.lowrank import Picks
 from ..weights.gguf_lora import is_gguf, open_gguf_lora
@@ -249,11 +248,6 @@ class Adapters:
         slots = torch.full((starts[-1],), -1, dtype=torch.int64)
         scales = torch.zeros(starts[-1], dtype=torch.float32)
         embedded: dict[int, RowEmbedding] = {}
-        gains: dict[str, dict[int, Tensor]] = {}
-        for one in used.values():
-            assert one.slot is not None and one.facts is not None
-            for name, gain in one.facts.gains.items():
-                gains.setdefault(name, {})[one.slot] = gain
         for index, (row, start) in enumerate(zip(rows, starts, strict=False)):
             if not isinstance(row.adapter, Adapted):
                 continue
@@ -267,7 +261,17 @@ class Adapters:
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
-        return Adapting(parts, tables, Picks(slots, scales), embedded, gains)
+        picks = Picks(slots, scales)
+        return Adapting(parts, tables, picks, embedded, self._growth(used.values(), picks))
+
+    def _growth(self, used: Iterable[_Loaded], picks: Picks) -> Growth | None:
+        """How outputs grow under those of the adapters that have it so."""
+        some = [one for one in used if one.facts is not None and one.facts.gains and one.slot is not None]
+        if not some or self._bank is None:
+            return None
+        names = {name for one in some if one.facts is not None for name in one.facts.gains}
+        slots = frozenset(one.slot for one in some if one.slot is not None)
+        return Growth.for_picks({name: self._bank.gains[name] for name in names}, slots, picks)
 
     # In memory and out of it.
 
@@ -299,7 +303,7 @@ class Adapters:
                 over -= other.nbytes
                 self._evict(other)
                 self.evictions += 1
-        one.slot, one.facts = self._bank.put(fitted.products), fitted
+        one.slot, one.facts = self._bank.put(fitted.products, fitted.gains), fitted
         self.loads += 1
 
     def _evict(self, one: _Loaded) -> None:

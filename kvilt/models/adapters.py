@@ -41,7 +41,7 @@ class FittedAdapter:
     embedded: EmbeddedRows | None
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     rank: int  # the largest
-    gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see Adapting
+    gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see Growth
 
     @property
     def parts(self) -> frozenset[str]:

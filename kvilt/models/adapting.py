@@ -60,6 +60,34 @@ class Map(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """By how much of itself each output of a base map grows (DoRA), for the tokens whose adapters have it so."""
+
+    gains: Mapping[str, Tensor]  # by the name of a map, [slots, out]
+    slots: frozenset[int]  # that have some
+    tokens: Tensor  # [n]
+    picks: Picks  # of these
+
+    @staticmethod
+    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], picks: Picks) -> Growth:
+        """For the tokens that use one of the slots."""
+        tokens = torch.isin(picks.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
+        return Growth(gains, slots, tokens, picks.of(tokens))
+
+    def of(self, picks: Picks) -> Growth:
+        """The same for other tokens."""
+        return Growth.for_picks(self.gains, self.slots, picks)
+
+    def grow(self, one: Map, x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
+        """What an output holds besides the map's product, so that it is a `whole`, does not grow: there the product is
+        made once more. All other tokens keep their bits."""
+        if (gains := self.gains.get(one.name)) is None or not len(self.tokens):
+            return
+        made = ops.linear(x[self.tokens], one.weight) if whole else out[self.tokens]
+        out.index_add_(0, self.tokens, made * (gains[self.picks.slots] * self.picks.scales[:, None]))
+
+
+@dataclass(frozen=True, slots=True)
 class Adapting:
     """The adapters of the rows of one step."""
 
@@ -67,8 +95,7 @@ class Adapting:
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
     picks: Picks  # of all tokens of the step
     embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
-    # By the name of a map and by slot: by how much of itself each output of the base map grows (DoRA), [out].
-    gains: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    growth: Growth | None = None  # of those that have some
 
     def touches(self, *names: str) -> bool:
         """Whether some row changes one of these maps."""
@@ -77,26 +104,17 @@ class Adapting:
     @property
     def is_recordable(self) -> bool:
         """Whether a step with these adapters consists of operations of the backend alone."""
-        return not self.embedded and not self.gains
+        return not self.embedded and self.growth is None
 
     def add(self, maps: Sequence[Map], x: Tensor, outs: Sequence[Tensor], ops: Ops, onto: bool = False) -> None:
         """To what these maps made of `x`, what the adapters make of it; `onto`: something else is in there already."""
         chosen = [(one, out) for one, out in zip(maps, outs, strict=True) if one.name in self.tables]
         if not chosen:
             return
-        for one, out in chosen:
-            if (gains := self.gains.get(one.name)) is not None:
-                self._grow(one, gains, x, out, ops, whole=onto or one.bias is not None)
+        if self.growth is not None:
+            for one, out in chosen:
+                self.growth.grow(one, x, out, ops, whole=onto or one.bias is not None)
         ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.picks)
-
-    def _grow(self, one: Map, gains: Mapping[int, Tensor], x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
-        """Outputs grow by their gains, for the tokens of each adapter that has some. What an output holds besides the
-        map's product does not grow, so there the product is made once more; other tokens keep their bits."""
-        for slot, gain in gains.items():
-            mine = (self.picks.slots == slot).nonzero()[:, 0]
-            if len(mine):
-                made = ops.linear(x[mine], one.weight) if whole else out[mine]
-                out[mine] += made * (gain * self.picks.scales[mine, None])
 
     def tables_are(self, other: Adapting) -> bool:
         """Whether both read the same memory."""
@@ -104,7 +122,10 @@ class Adapting:
 
     def of(self, tokens: Tensor | None) -> Adapting:
         """For some tokens of the step; None: all of them."""
-        return self if tokens is None else replace(self, picks=self.picks.of(tokens))
+        if tokens is None:
+            return self
+        picks = self.picks.of(tokens)
+        return replace(self, picks=picks, growth=None if self.growth is None else self.growth.of(picks))
 
 
 class Bank:
@@ -115,19 +136,26 @@ class Bank:
         self._ops = ops
         self._held: list[Mapping[str, LowRank] | None] = [None] * slots
         self.tables = self._new_tables(slots)
+        self.gains: dict[str, Tensor] = {}  # by the name of a linear map, [slots, out]: see Growth
 
-    def put(self, products: Mapping[str, LowRank]) -> int:
-        """Give prepared products a slot."""
+    def put(self, products: Mapping[str, LowRank], gains: Mapping[str, Tensor] | None = None) -> int:
+        """Give prepared products, and by how much outputs grow beside them, a slot."""
         if None not in self._held:
             self._grow()
         slot = self._held.index(None)
         self._fill(slot, products)
+        for name, gain in (gains or {}).items():
+            if name not in self.gains:
+                self.gains[name] = torch.zeros(len(self._held), len(gain))
+            self.gains[name][slot] = gain
         return slot
 
     def drop(self, slot: int) -> None:
         """Empty a slot."""
         for name in self._held[slot] or ():
             self.tables[name].put(slot, None)
+        for gains in self.gains.values():
+            gains[slot] = 0.0
         self._held[slot] = None
 
     def _fill(self, slot: int, products: Mapping[str, LowRank]) -> None:
@@ -136,6 +164,7 @@ class Bank:
             self.tables[name].put(slot, product)
 
     def _grow(self) -> None:
+        self.gains = {name: torch.cat([one, torch.zeros_like(one)]) for name, one in self.gains.items()}
         self._held += [None] * len(self._held)
         self.tables = self._new_tables(len(self._held))
         for slot, products in enumerate(self._held):
