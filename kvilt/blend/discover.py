@@ -50,6 +50,13 @@ class Found:
     compared: int = 0  # tokens that were compared
 
 
+def _extended(total: int, ids: Sequence[int], base: int) -> int:
+    """The hash of some tokens behind those of another hash."""
+    for token in ids:
+        total = (total * base + token + 1) % _PRIME
+    return total
+
+
 class _Hashes:
     """Hashes of any part of some tokens, each in constant time."""
 
@@ -107,11 +114,12 @@ class Known:
             while self._tokens > self._most_tokens:
                 self._drop(next(iter(self._order)))
 
-    def forget(self, scope: Scope, ids: Sequence[int]) -> None:
-        """A document is gone."""
-        if len(ids) >= WINDOW_TOKENS:
-            with self._lock:
-                self._drop(self._key(scope, ids))
+    def demote(self, scope: Scope, ids: Sequence[int]) -> None:
+        """A document was of no use after all: it is the next to be forgotten."""
+        key = self._key(scope, ids)
+        with self._lock:
+            if key in self._order:
+                self._order.move_to_end(key, last=False)
 
     def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> Found:
         """The documents of a scope in a prompt from `start` on, longer ones first where they would overlap."""
@@ -153,8 +161,8 @@ class Known:
         return Found(tuple(sorted(spans, key=lambda one: one.start)), looked, compared)
 
     def _key(self, scope: Scope, ids: Sequence[int]) -> _Key:
-        hashes = _Hashes(ids, self._base)
-        return _Key(scope, hashes.part(0, WINDOW_TOKENS), len(ids), hashes.part(0, len(ids)))
+        first = _extended(0, ids[:WINDOW_TOKENS], self._base)
+        return _Key(scope, first, len(ids), _extended(first, ids[WINDOW_TOKENS:], self._base))
 
     def _drop(self, key: _Key) -> None:
         if key not in self._order:

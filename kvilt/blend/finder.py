@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,18 +18,23 @@ from .recipe import Span
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 16  # scopes to read; each costs a look at every record
 _MOST_READ = 1024  # scopes that are remembered as read
+_ASKING_S = 1.0  # for all documents of a prompt; a tier may take half as long for each
 
 
 class Finder:
     """Documents that may stand in prompts, by tenant and adapter."""
 
     def __init__(
-        self, stored: Callable[[Scope], Iterable[Sequence[Token]]], there: Callable[[Scope, Sequence[int]], bool]
+        self,
+        stored: Callable[[Scope], Iterable[Sequence[Token]]],
+        there: Callable[[Scope, Sequence[int]], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stored` gives the tokens of everything kept for a scope; `there` says whether a document still is."""
         self.known = Known()
         self._stored = stored
         self._there = there
+        self._clock = clock
         self._lock = threading.Lock()
         self._read: dict[Scope, None] = {}
         self._waiting: deque[Scope] = deque()
@@ -36,15 +42,15 @@ class Finder:
         self._closed = False
 
     def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> tuple[Span, ...]:
-        """What stands in a prompt and is stored; what is not any more is forgotten."""
+        """What stands in a prompt and is stored, as far as the store answers in time."""
         self.read(scope)
-        spans = []
+        spans, deadline_s = [], self._clock() + _ASKING_S
         for span in self.known.find(scope, ids, start).spans:
             document = ids[span.start : span.stop]
-            if self._there(scope, document):
+            if self._clock() < deadline_s and self._there(scope, document):
                 spans.append(span)
-            else:
-                self.known.forget(scope, document)
+            else:  # evicted, or its tier does not answer just now
+                self.known.demote(scope, document)
         return tuple(spans)
 
     # Reading what was stored before.

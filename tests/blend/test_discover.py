@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.blend.discover import LOOKS, MOST_ALIKE, WINDOW_TOKENS, Known, Scope
+from kvilt.blend.finder import Finder
 from kvilt.blend.recipe import Span
+from kvilt.kv.row import Token
 
 HERE = Scope("", "base")
 
@@ -147,13 +149,53 @@ def test_few_of_those_that_begin_alike_are_kept() -> None:
     assert made.find(HERE, [3] * 231).spans == (Span(0, 231),)
 
 
-def test_what_is_forgotten_is_not_found() -> None:
-    chunk = list(range(60))
-    made = known([chunk, chunk[:40]])
-    made.forget(HERE, chunk)
-    assert made.find(HERE, chunk).spans == (Span(0, 40),)
-    made.forget(HERE, chunk[:40])
-    made.forget(HERE, chunk[:40])
-    made.forget(HERE, [1])
-    assert made.find(HERE, chunk).spans == ()
-    assert (len(made), made.tokens) == (0, 0)
+def test_what_was_of_no_use_is_the_next_to_go() -> None:
+    dice = random.Random(4)
+    chunks = [[dice.randrange(50_000) for _ in range(100)] for _ in range(4)]
+    made = Known(most_tokens=300)
+    for chunk in chunks[:3]:
+        made.add(HERE, chunk)
+    made.demote(HERE, chunks[2])
+    made.demote(HERE, [1])  # never heard of
+    made.add(HERE, chunks[3])
+    assert [bool(made.find(HERE, chunk).spans) for chunk in chunks] == [True, True, False, True]
+
+
+def test_nobody_is_asked_for_long() -> None:
+    now, asked = 0.0, []
+
+    def slow(_: Scope, ids: Sequence[int]) -> bool:
+        nonlocal now
+        now += 0.4
+        asked.append(len(ids))
+        return True
+
+    finder = Finder(lambda _: (), slow, lambda: now)
+    chunks = [[at] * 40 for at in range(10)]
+    for chunk in chunks:
+        finder.known.add(HERE, chunk)
+    found = finder.find(HERE, [token for chunk in chunks for token in chunk])
+    assert found == (Span(0, 40), Span(40, 80), Span(80, 120))
+    assert len(asked) == 3
+    finder.close()
+
+
+def test_a_scope_is_read_once_and_not_after_the_end() -> None:
+    read: list[Scope] = []
+    chunk = list(range(50))
+
+    def stored(scope: Scope) -> list[Sequence[Token]]:
+        read.append(scope)
+        return [chunk, [b"x" * 32, *chunk], [1, 2]]
+
+    finder = Finder(stored, lambda *_: True)
+    for scope in (HERE, Scope("a", "base"), HERE):
+        finder.read(scope)
+        finder.settle()
+    assert read == [HERE, Scope("a", "base")]
+    assert len(finder.known) == 2  # what holds embeddings is no text
+    assert finder.find(HERE, [0, *chunk]) == (Span(1, 51),)
+    finder.close()
+    finder.read(Scope("b", "base"))
+    finder.settle()
+    assert len(read) == 2

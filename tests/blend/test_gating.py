@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafters import Free, Oracle
 from drive import blended, computed, memory_store, tokens
 from lora_files import write_lora
 from small import Ear, asks, finish, load_small
@@ -19,6 +20,7 @@ from kvilt.blend.gate import Gate, compare
 from kvilt.blend.recipe import Quilt, Recipe
 from kvilt.config import EngineConfig, GateConfig
 from kvilt.engine.counters import PROMPT_TOKENS, SUCCESS
+from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.gating import AGREEMENTS, DROPPED, FALLBACKS, KL, RATIO, SAMPLED, STRIDE_TOKENS
 from kvilt.engine.request import Request
@@ -153,6 +155,32 @@ def test_comparing_changes_no_answer_and_leaves_nothing(executor: Executor, stor
     assert sum(known.count for known in engine.certificates()) + value(engine, DROPPED) == 3
 
 
+def test_with_window_layers(tmp_path: Path, store: Store) -> None:
+    executor = load_small(tmp_path, 24, 9, "native")
+    engine = make(executor, store, LOOK, step_tokens=48, max_rows=8)
+    for ratio in (0.2, 1.0):
+        put(engine, QUILT, recipe(ratio))
+        settle(engine)
+    assert [(known.count, known.mean_kl == 0.0) for known in engine.certificates()][1] == (1, True)
+    executor.prefixes.clear()
+    assert executor.pool.usage().used == 0
+
+
+def test_beside_drafts(executor: Executor, store: Store) -> None:
+    """Rows of a comparison have logits that nobody draws from, among rows with several."""
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    expected = put(engine := make(executor, store, None), QUILT, recipe(0.2), params=params)
+    settle(engine)
+    drafting = Drafting(Oracle({QUILT.ids: expected.tokens[0]}, 0.8, 61), Free())
+    gate, chunks = Gate(LOOK, lambda: "m"), Chunks(executor, store)
+    engine = Engine(executor, EngineConfig(max_rows=8), chunks=chunks, gate=gate, drafting=drafting)
+    ears = [put(engine, QUILT, recipe(0.2), params=params) for _ in range(2)]
+    settle(engine)
+    assert [ear.tokens for ear in ears] == [expected.tokens] * 2
+    assert all(end is not None and end.drafts.accepted > 0 for ear in ears for end in ear.ends)
+    assert sum(known.count for known in engine.certificates()) == 2
+
+
 # What follows.
 
 
@@ -168,6 +196,13 @@ def served(engine: Engine, quilt: Quilt, made: Recipe) -> str:
     assert end.blended is not None
     assert end.cached + end.computed == len(quilt.ids)
     return end.blended.recipe
+
+
+def fall_back(engine: Engine, made: Recipe) -> None:
+    for _ in range(100):
+        if served(engine, QUILT, made).startswith("full"):
+            return
+    raise AssertionError("it does not fall back")
 
 
 def test_a_ratio_that_is_too_low_is_raised_until_it_falls_back(executor: Executor, store: Store) -> None:
@@ -190,8 +225,7 @@ def test_a_ratio_that_is_too_low_is_raised_until_it_falls_back(executor: Executo
 
 def test_it_comes_back_when_documents_blend_well_again(executor: Executor, store: Store) -> None:
     engine, reuse = make(executor, store, ACT), recipe(0.0)
-    while not served(engine, QUILT, reuse).startswith("full"):
-        pass
+    fall_back(engine, reuse)
     seen = list(dict.fromkeys(served(engine, RIGHT, reuse) for _ in range(120)))
     ratios = [1.0 if one.startswith("full") else float(one.split("ratio=")[1].split()[0]) for one in seen]
     assert ratios[0] == 1.0
@@ -203,8 +237,7 @@ def test_it_comes_back_when_documents_blend_well_again(executor: Executor, store
 def test_a_restart_goes_on_where_it_was(executor: Executor, store: Store, tmp_path: Path) -> None:
     path, reuse = tmp_path / "certificates.json", recipe(0.0)
     engine = make(executor, store, ACT, path)
-    while not served(engine, QUILT, reuse).startswith("full"):
-        pass
+    fall_back(engine, reuse)
     close(engine)
     again = make(executor, store, ACT, path)
     assert served(again, QUILT, reuse).startswith("full")
