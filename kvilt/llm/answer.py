@@ -205,7 +205,8 @@ def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found
     if found is None or cached + computed < prompt:  # not blended, or ended before that was done
         return Usage(prompt, completion, computed, prefix_hit=cached)
     computed -= found.reused + found.recomputed
-    return Usage(prompt, completion, computed, cached, found.reused, found.recomputed, found.recipe)
+    made = Usage(prompt, completion, computed, cached, found.reused, found.recomputed, found.recipe)
+    return replace(made, documents_computed=found.made)
 
 
 def _drafted(usage: Usage, drafts: Drafts) -> Usage:

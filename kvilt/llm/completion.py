@@ -29,6 +29,7 @@ class Usage:
     drafted_tokens: int = 0  # proposed before they were drawn
     accepted_tokens: int = 0  # of these, drawn
     accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft
+    documents_computed: int = 0  # tokens of documents that were not stored: computed once by themselves, then reused
     cached_tokens: int = field(init=False)  # not computed again, wherever it was found
 
     def __post_init__(self) -> None:

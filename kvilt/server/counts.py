@@ -26,7 +26,7 @@ def usage(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
     prompt = sum(one.prompt_tokens for one in prompts)
     own = {
         name: sum(getattr(one, name) for one in prompts)
-        for name in ("computed", "prefix_hit", "blended_reused", "blended_recomputed")
+        for name in ("computed", "prefix_hit", "blended_reused", "blended_recomputed", "documents_computed")
     }
     return {
         "prompt_tokens": prompt,

@@ -58,11 +58,14 @@ def own(usage: Any) -> dict[str, Any]:
 
 def test_a_conversation_with_documents(server: Running, llm: LLM) -> None:
     expected = llm.chat(QUESTION, documents=[ONE, TWO], recipe=LOOSE, max_tokens=6, temperature=0)
-    for _ in range(2):  # computed, then found
-        done = server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=DOCUMENTS)
+    tokens = sum(len(llm.documents.ids(text)) for text in (ONE, TWO))
+    mine = {**DOCUMENTS, "cache_salt": "nobody else's"}
+    for made in (tokens, 0):  # computed, then found
+        done = server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=mine)
         assert done.choices[0].message.content == expected.text
         used = own(done.usage)
         assert used["recipe"] == LOOSE.name
+        assert used["documents_computed"] == made
         assert used["blended_reused"] == expected.usage.blended_reused > 0
         assert used["blended_recomputed"] == expected.usage.blended_recomputed > 0
 
