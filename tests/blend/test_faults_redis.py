@@ -108,10 +108,9 @@ def test_two_seconds_for_every_answer(
 ) -> None:
     """Cut short by the tier's own timeout, or by the limits of whoever waits; then it is left alone."""
     fill(executor, redis_server)
-    fast, answers = threading.Event(), itertools.count()
+    fast = threading.Event()
 
     def bend(data: bytes) -> bytes:
-        next(answers)
         fast.wait(2.0)
         return data
 
@@ -121,12 +120,11 @@ def test_two_seconds_for_every_answer(
         assert (said.tokens, said.made, said.found) == (expected, QUILT.reused, 0)
         assert count(store, "misses_total") >= 3
         assert count(store, "misses_total", reason="timeout") + count(store, "misses_total", reason="deadline") > 0
-        assert store.flush(300)
         assert count(store, "tier_up", tier="redis") == 0
-        before = next(answers)
+        before = count(store, "misses_total", reason="down")
         said = answer(executor, store)  # nobody asks it any more, so nobody waits
         assert (said.tokens, said.made, said.found) == (expected, QUILT.reused, 0)
-        assert next(answers) - before <= 2  # what was under way when it was given up may still arrive
+        assert count(store, "misses_total", reason="down") - before >= 3
         fast.set()
     recovers(executor, redis_server, expected)
 
