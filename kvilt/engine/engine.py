@@ -377,6 +377,8 @@ class Engine:
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
             self._executor.prefixes.forget(track.trail)  # the KV behind such logits may be no better
+            if self._warmth is not None:
+                self._warmth.doubt(track)
         self._end(track, "error", error)
 
     # Telling.

@@ -124,6 +124,12 @@ class Warmth:
         if (one := self._seeks.get(track)) is not None:
             self._end(one)
 
+    def doubt(self, track: Track) -> None:
+        """Something is wrong with a prompt's KV: nobody shall find it in the store either."""
+        if self._identity is not None and track.trail is not None:
+            for address in self._addresses(track, 0, len(track.trail.keys)):
+                self._store.discard(address)
+
     def _begin(self, track: Track, first: int, stop: int) -> None:
         assert track.trail is not None
         limits, tokens = self._store.limits, (stop - first) * self._layout.page_tokens

@@ -20,7 +20,7 @@ from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.counters import RESTORED
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
-from kvilt.errors import ParamError
+from kvilt.errors import NumericsError, ParamError
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.sampling.params import SamplingParams
@@ -230,6 +230,26 @@ def test_each_adapter_finds_its_own(tmp_path: Path) -> None:
         engine = engine_over(executor, store)
         for adapter, tokens in zip(choices, said, strict=True):
             assert say(engine, ask, adapter=adapter) == (tokens, 4 * SIZE)
+
+
+def test_kv_that_no_logits_come_of_is_forgotten_there_too(full: Executor, tmp_path: Path) -> None:
+    with on_disk(tmp_path) as store:
+        warmed(full, store, WARM)
+        engine, sample = engine_over(full, store), full.sample
+
+        def broken(*_given: object, **_more: object) -> object:
+            raise NumericsError([0])
+
+        full.sample = broken  # type: ignore[method-assign, assignment]
+        try:
+            ear = start(engine, WARM)
+            run(engine, lambda: ear.over)
+        finally:
+            full.sample = sample  # type: ignore[method-assign]
+        assert isinstance(ear.error, NumericsError)
+        assert store.flush(300)
+        assert store.usage()["disk"].records == 0
+        assert say(engine, WARM) == (WARM.alone(full), 0)
 
 
 # Time.
