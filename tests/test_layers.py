@@ -42,6 +42,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli": frozenset({"typer", "rich", "prompt_toolkit", "click"}),
     "kvilt.cli.serve": frozenset({"uvloop"}),
     "kvilt.cli.bench_serve_plot": frozenset({"matplotlib"}),
+    "kvilt.cli.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "orjson"}),
     "kvilt.server.spans": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),

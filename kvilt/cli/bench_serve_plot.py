@@ -1,4 +1,4 @@
-"""A run of `kvilt bench serve` as a picture. The one module that imports matplotlib, which is the extra `plot`."""
+"""A run of `kvilt bench serve` as a picture. It needs matplotlib, which is the extra `plot`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality against ratio, drawn in letters, and into a picture where matplotlib is there."""
+"""Quality against ratio, drawn in letters."""
 
 from __future__ import annotations
 
@@ -48,22 +48,3 @@ def _dot(grid: list[list[str]], x: float, y: float, mark: str) -> None:
     row, column = round((1 - y) * _HIGH), round(x * _WIDE)
     if mark != "·" or grid[row][column] == " ":
         grid[row][column] = mark
-
-
-def plot(points: Sequence[Point], title: str, path: str) -> None:
-    """The same curve as a picture; the file's name says its format."""
-    from matplotlib.figure import Figure
-
-    from ..errors import Unsupported
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for strategy, mine in series(points).items():
-        axes.plot([100 * x for x, _ in mine], [y for _, y in mine], marker="o", label=strategy)
-    axes.set(xlabel="tokens of documents computed again, %", ylabel="KL of the first token", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except ValueError as error:  # an ending that names no format
-        raise Unsupported(f"--plot {path}: {str(error)[:120]}") from None

@@ -16,8 +16,9 @@ from ..errors import ParamError
 from ..llm import LLM, load
 from .bench_serve_plot import check_plot
 from .blend_cases import Case, read_cases, read_questions
-from .blend_curve import curve, plot
+from .blend_curve import curve
 from .blend_measure import methods
+from .blend_plot import plot
 from .blend_results import Summary, lines, summaries
 from .progress import bars
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvilt.blend.chunk import Chunks
 from kvilt.cli.blend_cases import Case, read_cases, read_questions
-from kvilt.cli.blend_curve import curve, plot, series
+from kvilt.cli.blend_curve import curve, series
 from kvilt.cli.blend_measure import FULL, REUSE, Outcome, compare, f1, methods, quilt_of
+from kvilt.cli.blend_plot import plot
 from kvilt.cli.blend_report import Asked, Told, report
 from kvilt.cli.blend_results import Line, lines, summaries
 from kvilt.errors import InputError, ParamError, Unsupported

@@ -1,0 +1,25 @@
+"""Quality against ratio as a picture; matplotlib is the extra `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import Unsupported
+from .blend_curve import Point, series
+
+
+def plot(points: Sequence[Point], title: str, path: str) -> None:
+    """The same curve as a picture; the file's name says its format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for strategy, mine in series(points).items():
+        axes.plot([100 * x for x, _ in mine], [y for _, y in mine], marker="o", label=strategy)
+    axes.set(xlabel="tokens of documents computed again, %", ylabel="KL of the first token", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except ValueError as error:  # an ending that names no format
+        raise Unsupported(f"--plot {path}: {str(error)[:120]}") from None
