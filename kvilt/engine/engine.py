@@ -124,8 +124,6 @@ class Engine:
         if request.discover is None and self._discover:
             request = replace(request, discover=True)
         try:
-            if self._warmth is not None:
-                self._warmth.prepare()
             job = make_job(self._executor, request, listener, lent, self.chunks, gating.gate if gating else None)
         except BaseException:
             if lent is not None:

@@ -67,15 +67,11 @@ class Warmth:
         self._clock = clock
         self._layout = executor.layout
         self._layers = len(executor.spec.layers)
-        self._identity: Identity | None = None
+        # This may hash all weights. Whoever loads a model waits for that, and not its first request, or a step.
+        self._identity: Identity | None = executor.pool.identity()
         self._seeks: dict[Track, Seek] = {}
         self._queue: dict[Track, None] = {}  # those that wait for somebody else's to end
         executor.prefixes.on_evict = self._keep
-
-    def prepare(self) -> None:
-        """Settle whose KV this is, in the thread of whoever asks: that may hash all weights, and no step waits."""
-        if self._identity is None:
-            self._identity = self._executor.pool.identity()
 
     # Looking.
 
