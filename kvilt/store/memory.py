@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .address import Address
 from .codecs import Codec
 from .layer import LayerKV
-from .shelf import Shelf
+from .ledger import Ledger
 from .tier import Budget, Usage
 
 _TOUCH_EVERY_S = 60.0
@@ -55,7 +55,7 @@ class Memory:
     name = "memory"
 
     def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shelf = Shelf(budget)
+        self._ledger = Ledger(budget)
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entry] = {}
@@ -66,7 +66,7 @@ class Memory:
         with self._lock:
             if (entry := self._entries.get(key)) is None:
                 return None
-            self._shelf.touch(key)
+            self._ledger.touch(key)
             now_s = self._clock()
             tell = now_s - self._told_s[key] >= _TOUCH_EVERY_S
             if tell:
@@ -76,7 +76,7 @@ class Memory:
     def put(self, key: bytes, entry: Entry, retain: bool) -> list[bytes] | None:
         """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""
         with self._lock:
-            gone = self._shelf.add(key, entry.address.tenant, entry.nbytes, retain)
+            gone = self._ledger.add(key, entry.address.tenant, entry.nbytes, retain)
             if gone is None:
                 return None
             for one in gone:
@@ -87,12 +87,12 @@ class Memory:
 
     def discard(self, key: bytes) -> None:
         with self._lock:
-            self._shelf.remove(key)
+            self._ledger.remove(key)
             self._forget(key)
 
     def usage(self) -> Usage:
         with self._lock:
-            return Usage(len(self._shelf), self._shelf.nbytes)
+            return Usage(len(self._ledger), self._ledger.nbytes)
 
     def _forget(self, key: bytes) -> None:
         self._entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""Who leaves when room is needed: the same rules for the shelf in memory, the index on disk and Redis."""
+"""Who leaves when room is needed: the same rules for the ledger in memory, the index on disk and Redis."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvilt.errors import ParamError, StoreError
 from kvilt.store.index import Index, Row
+from kvilt.store.ledger import Ledger
 from kvilt.store.record import Facts
-from kvilt.store.shelf import Shelf
 from kvilt.store.tier import Budget, Usage
 
 
@@ -30,26 +30,26 @@ def name(key: int) -> bytes:
     return key.to_bytes(32, "big")
 
 
-class OnShelf:
+class InLedger:
     def __init__(self, budget: Budget) -> None:
-        self._shelf, self._keys = Shelf(budget), set[int]()
+        self._ledger, self._keys = Ledger(budget), set[int]()
 
     def add(self, key: int, tenant: str, nbytes: int, retain: bool = False) -> bool:
-        gone = self._shelf.add(name(key), tenant, nbytes, retain)
+        gone = self._ledger.add(name(key), tenant, nbytes, retain)
         self._keys = (self._keys | ({key} if gone is not None else set())) - {
             int.from_bytes(one, "big") for one in gone or []
         }
         return gone is not None
 
     def touch(self, key: int) -> None:
-        self._shelf.touch(name(key))
+        self._ledger.touch(name(key))
 
     def held(self) -> set[int]:
-        assert all((name(key) in self._shelf) for key in self._keys)
+        assert all((name(key) in self._ledger) for key in self._keys)
         return set(self._keys)
 
     def usage(self) -> Usage:
-        return Usage(len(self._shelf), self._shelf.nbytes)
+        return Usage(len(self._ledger), self._ledger.nbytes)
 
 
 class InIndex:
@@ -115,11 +115,11 @@ def wait_a_millisecond() -> None:
     time.sleep(0.0015)
 
 
-@pytest.fixture(params=["shelf", "index", pytest.param("redis", marks=pytest.mark.needs("redis-server"))])
+@pytest.fixture(params=["ledger", "index", pytest.param("redis", marks=pytest.mark.needs("redis-server"))])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     match request.param:
-        case "shelf":
-            yield OnShelf
+        case "ledger":
+            yield InLedger
         case "index":
             made: list[InIndex] = []
             yield lambda budget: made.append(InIndex(budget, tmp_path)) or made[-1]
@@ -204,14 +204,14 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["shelf", "index"])
+@pytest.mark.parametrize("kind", ["ledger", "index"])
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS, total=st.integers(0, 200), tenant=st.integers(0, 200), retain=st.integers(0, 200))
 def test_no_budget_is_ever_exceeded(
     kind: str, tmp_path_factory: pytest.TempPathFactory, steps: list[Any], total: int, tenant: int, retain: int
 ) -> None:
     budget = Budget(total, tenant_bytes=tenant, retain_bytes=retain)
-    books: Any = OnShelf(budget) if kind == "shelf" else InIndex(budget, tmp_path_factory.mktemp("index"))
+    books: Any = InLedger(budget) if kind == "ledger" else InIndex(budget, tmp_path_factory.mktemp("index"))
     sizes: dict[int, tuple[str, int]] = {}
     for key, who, nbytes, again, keep in steps:
         books.touch(key) if again else None

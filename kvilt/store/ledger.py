@@ -33,7 +33,7 @@ class _Tenant:
         return next(iter(self.plain or self.retained))
 
 
-class Shelf:
+class Ledger:
     """Sizes and order of what a tier holds. Not for several threads at once."""
 
     def __init__(self, budget: Budget) -> None:
@@ -53,7 +53,7 @@ class Shelf:
         return self._tenants[tenant].nbytes if tenant in self._tenants else 0
 
     def add(self, key: bytes, tenant: str, nbytes: int, retain: bool) -> list[bytes] | None:
-        """Put an entry on the shelf; the keys that must leave for it, or None where it is too large to be there."""
+        """Put an entry in the books; the keys that must leave for it, or None where it is too large to be there."""
         if nbytes > self.budget.record:
             return None
         if key in self._entries:
