@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,54 @@ def test_few_pages_are_everybody_elses(tmp_path: Path, store: Store, pages: int)
         executor.prefixes.clear()
         assert executor.pool.usage().used == 0
     assert heard[1] == heard[2]
+
+
+def _arrivals(dice: random.Random) -> list[tuple[int, Request]]:
+    """Requests with and without documents, and the steps they come with."""
+    texts = [tokens(size, seed) for seed, size in enumerate((33, 40, 60, 7, 1, 64))]
+    made = []
+    for index in range(dice.randrange(2, 7)):
+        begin, end = tokens(dice.randrange(40), 50 + dice.randrange(3)), tokens(dice.randrange(1, 12), 70 + index)
+        parts = [begin, *dice.sample(texts, dice.randrange(1, 3)), end]
+        quilt = Quilt.of(parts, [False, *[True] * (len(parts) - 2), False])
+        own = recipe(dice.choice([0.0, 0.2, 1.0]), dice.choice(["head", "query", "deviation"]))
+        params = SamplingParams(max_tokens=dice.randrange(1, 50), temperature=0.0, n=dice.choice([1, 1, 2]))
+        documents = quilt.documents if dice.random() < 0.7 else ()
+        request = Request(quilt.ids, params, id=str(index), documents=documents, recipe=own)
+        made.append((dice.randrange(40), request))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_happens_nobody_notices(tmp_path: Path, seed: int) -> None:
+    """Requests that come, end, give way and are aborted at any time, on few pages or many."""
+    dice = random.Random(seed)
+    executor = load_small(tmp_path, dice.choice([9, 12, 16, 40]), None, "native")
+    coming, own = _arrivals(dice), {"step_tokens": dice.choice([16, 64, 256]), "max_rows": 8}
+    aborted = {request.id: at + dice.randrange(1, 30) for at, request in coming if dice.random() < 0.2}
+    heard = []
+    for config in (None, GateConfig(every=1, act=False, patience=dice.choice([5, 500]))):
+        with memory_store() as store:
+            engine, ears = make(executor, store, config, **own), {}
+            for step in range(5000):
+                for at, request in coming:
+                    if at == step:
+                        ears[request.id] = Ear(request.samples)
+                        engine.add(engine.prepare(request, ears[request.id]))
+                    if aborted.get(request.id) == step:
+                        engine.abort(request.id)
+                engine.step()
+                if step > 80 and not engine.ready:
+                    break
+            assert not engine.ready
+            assert engine.requests == 0
+        executor.prefixes.clear()
+        assert executor.pool.usage().used == 0
+        heard.append({name: (ear.tokens, ear.reasons) for name, ear in ears.items() if name not in aborted})
+    assert heard[0] == heard[1]
+    compared = engine.certificates()
+    assert sum(one.count for one in compared) + value(engine, DROPPED) == value(engine, SAMPLED)
+    assert all(one.mean_kl == 0.0 for one in compared if one.asked_ratio == 1.0 and one.count)
 
 
 def test_a_comparison_that_fails_is_nobody_elses_failure(
