@@ -34,7 +34,7 @@ PEER = """
 import json, sys, time
 from llama_cpp import Llama
 model, threads = sys.argv[1], int(sys.argv[2])
-llm = Llama(model, n_ctx=4096, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+llm = Llama(model, n_ctx=4096, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False)
 for line in sys.stdin:
     ids = json.loads(line)
     llm.reset()
