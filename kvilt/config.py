@@ -97,8 +97,8 @@ class GateConfig:
                 raise ParamError(name, f"must be a whole number and at least {least}, not {value!r}")
         if not 0 < self.max_kl < math.inf:
             raise ParamError("max_kl", f"must be a finite number above 0, not {self.max_kl!r}")
-        if not 1 < self.step < math.inf:
-            raise ParamError("step", f"must be a finite number above 1, not {self.step!r}")
+        if not 1.01 <= self.step < math.inf:
+            raise ParamError("step", f"must be a finite number of at least 1.01, not {self.step!r}")
         for name in ("trusted", "ceiling"):
             if not 0 < getattr(self, name) <= 1:
                 raise ParamError(name, f"must be above 0 and at most 1, not {getattr(self, name)!r}")

@@ -53,7 +53,7 @@ def ladder(recipe: Recipe, config: GateConfig) -> list[Recipe]:
     """A recipe, and the same with higher and higher ratios up to the ceiling."""
     made = [recipe]
     while (ratio := made[-1].ratio) < config.ceiling:
-        higher = min(config.ceiling, max(_LEAST_RATIO, ratio) * config.step)
+        higher = min(config.ceiling, round(max(_LEAST_RATIO, ratio) * config.step, 6))
         floor = None if recipe.load_floor is None else max(recipe.load_floor, higher)
         made.append(replace(recipe, ratio=higher, load_floor=floor))
     return made

@@ -245,6 +245,7 @@ def test_the_bound_holds_for_small_samples() -> None:
         {"max_kl": 0},
         {"max_kl": math.nan},
         {"step": 1},
+        {"step": 1.0001},
         {"ceiling": 2},
         {"trusted": 0},
     ],
