@@ -80,10 +80,7 @@ class Blending:
         self._layers = layers
         self._meter = LoadMeter()
         self._texts = [quilt.ids[one.start : one.stop] for one in quilt.documents]
-        # Equal documents are looked up, and perhaps computed, once. Looking begins here, long before the first row.
-        self._found: dict[tuple[int, ...], Loading] = {
-            text: chunks.open(text, tenant, self._maker) for text in dict.fromkeys(self._texts)
-        }
+        self._found: dict[tuple[int, ...], Loading] = {}  # from when it is opened until it is done
         self._made = 0
         self._recomputed = 0
         self._placed = 0  # layers
@@ -92,6 +89,16 @@ class Blending:
         self._stage: Stage | None = None
         self._awaited = 0  # layers of every document that the course waits for
         self.done = False
+
+    def open(self) -> None:
+        """Begin to look for the documents, ahead of the first row, unless that was done; from here on they take memory.
+
+        Equal ones are looked up, and perhaps computed, once.
+        """
+        if not self._found:
+            self._meter = LoadMeter()
+            for text in dict.fromkeys(self._texts):
+                self._found[text] = self._chunks.open(text, self._tenant, self._maker)
 
     # What a scheduler asks.
 
@@ -131,6 +138,7 @@ class Blending:
 
     def watch(self, told: Callable[[], None]) -> None:
         """Call this, from whatever thread, when more of a document is here."""
+        self.open()
         for one in self._found.values():
             one.watch(told)
 
@@ -145,6 +153,7 @@ class Blending:
         """Start, or after a preemption start again, in a cache that holds the tokens before the first document."""
         assert kv.lengths == (self.quilt.exact,), "blending begins where the first document does"
         self.close()
+        self.open()
         kv.reserve(len(self.quilt.ids) - self.quilt.exact)
         if not all(loading.hit() for loading in self._found.values()):
             self._room()  # all room is found before any work
@@ -199,6 +208,7 @@ class Blending:
                 self._stage = next(self._course)
         except StopIteration:
             self.done = True
+            self._found = {}  # all of it stands in the cache now
             self.close()
 
     # The course.

@@ -298,6 +298,8 @@ class Engine:
     def _place(self, new: Admission) -> None:
         """Give a sample the cache it begins with."""
         track = self._tracks[new.sample]
+        if track.blending is not None:
+            track.blending.open()
         if track.job.base is not None:
             track.kv = track.job.base.fork()
         elif track.trail is not None:

@@ -215,6 +215,7 @@ def test_a_record_that_fails_half_way_is_computed_instead(
     expected, kv, _ = blended(native, chunks, QUILT, made)
     kv.close()
     blending = Blending(native, chunks, QUILT, made)
+    blending.open()
     whole = Loading.layer
     victim = chunks.open(QUILT.ids[45:62])
     found = next(one for one in blending._found.values() if one.address.key == victim.address.key)

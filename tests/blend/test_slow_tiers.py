@@ -127,6 +127,26 @@ def test_what_does_not_come_in_time_is_computed(
         gate.release(1000)
 
 
+def test_documents_are_in_memory_only_while_they_are_placed(executor: Executor, tier: Shelfware) -> None:
+    """Not while a prompt waits for its turn, not while its answer is drawn, and not for each of its samples."""
+    tier.log.clear()
+    with Store(None, [tier], limits=LONG) as store:
+        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=3), chunks=Chunks(executor, store))
+        many = SamplingParams(max_tokens=6, temperature=0.7, seed=3, n=3)
+        ear, later = Ear(3), Ear()
+        request = Request(QUILT.ids, many, documents=QUILT.documents, recipe=RECIPES[1])
+        engine.add(first := engine.prepare(request, ear))
+        asked = Request(QUILT.ids, GREEDY, documents=QUILT.documents, recipe=RECIPES[1])
+        engine.add(second := engine.prepare(asked, later))
+        run(engine, lambda: bool(ear.tokens[2]))
+        blends = [track.blending for track in (*first.live, second.first)]
+        assert len(blends) == 4
+        assert all(one is not None and not one._found for one in blends)
+        assert tier.log.count("open") == 2  # each document once, for the first prompt alone
+        run(engine, lambda: ear.over and later.over)
+        assert tier.log.count("open") == 4
+
+
 def test_an_abort_while_waiting_leaves_nothing_behind(executor: Executor, tier: Shelfware) -> None:
     tier.reads.clear()
     with Store(None, [tier], limits=LONG) as store:
