@@ -33,6 +33,7 @@ ACCEPTED_AT = Counter(
     "kvilt_spec_decode_num_accepted_tokens_per_pos_total", "The same by their place in a draft.", ("position",)
 )
 NO_DRAFT = Draft()
+_LASTING = 0.97  # what was seen of all samples' drafts is forgotten more slowly than what was seen of one
 _FREE = 0.1  # a drafter that takes less than this part of what drafts cost in a step may be asked for too many
 DRAFT_METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT)
 
@@ -64,7 +65,7 @@ class Drafting:
         self._cost = cost or Cost()
         self._clock = clock
         self._price: Price | None = None  # of the step in progress
-        self._usual = Pace.of(drafter.hopes)  # of all samples, for those that begin
+        self._usual = Pace.of(drafter.hopes, _LASTING)  # of all samples
         self._ahead_s: dict[Sample, float] = {}  # of a life without drafts; also of those that want none themselves
         self._began_s = self._took_s = 0.0
 
@@ -103,7 +104,8 @@ class Drafting:
             if course is None:
                 wishes.append(Wish(0.0, 0.0, 0, ahead_s))
                 continue
-            wishes.append(Wish(course.pace.best, course.pace.surest, course.most, ahead_s, course.pace.any_due))
+            pace = course.pace
+            wishes.append(Wish(pace.best, pace.surest(self._usual), course.most, ahead_s, pace.any_due))
         if not possible(wishes, price):
             return [0] * len(wishes)
         if price.own_s > _FREE * price.each_s:
@@ -135,7 +137,7 @@ class Drafting:
                 course.draft = replace(draft, tokens=tokens)
             if any(course.draft.tokens for _, course in asked):
                 self._cut([tracks[work.sample] for work in plan.work if work.draws])
-            self._took(drafts, len(asked), self._clock() - began_s)
+            self._took(drafts, self._clock() - began_s)
         self._began_s = self._clock()
 
     def _cut(self, draws: Sequence[Track]) -> None:
@@ -149,20 +151,20 @@ class Drafting:
                 wishes.append(Wish(0.0, 0.0, 0, ahead_s))
                 continue
             grade, most, pace = course.draft.grade, len(course.draft.tokens), course.pace
-            wishes.append(Wish(pace.chance(grade), pace.sure(grade), most, ahead_s, pace.is_due(grade)))
+            wishes.append(Wish(pace.chance(grade), pace.sure(grade, self._usual), most, ahead_s, pace.is_due(grade)))
         paying = allot(wishes, price)
         for track, paid, count in zip(draws, paying, probe(wishes, paying, price), strict=True):
             if (course := track.course) is not None:
                 course.draft = replace(course.draft, tokens=course.draft.tokens[:count])
                 course.probed = count > paid
 
-    def _took(self, drafts: Sequence[Draft], rows: int, took_s: float) -> None:
+    def _took(self, drafts: Sequence[Draft], took_s: float) -> None:
         """What a drafter took; reading prompts is the price of no draft."""
         count = sum(len(draft.tokens) for draft in drafts)
         if not any(draft.read for draft in drafts):
             self._took_s = took_s
-            if count:
-                self._cost.drafted(rows, count, took_s)
+            if count and self._price is not None:
+                self._cost.drafted(self._price.rows, count, took_s)
 
     def _drafts(self, stories: Sequence[Story], k: Sequence[int]) -> Sequence[Draft]:
         try:

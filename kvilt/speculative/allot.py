@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from .cost import Price
 
 _WORTH = 1.04  # times the tokens a second of a step without drafts; less is not worth the noise
-# In steps without drafts: what a row may lose before it has gained anything, in each step, in all, and what it may
-# spend later of what it gained.
-CREDIT, _PATIENCE, _DEEPEST, _HIGHEST = 1.0, 0.01, -4.0, 64.0
+# In steps without drafts: what a row may lose before it has gained anything, in each step, on hope for its own drafts,
+# and in all; and what it may spend later of what it gained.
+CREDIT, _PATIENCE, _HOPE, _DEEPEST, _HIGHEST = 1.0, 0.01, 1.0, -4.0, 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Wish:
 def possible(wishes: Sequence[Wish], price: Price) -> bool:
     """Whether anybody may get a draft at all."""
     least_s = price.all_s(1)
-    return all(least_s <= wish.ahead_s + _gain(wish.sure, wish.most) * price.plain_s for wish in wishes)
+    return all(least_s <= wish.ahead_s + _worth(wish, wish.most) * price.plain_s for wish in wishes)
 
 
 def allot(wishes: Sequence[Wish], price: Price) -> list[int]:
@@ -61,9 +61,16 @@ def nobody_waits(wishes: Sequence[Wish], counts: Sequence[int], price: Price) ->
     """Whether every row, as far as is known, will be no later behind the step than it would be without drafts."""
     extra_s = price.all_s(sum(counts))
     return all(
-        extra_s <= wish.ahead_s + _gain(wish.sure, count) * price.plain_s
+        extra_s <= wish.ahead_s + _worth(wish, count) * price.plain_s
         for wish, count in zip(wishes, counts, strict=True)
     )
+
+
+def _worth(wish: Wish, count: int) -> float:
+    """Steps without drafts that a row may spend on so many of its own: what they are sure to gain, and some hope."""
+    if not count:
+        return 0.0
+    return min(_gain(wish.sure, count) + _HOPE, _gain(max(wish.chance, wish.sure), count))
 
 
 def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> float:

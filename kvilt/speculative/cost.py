@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 _FIRST_PRICE = 0.35  # until it is measured: what a draft adds to a step, against a row's share of it
 _LOWEST_PRICE = 0.02
 _FORGET = 0.9  # a step's weight against the one after it
+_FADE = 0.97  # and against a later one of another kind
 _OUTLIER = 6.0  # a step this much longer than expected was interrupted, and says nothing
 _ENOUGH = 2  # steps without drafts that say what such a step takes
 _ROUND = 64  # so often two steps have none, to see whether that still holds
@@ -74,6 +75,11 @@ class Line:
         self.xx = self.xx * _FORGET + drafts * drafts
         self.xy = self.xy * _FORGET + drafts * extra_s
 
+    def fade(self) -> None:
+        """A step without drafts says nothing of them, but makes what is known of them older."""
+        for name in ("weight", "x", "y", "xx", "xy"):
+            setattr(self, name, getattr(self, name) * _FADE)
+
     def fit(self, usual_s: float) -> tuple[float, float]:
         """Seconds for having drafts at all, and for each; begun with a step that had none, and a usual one of two."""
         weight, x, xx = self.weight + 1.5, self.x + 1.0, self.xx + 2.0
@@ -102,6 +108,7 @@ class Cost:
 
     def __init__(self) -> None:
         self._steps: dict[int, Steps] = {}
+        self._latest = Steps()  # in which a drafter's time was measured
 
     def price(self, rows: int) -> Price | None:
         """For the next step of so many rows; None where it should have no drafts, to learn what it takes without."""
@@ -116,7 +123,8 @@ class Cost:
             plain_s = steps.plain.value
             usual_s = _FIRST_PRICE * plain_s / rows
             first_s, each_s = steps.line.fit(usual_s)
-            own_s = steps.own.value if steps.own.count else usual_s
+            near = steps if steps.own.count else self._latest
+            own_s = near.own.value if near.own.count else usual_s
             steps.price = Price(plain_s, first_s, each_s, own_s, rows)
         return steps.price
 
@@ -135,6 +143,7 @@ class Cost:
             return
         if not drafts:
             steps.plain.take(step_s)
+            steps.line.fade()
         elif price is not None:
             steps.line.take(drafts, step_s - price.plain_s)
         steps.price = None
@@ -143,7 +152,7 @@ class Cost:
         """A drafter took so long for so many tokens of so many rows."""
         steps = self._of(rows)
         steps.own.take(took_s / drafts)
-        steps.price = None
+        steps.price, self._latest = None, steps
 
     def _of(self, rows: int) -> Steps:
         return self._steps.setdefault(rows if rows <= 16 else rows & -4, Steps())

@@ -13,6 +13,7 @@ class Tally:
     """What became of drafts of one grade, the latest first."""
 
     hope: float
+    keep: float = 0.8  # a draft's weight against the one after it
     hits: float = 0.0
     misses: float = 0.0
 
@@ -21,15 +22,15 @@ class Tally:
         """That one more draft is accepted, if all before it were."""
         return (self.hits + 2 * self.hope) / (self.hits + self.misses + 2)
 
-    @property
-    def sure(self) -> float:
-        """The same as far as it was seen."""
-        return self.hits / (self.hits + self.misses + 1)
+    def sure(self, others: Tally) -> float:
+        """The same as far as it was seen, here or with others."""
+        seen = others.hits / (others.hits + others.misses + 1)
+        return (self.hits + 2 * seen) / (self.hits + self.misses + 2)
 
     def count(self, drafted: int, accepted: int) -> None:
         """Some drafts, of which the first so many were accepted."""
-        self.hits = self.hits * 0.8 + accepted
-        self.misses = self.misses * 0.8 + (accepted < drafted)
+        self.hits = self.hits * self.keep + accepted
+        self.misses = self.misses * self.keep + (accepted < drafted)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,23 +39,26 @@ class Pace:
 
     tallies: list[Tally]
     best: float = 0.0  # the highest chance of any grade
-    surest: float = 0.0
     steps: int = 0
     rests: list[int] = field(default_factory=list)  # how long each grade rests when it next does not pay
     wakes: list[int] = field(default_factory=list)  # the step at which each grade may be probed again
 
     @staticmethod
-    def of(hopes: Sequence[float]) -> Pace:
+    def of(hopes: Sequence[float], keep: float = 0.8) -> Pace:
         """A pace that begins with hopes."""
-        return Pace([Tally(hope) for hope in hopes], max(hopes), 0.0, 0, [1] * len(hopes), [0] * len(hopes))
+        return Pace([Tally(hope, keep) for hope in hopes], max(hopes), 0, [1] * len(hopes), [0] * len(hopes))
 
     def chance(self, grade: int) -> float:
         """That one more draft of this grade is accepted, if all before it were."""
         return self.tallies[grade].chance
 
-    def sure(self, grade: int) -> float:
-        """The same as far as it was seen."""
-        return self.tallies[grade].sure
+    def sure(self, grade: int, others: Pace) -> float:
+        """The same as far as it was seen, here or with others."""
+        return self.tallies[grade].sure(others.tallies[grade])
+
+    def surest(self, others: Pace) -> float:
+        """The highest of any grade."""
+        return max(map(Tally.sure, self.tallies, others.tallies))
 
     def is_due(self, grade: int) -> bool:
         """Whether it is time to see if what did not pay does now."""
@@ -68,7 +72,6 @@ class Pace:
         """Drafts of a grade were computed, and so many accepted; or one was probed that was not expected to pay."""
         self.tallies[grade].count(drafted, accepted)
         self.best = max(tally.chance for tally in self.tallies)
-        self.surest = max(tally.sure for tally in self.tallies)
         if accepted:
             self.rests[grade] = 1
         elif probed:

@@ -22,7 +22,7 @@ def run(chance: float, steps: int, price: Price, most: int = 16, seed: int = 0) 
     drafted = accepted = busy = 0
     for _ in range(steps):
         pace.steps += 1
-        wishes = [Wish(pace.chance(0), pace.sure(0), most, 1.0, pace.is_due(0))]
+        wishes = [Wish(pace.chance(0), pace.sure(0, pace), most, 1.0, pace.is_due(0))]
         paying = allot(wishes, price)
         (count,) = probe(wishes, paying, price)
         if count:
@@ -63,12 +63,12 @@ def test_what_rests_is_found_again_when_it_pays_again() -> None:
     pace, price = Pace.of([0.7]), dear(0.3)
     for step in range(3000):
         pace.steps += 1
-        wishes = [Wish(pace.chance(0), pace.sure(0), 8, 1.0, pace.is_due(0))]
+        wishes = [Wish(pace.chance(0), pace.sure(0, pace), 8, 1.0, pace.is_due(0))]
         paying = allot(wishes, price)
         (count,) = probe(wishes, paying, price)
         if count:
             pace.took(0, count, count if step > 1000 else 0, probed=not paying[0])
-    assert allot([Wish(pace.chance(0), pace.sure(0), 8, 1.0)], price) == [8]
+    assert allot([Wish(pace.chance(0), pace.sure(0, pace), 8, 1.0)], price) == [8]
 
 
 def test_grades_fare_apart() -> None:
@@ -231,3 +231,38 @@ def test_what_a_drafter_takes_is_part_of_the_price() -> None:
     for _ in range(20):
         slow.drafted(1, 4, 0.016)
     assert slow.known(1).share > 3 * quick.known(1).share  # type: ignore[union-attr]
+
+
+def test_what_was_seen_with_others_counts_until_it_is_known_better() -> None:
+    own, others, nobody = Pace.of([0.9]), Pace.of([0.9], 0.97), Pace.of([0.9])
+    for _ in range(20):
+        others.took(0, 4, 4, probed=False)
+    assert own.sure(0, nobody) == 0.0  # hope is nothing that others should wait for
+    assert own.sure(0, others) > 0.9
+    assert own.surest(others) == own.sure(0, others)
+    for _ in range(4):
+        own.took(0, 4, 0, probed=False)
+    assert own.sure(0, others) < 0.5
+
+
+def test_a_row_bets_on_its_own_drafts_but_not_twice() -> None:
+    """Eight rows that hope: together they may lose one step, and then they wait until they can pay for another."""
+    hopeful, indebted = Wish(0.9, 0.0, 16, 0.0), Wish(0.9, 0.0, 16, -1.0 * COMPUTES.plain_s)
+    assert sum(allot([hopeful] * 8, COMPUTES)) > 0
+    assert allot([indebted] * 8, COMPUTES) == [0] * 8
+    assert not possible([indebted] * 8, COMPUTES)
+
+
+def test_what_is_known_of_drafts_grows_old_where_there_are_none() -> None:
+    cost = taught(4, 0.020, 0.0, 0.010)  # dear, perhaps because the machine was busy
+    dear_share = cost.known(4).share  # type: ignore[union-attr]
+    for _ in range(300):
+        cost.stepped(4, 0, 0.020)
+    assert cost.known(4).share < 0.3 * dear_share  # type: ignore[union-attr]
+
+
+def test_a_drafter_s_time_is_known_for_any_number_of_rows_once_it_was_measured() -> None:
+    cost = taught(2, 0.01, 0.0, 0.001)
+    for _ in range(4):
+        cost.stepped(5, 0, 0.012)
+    assert cost.known(5).own_s == 0.0  # type: ignore[union-attr]
