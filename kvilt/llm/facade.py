@@ -5,9 +5,7 @@ Refuses to know HTTP and terminals, and how a model is found and built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
@@ -18,9 +16,8 @@ from ..config import EngineConfig, GateConfig
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
 from ..engine.job import Lent
-from ..engine.track import Job
 from ..engine.view import EngineView
-from ..errors import Cancelled, InputError, ParamError
+from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
@@ -29,20 +26,12 @@ from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer
+from .asking import Asking, Question
 from .blend import Pieces
-from .completion import Completion, Piece, Stream
+from .completion import Completion, Stream
 from .model import Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
 from .warm import OnProgress, Warmed, Warming
-from .wheel import Wheel
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """An answer in the making, and the job that makes it."""
-
-    job: Job
-    answer: Answer
 
 
 class LLM(Model):
@@ -67,7 +56,7 @@ class LLM(Model):
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
         self._drafter = drafter
-        self._wheel = Wheel(self.engine, executor)
+        self._asking = Asking(self.engine, executor)
         if config is not None and config.discover:
             self.engine.chunks = self.documents.chunks
             self.engine.chunks.read()
@@ -130,7 +119,7 @@ class LLM(Model):
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
         if len(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
+            blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
         lent, finding = kv.num_entries if kv else 0, Finding(discover, recipe)
@@ -155,10 +144,10 @@ class LLM(Model):
         chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
         if len(documents):
             pieces = self.documents.before(prompt, documents, recipe or Recipe())
-            return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
+            return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
         prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, Finding(discover, recipe))
-        return self._stream(prepare, chosen)
+        return self._asking.stream(prepare, chosen)
 
     def chat(
         self,
@@ -182,7 +171,7 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         if len(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
+            return self._asking.answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
         ids = self.chat_ids(messages, tools)
         own, finding = Chosen(lora, lora_scale), Finding(discover, recipe)
         return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, finding)[0]
@@ -206,11 +195,11 @@ class LLM(Model):
         chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
         if len(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
+            return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)
         reused, finding = _reused(ids, chosen, kv), Finding(discover, recipe)
         prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, finding)
-        return self._stream(prepare, chosen)
+        return self._asking.stream(prepare, chosen)
 
     def blend(
         self,
@@ -234,7 +223,7 @@ class LLM(Model):
         made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
         chosen = SamplingParams.of(params, **fields)
         pieces = self.documents.parts(parts, made)
-        return self._answers(self._blending([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale)))[0]
+        return self._asking.answers(self._blending([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale)))[0]
 
     def warm(
         self,
@@ -254,7 +243,7 @@ class LLM(Model):
         warming = Warming(self, documents, Chosen(lora, lora_scale), tenant, on_progress)
         for some in warming.groups():
             missing = warming.missing(some)
-            self._answers(
+            self._asking.answers(
                 [partial(self._prepare_warm, warming, ids) for ids in missing], partial(_watch, warming, missing)
             )
             for ids in missing:
@@ -354,95 +343,7 @@ class LLM(Model):
         finding: Finding,
     ) -> list[Completion]:
         each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, finding) for ids in prompts]
-        return self._answers(each)
-
-    def _answers(
-        self,
-        asked: Sequence[Callable[[], Question]],
-        on_step: Callable[[Sequence[Question]], None] = lambda _questions: None,
-    ) -> list[Completion]:
-        """Ask for all prompts at once, and wait for every answer; `on_step` looks on between steps."""
-        questions: list[Question] = []
-
-        def done() -> bool:
-            on_step(questions)
-            return all(question.answer.over for question in questions)
-
-        with self._asking(questions):
-            for prepare in asked:
-                questions.append(prepare())  # noqa: PERF401 (see `_asking`)
-            for question in questions:
-                self.engine.add(question.job)
-            self._drive(questions, done)
-            return [question.answer.completion() for question in questions]
-
-    def _stream(self, prepare: Callable[[], Question], params: SamplingParams) -> Stream:
-        if params.n > 1:
-            raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
-        question = prepare()
-        results: list[Completion] = []
-
-        def result() -> Completion:
-            if not results:
-                raise InputError("this stream failed or was closed before its end, so it has no completion")
-            return results[0]
-
-        def stop() -> None:
-            question.answer.stopped = True
-
-        def pieces() -> Iterator[Piece]:
-            with self._asking([question]):
-                self.engine.add(question.job, held=True)
-                while found := self._piece(question):
-                    yield from found
-                results.append(question.answer.completion())
-
-        return Stream(pieces(), result, stop)
-
-    def _piece(self, question: Question) -> list[Piece]:
-        """The next text of a stream, after as many steps as that takes; empty at its end.
-
-        In between the request is held: it runs only while somebody waits for it.
-        """
-        answer = question.answer
-        self.engine.resume(question.job)
-        try:
-            self._drive([question], lambda: answer.samples[0].fresh or answer.over or answer.stopped)
-        except Cancelled:
-            if not answer.stopped:  # nobody stopped this stream: the caller must hear of it
-                raise
-        if answer.stopped and not answer.over:
-            self.engine.abort(question.job)
-            self._wheel.attend(lambda: answer.over)
-        self.engine.hold(question.job)
-        return answer.samples[0].pieces()
-
-    def _drive(self, questions: Sequence[Question], done: Callable[[], bool]) -> None:
-        """Step until done; what fails is raised here, a cancel with the tokens so far."""
-
-        def settled() -> bool:
-            return done() or any(question.answer.error for question in questions)
-
-        try:
-            self._wheel.drive(settled)
-        except Cancelled:
-            samples = [sample for question in questions for sample in question.answer.samples]
-            raise Cancelled([sample.token_ids for sample in samples]) from None
-        for question in questions:
-            if question.answer.error is not None:
-                raise question.answer.error
-
-    @contextmanager
-    def _asking(self, questions: Sequence[Question]) -> Iterator[None]:
-        """However the block ends, nothing of these questions is left in the engine."""
-        try:
-            yield
-        except BaseException:
-            for question in questions:
-                question.answer.abandon()
-                self.engine.abort(question.job)
-            self._wheel.settle()
-            raise
+        return self._asking.answers(each)
 
 
 def _watch(warming: Warming, documents: Sequence[tuple[int, ...]], questions: Sequence[Question]) -> None:
