@@ -166,8 +166,9 @@ def test_what_drafts_cost_is_learnt(rows: int) -> None:
     price = taught(rows, 0.020, 0.003, 0.001).known(rows)
     assert price is not None
     assert price.plain_s == pytest.approx(0.020)
-    assert price.first_s == pytest.approx(0.003, rel=0.5)
-    assert price.each_s == pytest.approx(0.001, rel=0.15)
+    assert [price.extra_s(count) for count in (4, 8, 14)] == pytest.approx([0.007, 0.011, 0.017], rel=0.15)
+    assert price.first_s > 0.0005  # having any costs something by itself
+    assert price.extra_s(0) == 0.0
 
 
 def test_each_number_of_rows_has_its_own_price() -> None:
