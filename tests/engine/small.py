@@ -125,7 +125,7 @@ def run(engine: Engine, done: Callable[[], bool]) -> None:
     engine.woken_by(wake.set)
     while not done():
         wake.clear()
-        if not engine.step() and not engine.ready and not done():
+        if not engine.step() and not done() and not engine.ready:
             assert engine.patience_s is not None, "nobody waits, and nobody goes on"
             wake.wait(engine.patience_s)
         assert time.monotonic() < end_s, "this takes too long to be only slow"

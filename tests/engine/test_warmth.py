@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lora_files import write_lora
-from small import PAGES, Ask, Ear, load_small, run, start
+from small import PAGES, Ask, Ear, asks, load_small, run, start
 from stores import Shelfware, until
 from tiny import write_tiny
 
@@ -430,3 +431,51 @@ def test_a_close_in_the_middle_of_a_lookup(executor: Executor, tier: Shelfware) 
         assert engine.patience_s is None
         tier.reads.set()
         until(lambda: store.flush(1))
+
+
+# Everything at once.
+
+
+def day(engine: Engine, crowd: list[Ask], alone: list[list[int]], dice: random.Random) -> None:
+    """Requests come whenever they like, and some leave."""
+    waiting = dice.choices(range(len(crowd)), k=20)
+    ears: dict[str, tuple[int, Ear]] = {}
+
+    def done() -> bool:
+        over = all(ear.over for _, ear in ears.values())
+        if waiting and (over or dice.random() < 0.3):
+            at, name = waiting.pop(), str(len(ears))
+            ears[name] = (at, start(engine, crowd[at], id=name, tenant=dice.choice(["", "", "b"])))
+            return False
+        if dice.random() < 0.03 and ears:
+            engine.abort(dice.choice(list(ears)))
+        return over
+
+    run(engine, done)
+    for at, ear in ears.values():
+        assert ear.error is None
+        said = ear.tokens[0]
+        assert said == (alone[at] if ear.reasons == ["length"] else alone[at][: len(said)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_everybody_says_what_they_say_alone(executor: Executor, tmp_path: Path, seed: int) -> None:
+    """Random days with few pages, aborts, restarts, a store that loses records, and prompts that begin alike."""
+    dice, crowd, restored = random.Random(seed), asks(12, seed, longest=140), 0
+    alone = [ask.alone(executor) for ask in crowd]
+    for _ in range(4):
+        restart(executor)
+        taken = executor.pool.take([dice.choice([0, 20, 26])] * len(executor.layout.groups))
+        try:
+            with on_disk(tmp_path) as store:
+                engine = engine_over(executor, store, stored_prefix_tokens=dice.choice([1, 64]))
+                day(engine, crowd, alone, dice)
+                restored += sum(one["value"] for one in engine.metrics.snapshot()[RESTORED.name]["series"])
+                engine.close()
+        finally:
+            for group, pages in enumerate(taken):
+                executor.pool.drop(group, pages)
+        for path in sorted((tmp_path / "records").rglob("*.kv")):
+            if dice.random() < 0.1:
+                path.unlink()
+    assert restored > 0
