@@ -118,8 +118,8 @@ def test_bad_adapters_and_names_are_refused_by_name(owned: Running, folder: Path
     answer = admin(owned, "load", lora_name="nan", lora_path="nan")
     assert answer.json()["error"]["code"] == "lora_refused"
     assert "NaN" in answer.json()["error"]["message"]
-    write_lora(folder / "dora", use_dora=True)
-    assert "use_dora" in admin(owned, "load", lora_name="dora", lora_path="dora").text
+    write_lora(folder / "biased", bias="lora_only")
+    assert "bias" in admin(owned, "load", lora_name="biased", lora_path="biased").text
     own = owned.service.model
     assert admin(owned, "load", lora_name=own, lora_path="french").json()["error"]["code"] == "bad_name"
     admin(owned, "load", lora_name="french", lora_path="french")
