@@ -242,9 +242,9 @@ def batch(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
 
 
 def nothing(llm: LLM, given: argparse.Namespace, clock: Clock) -> Case:
-    ask = chats(PROSE, temperature=1.5, seed=3, ignore_eos=True, max_tokens=3 * given.tokens)
-    yield compare("hot prose, prompt lookup", llm, NgramDrafter(), ask, 3 * given.rounds, clock)
-    yield compare("always wrong", llm, Wrong(), ask, 3 * given.rounds, clock)
+    ask = chats(PROSE, temperature=1.5, seed=3, ignore_eos=True, max_tokens=2 * given.tokens)
+    yield compare("hot prose, prompt lookup", llm, NgramDrafter(), ask, 2 * given.rounds, clock)
+    yield compare("always wrong", llm, Wrong(), ask, 2 * given.rounds, clock)
 
 
 def asked_as_ids(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
