@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,33 +12,31 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
-from ..blend.blender import Report
 from ..blend.certificate import Certificate
 from ..blend.chunk import Chunks
 from ..blend.gate import Gate
 from ..config import EngineConfig
-from ..errors import Cancelled, InputError, ModelClosed, NumericsError, PoolExhausted
+from ..errors import Cancelled, InputError, NumericsError, PoolExhausted
 from ..executor.executor import Executor
-from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..store.store import Store
-from .blending import Blends, blend_twin
+from .blending import Blends
 from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
-from .event import Drafts, Ended, Event, Listener, Progress, Reason, Token
+from .event import Drafts, Ended, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
 from .gating import Gating
 from .handles import HandleInfo
 from .job import Lent, make_job
+from .places import cache_for, forked, no_room
 from .plan import Admission, Sample, StepPlan, Work
 from .request import Request
 from .rows import task_of
 from .scheduler import Advance, Limits, Scheduler
+from .telling import handed_over, hear, report_of
 from .track import Books, Job, Relief, Track
 from .view import EngineView, look
 from .warmth import Warmth
-
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -268,7 +265,8 @@ class Engine:
         for new in plan.admitted:
             self._place(new)
         if plan.starved is not None and not self._books.relief(True):
-            self._starve(self._tracks[plan.starved])
+            starved = self._tracks[plan.starved]
+            self._end(starved, "error", no_room(starved, self._executor))
 
     def _give_back(self, track: Track, error: PoolExhausted) -> None:
         """A sample without room for what it was promised waits for it again, unless nobody is left to wait for."""
@@ -300,12 +298,7 @@ class Engine:
         track = self._tracks[new.sample]
         if track.blending is not None:
             track.blending.open()
-        if track.job.base is not None:
-            track.kv = track.job.base.fork()
-        elif track.trail is not None:
-            track.kv = self._executor.prefixes.fork(track.trail, new.hit.tokens, track.job.capacity)
-        else:
-            track.kv = self._executor.create_kv_cache(capacity=track.job.capacity)
+        track.kv = cache_for(track, new.hit.tokens, self._executor)
         found = track.kv.num_entries
         self._scheduler.placed(new.sample, found)  # another thread may have taken pages since they were counted
         if new.sample.blends:
@@ -314,13 +307,6 @@ class Engine:
             track.cached = min(found, new.sample.prompt)
             if not track.job.request.background:
                 self._counters.began(track)
-
-    def _starve(self, track: Track) -> None:
-        needed = self._executor.layout.pages_for(track.sample.known) - self._executor.layout.pages_for(
-            track.sample.computed
-        )
-        pool = self._executor.pool
-        self._end(track, "error", PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages))
 
     # Running.
 
@@ -363,7 +349,7 @@ class Engine:
                 if work.start < work.sample.prompt:
                     self._read(track, min(stop, work.sample.prompt))
                 if scores is not None and track.scoring is not None:
-                    self._hear(track.job, track.scoring.tell(track.ids, work.start, scores))
+                    hear(track.job, track.scoring.tell(track.ids, work.start, scores))
                 return tokens
 
     def _read(self, track: Track, tokens: int) -> None:
@@ -372,7 +358,7 @@ class Engine:
             track.read = tokens
             if track.job.request.progress:
                 blended = track.blending.report() if track.blending is not None and track.blending.done else None
-                self._hear(track.job, Progress(track.sample.index, tokens, track.cached or 0, blended))
+                hear(track.job, Progress(track.sample.index, tokens, track.cached or 0, blended))
 
     def _fail(self, track: Track, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
@@ -406,20 +392,10 @@ class Engine:
                 self._end(track, "stop")
 
     def _fork(self, parent: Track, sample: Sample) -> None:
-        """Another sample behind the prompt that `parent` has computed, whose pages it shares."""
-        assert parent.state is not None
-        assert parent.kv is not None
-        job, trail = parent.job, None
-        if parent.trail is not None and parent.blending is None:
-            trail = parent.trail.twin()
-            trail.extend(parent.ids[: sample.prompt], self._executor.layout.page_tokens)
-            sample.keys = trail.keys
-        ids = parent.ids[: sample.prompt]
-        track = Track(sample, ids, parent.state.fork(sample.index), trail, kv=parent.kv.fork(), cached=sample.prompt)
-        track.job = job
-        blend_twin(track, parent)
-        job.live.append(track)
-        job.unborn -= 1
+        """Another sample behind the prompt that `parent` has computed."""
+        track = forked(parent, sample, self._executor)
+        track.job.live.append(track)
+        track.job.unborn -= 1
         self._tracks[sample] = track
         self._counters.forked()
 
@@ -463,10 +439,10 @@ class Engine:
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
         self._forget(track)
-        blended = _report(track) if track.sample.index == 0 else None
+        blended = report_of(track) if track.sample.index == 0 else None
         if track.blending is not None:
             track.blending.close()
-        kv = self._handed_over(track) if job.request.keep_kv and reason != "error" else None
+        kv = handed_over(track, self._executor) if job.request.keep_kv and reason != "error" else None
         if kv is None and track.kv is not None:
             track.kv.close()
         track.kv = None
@@ -476,29 +452,11 @@ class Engine:
             drafts = track.course.counts
             self._drafting.forget(track.course)
         computed = max(0, track.read - cached)
-        self._hear(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
+        hear(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
         for index in range(1, unborn + 1):
-            self._hear(job, Ended(index, reason, error=error))
+            hear(job, Ended(index, reason, error=error))
         if not job.live:
             self._close(job, track, reason, error)
-
-    def _handed_over(self, track: Track) -> KVCache | None:
-        """The KV of a sample, without spare pages."""
-        try:
-            kv = track.kv or (track.job.base.fork() if track.job.base else self._executor.create_kv_cache())
-        except ModelClosed:
-            return None
-        kv.truncate(min(kv.num_entries, len(track.ids) - 1) if track.state is not None else kv.num_entries)
-        return kv
-
-    def _hear(self, job: Job, event: Event) -> None:
-        """Tell a listener what it cannot answer."""
-        try:
-            job.listener.hear(event)
-        except Exception:
-            _log.exception("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
-            if isinstance(event, Ended) and event.kv is not None:
-                event.kv.close()
 
     def _close(self, job: Job, last: Track, reason: Reason, error: BaseException | None) -> None:
         job.let_go()
@@ -506,15 +464,6 @@ class Engine:
             del self._jobs[job.request.id]
         if not job.request.background:
             self._counters.ended(job, last, reason, error)
-
-
-def _report(track: Track) -> Report | None:
-    """Where the KV of a prompt with documents came from."""
-    if track.blending is not None:
-        return track.blending.report()
-    if track.job.verdict is None or track.job.verdict.recipe is not None:
-        return None
-    return Report(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
 
 
 def _no_relief(_pinned: bool) -> bool:

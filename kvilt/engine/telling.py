@@ -1,0 +1,43 @@
+"""What listeners are told, and handed over, when something became of their request."""
+
+from __future__ import annotations
+
+import logging
+
+from ..blend.blender import Report
+from ..errors import ModelClosed
+from ..executor.executor import Executor
+from ..kv.cache import KVCache
+from .event import Ended, Event
+from .track import Job, Track
+
+_log = logging.getLogger(__name__)
+
+
+def hear(job: Job, event: Event) -> None:
+    """Tell a listener what it cannot answer."""
+    try:
+        job.listener.hear(event)
+    except Exception:
+        _log.exception("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
+        if isinstance(event, Ended) and event.kv is not None:
+            event.kv.close()
+
+
+def handed_over(track: Track, executor: Executor) -> KVCache | None:
+    """The KV of a sample, without spare pages."""
+    try:
+        kv = track.kv or (track.job.base.fork() if track.job.base else executor.create_kv_cache())
+    except ModelClosed:
+        return None
+    kv.truncate(min(kv.num_entries, len(track.ids) - 1) if track.state is not None else kv.num_entries)
+    return kv
+
+
+def report_of(track: Track) -> Report | None:
+    """Where the KV of a prompt with documents came from."""
+    if track.blending is not None:
+        return track.blending.report()
+    if track.job.verdict is None or track.job.verdict.recipe is not None:
+        return None
+    return Report(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
