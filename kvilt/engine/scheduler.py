@@ -225,6 +225,7 @@ class Scheduler:
             return
         room = draft.pages - self._promised(draft)
         width = sum(sample.width for sample in self._running if not sample.held)
+        seeks = False
         for sample in list(self._waiting):
             if not draft.rows or not draft.tokens or (width and width + sample.width > self._limits.max_rows):
                 return
@@ -236,11 +237,14 @@ class Scheduler:
             need = self._whole_need(sample, hit)
             room += self._find(draft, need - room)
             if need > room:
-                self._make_room(draft, sample)
+                if not seeks:  # room that is kept for somebody who looks elsewhere first is not lost
+                    self._make_room(draft, sample)
                 return  # nobody behind it goes first, or it might wait forever
             room -= need
             width += sample.width
-            if not self._pages.seeks(sample, hit):
+            if self._pages.seeks(sample, hit):
+                seeks = True
+            else:
                 self._begin(draft, sample, hit)
 
     def _begin(self, draft: _Draft, sample: Sample, hit: Hit) -> None:

@@ -320,6 +320,24 @@ def test_more_prompts_than_are_loaded_at_once(executor: Executor, tmp_path: Path
         assert all(ear.ends[0] is not None and ear.ends[0].cached == 3 * SIZE for ear in ears)
 
 
+def test_whoever_has_no_room_beside_one_that_looks_waits_for_it(tmp_path: Path) -> None:
+    """Nobody runs yet, so nobody could give way; but nobody is out of room either."""
+    executor, made = load_small(tmp_path, 8, None, "native"), Shelfware()
+    with Store(None, [made], limits=PATIENT) as store:
+        warmed(executor, store, WARM)
+    made.reads.clear()
+    with Store(None, [made], limits=PATIENT) as store:
+        engine = engine_over(executor, store)
+        ears = [start(engine, ask) for ask in (WARM, OTHER)]
+        while engine.ready:
+            engine.step()
+        assert [ear.error for ear in ears] == [None, None]
+        made.reads.set()
+        run(engine, lambda: all(ear.over for ear in ears))
+        assert [ear.tokens[0] for ear in ears] == [WARM.alone(executor), OTHER.alone(executor)]
+        assert executor.pool.usage().used == 0
+
+
 def test_an_abort_while_looking_lets_others_go_on(executor: Executor, tier: Shelfware) -> None:
     tier.reads.clear()
     with Store(None, [tier], limits=PATIENT) as store:
