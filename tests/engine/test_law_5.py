@@ -76,12 +76,13 @@ def test_every_survivor_says_what_it_says_alone(
             assert (reason, said) == ("length", expected), f"request {at}"
     assert len(ears) == len(crowd)
     assert executor.pool.usage().used == 0
+    tally["days"] += 1
     tally["cancelled"] += sum(ear.reasons == ["cancelled"] for ear in ears.values())
     for metric in (PREEMPTIONS, PREFIX_HITS):
         tally[metric.name] += int(sum(point["value"] for point in engine.metrics.snapshot()[metric.name]["series"]))
 
 
 def test_those_days_were_eventful(tally: Counter[str]) -> None:
-    """Without this the test above might prove less than it says."""
-    if tally:  # it ran
-        assert min(tally["cancelled"], tally[PREEMPTIONS.name], tally[PREFIX_HITS.name]) > 100
+    """Without this the test above might prove less than it says. Days may be shared out among several processes."""
+    if tally["days"] >= 10:
+        assert min(tally["cancelled"], tally[PREEMPTIONS.name], tally[PREFIX_HITS.name]) > tally["days"] // 2
