@@ -139,7 +139,7 @@ SERVER = Group(
             "admin_key": Option(str | None, None, "The key of routes for the owner."),
             "allowed_host": Option(list[str], (), "A host name of this server; may be repeated."),
             "cors_origin": Option(list[str], (), "A page's origin that may ask; may be repeated."),
-            "kv_dir": Option(str | None, None, "The folder where KV handles are saved."),
+            "kv_dir": Option(str | None, None, "The folder where KV handles are saved; default: in that of --store."),
             "lora": Option(list[str], (), "An adapter to load, as NAME=PATH; may be repeated."),
             "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from while it runs."),
             "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server ends."),

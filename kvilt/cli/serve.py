@@ -27,7 +27,7 @@ def serve(
         from ..server.listen import serve as listen
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
-    settings = settings_of(model, options)
+    settings = settings_of(model, options, store["store"])
     chosen = EngineConfig(**{name: value for name, value in engine.items() if value is not None})
     gate = gate_of(options)
     _log_to_stderr(options["log_level"])
@@ -51,19 +51,23 @@ def _ready(listener: Listener) -> None:
     print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
 
 
-def settings_of(model: str, options: dict[str, Any]) -> ServeConfig:
-    """The options as the server's settings, with keys from files and the environment."""
+def settings_of(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
+    """The options as the server's settings, with keys from files and the environment.
+
+    Handles are saved in the folder of the store, unless in one of their own.
+    """
     from ..server.settings import ServeConfig
 
     names = tuple(options["served_model_name"]) or (default_name(model),)
     keys = (*options["api_key"], *read_keys(options["api_key_file"]), *env_api_keys())
     same = ("host", "port", "admin_key", "grace_s", "max_body_bytes", "max_connections", "keep_alive_s")
+    saved = options["kv_dir"] or (None if store is None else Path(store).expanduser() / "handles")
     return ServeConfig(
         names=names,
         api_keys=tuple(dict.fromkeys(keys)),
         allowed_hosts=tuple(options["allowed_host"]),
         cors_origins=tuple(options["cors_origin"]),
-        kv_dir=Path(options["kv_dir"]) if options["kv_dir"] else None,
+        kv_dir=None if saved is None else Path(saved),
         lora_dir=Path(options["lora_dir"]) if options["lora_dir"] else None,
         **{name: options[name] for name in same},
     )

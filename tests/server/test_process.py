@@ -147,9 +147,10 @@ def abandoned(server: Process) -> None:
         pass
 
 
-def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["--kv-dir", "--store"])
+def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path, folder: str) -> None:
     """Same port, same folder of saved KV: what was saved is there, and what was being written is not in the way."""
-    options = ("--model", str(model), "--kv-dir", str(tmp_path), "--api-key", "k1")
+    options = ("--model", str(model), folder, str(tmp_path), "--api-key", "k1")
     headers = {"authorization": "Bearer k1"}
     with process(*options) as server:
         port = server.port
@@ -175,6 +176,13 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     made = settings_of("smollm2", {**given, "api_key": ["sk-option"], "api_key_file": str(tmp_path / "keys")})
     assert made.api_keys == ("sk-option", "sk-file", "sk-env", "sk-other")
     assert made.names == ("smollm2",)
+    assert made.kv_dir is None
+
+
+def test_handles_are_saved_in_the_store_unless_they_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    given = {name: option.default for name, option in SERVER.options.items()}
+    assert settings_of("smollm2", given, str(tmp_path)).kv_dir == tmp_path / "handles"
+    assert settings_of("smollm2", {**given, "kv_dir": "own"}, str(tmp_path)).kv_dir == Path("own")
 
 
 @pytest.mark.parametrize(
