@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,11 @@ class Case:
     question: str
     documents: tuple[str, ...]
     answers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The same for the same question about the same documents, wherever it stands in a file."""
+        return hashlib.sha256(json.dumps([self.question, self.documents]).encode()).hexdigest()[:16]
 
 
 def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: int) -> list[Case]:

@@ -14,12 +14,13 @@ from rich.table import Table
 
 from ..errors import ParamError
 from ..llm import LLM, load
+from ..store.codecs import codec_named
 from .bench_serve_plot import check_plot
 from .blend_cases import Case, read_cases, read_questions
 from .blend_curve import curve
 from .blend_measure import methods
 from .blend_plot import plot
-from .blend_results import Summary, lines, summaries
+from .blend_results import Setting, Summary, lines, summaries
 from .progress import bars
 
 
@@ -34,12 +35,14 @@ class Asked:
     seed: int
     limit: int | None
     context: int | None
+    codec: str = "raw"
 
     def cases(self) -> list[Case]:
         for name in ("documents", "limit", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParamError(name, f"must be at least 1, not {value}")
+        codec_named(self.codec)  # raises where there is no such codec
         more = read_questions(self.questions_file) if self.questions_file is not None else []
         return read_cases(self.files, [*self.questions, *more], self.documents, self.seed)[: self.limit]
 
@@ -63,7 +66,8 @@ def report(
     with bars() as shown:
         llm = load(model, on_fetch=shown.fetching, **config)
     with llm:
-        found = summaries(lines(llm, cases, wanted, _context(asked.context, llm), told.out))
+        setting = Setting(model, _context(asked.context, llm), asked.codec)
+        found = summaries(lines(llm, cases, wanted, setting, told.out))
     _show(found, told.as_json)
     if told.plot is not None:
         plot(_points(found), f"{model}, {len(cases)} questions", told.plot)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from ..blend.chunk import Chunks
 from ..errors import InputError
@@ -24,8 +25,17 @@ _STORE_BYTES = 4 << 30  # the documents of one question at a time
 class Line:
     """One question, one method, as a line of the file that a report goes on from."""
 
-    case: int
+    case: str  # `Case.name`
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What results of one file have in common; its first line."""
+
+    model: str
+    context: int
+    codec: str = "raw"  # what documents go through on their way to the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +54,32 @@ class Summary:
     f1: float | None
 
 
-def lines(llm: LLM, cases: Sequence[Case], wanted: Sequence[Method], context: int, path: str | None) -> list[Line]:
+def lines(llm: LLM, cases: Sequence[Case], wanted: Sequence[Method], setting: Setting, path: str | None) -> list[Line]:
     """Measure what the file does not have yet; each result is there as soon as it is known."""
-    known = [line for line in _read(path) if line.case < len(cases)]
+    asked = {case.name: case for case in cases}
+    known = [line for line in _read(path, setting) if line.case in asked]
     done = {(line.case, line.outcome.method) for line in known}
-    missing = [[one for one in wanted if (case, one.name) not in done] for case in range(len(cases))]
-    with tracked("blending", sum(map(len, missing))) as show:
-        for count, line in enumerate(_measured(llm, cases, missing, context), 1):
+    missing = {name: [one for one in wanted if (name, one.name) not in done] for name in asked}
+    with tracked("blending", sum(map(len, missing.values()))) as show:
+        for count, line in enumerate(_measured(llm, asked, missing, setting), 1):
             known.append(line)
             if path is not None:
-                _append(path, line)
+                _append(path, {"case": line.case, **asdict(line.outcome)})
             show(count, f"{line.outcome.method} {line.outcome.first_token_s:.2f} s, KL {line.outcome.kl:.3f}")
     names = {one.name for one in wanted}
     return [line for line in known if line.outcome.method in names]
 
 
-def _measured(llm: LLM, cases: Sequence[Case], missing: Sequence[Sequence[Method]], context: int) -> Iterator[Line]:
-    for number, (case, wanted) in enumerate(zip(cases, missing, strict=True)):
-        if not wanted:
+def _measured(
+    llm: LLM, asked: Mapping[str, Case], missing: Mapping[str, Sequence[Method]], setting: Setting
+) -> Iterator[Line]:
+    for name, case in asked.items():
+        if not missing[name]:
             continue
-        with Store(Budget(_STORE_BYTES)) as store:
+        with Store(Budget(_STORE_BYTES), chunk_codec=setting.codec) as store:
             chunks = Chunks(llm.executor, store, llm.tokenizer.head)
-            for outcome in compare(llm, chunks, case, context, wanted):
-                yield Line(number, outcome)
+            for outcome in compare(llm, chunks, case, setting.context, missing[name]):
+                yield Line(name, outcome)
 
 
 def summaries(found: Sequence[Line]) -> list[Summary]:
@@ -79,7 +92,7 @@ def summaries(found: Sequence[Line]) -> list[Summary]:
     return [_summary(name, mine, whole, reuse) for name, mine in by_method.items()]
 
 
-def _summary(name: str, mine: Sequence[Line], whole: dict[int, float], reuse: dict[int, float]) -> Summary:
+def _summary(name: str, mine: Sequence[Line], whole: dict[str, float], reuse: dict[str, float]) -> Summary:
     """Ratios are over the questions that both have."""
     outcomes = [line.outcome for line in mine]
     faster = [whole[line.case] / line.outcome.first_token_s for line in mine if line.case in whole]
@@ -104,19 +117,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _append(path: str, line: Line) -> None:
+def _append(path: str, fields: dict[str, Any]) -> None:
     with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"case": line.case, **asdict(line.outcome)}) + "\n")
+        file.write(json.dumps(fields) + "\n")
 
 
-def _read(path: str | None) -> list[Line]:
-    if path is None or not Path(path).exists():
+def _read(path: str | None, setting: Setting) -> list[Line]:
+    """The results of a file that was made with the same setting; one that is not there is begun."""
+    if path is None:
         return []
-    found = []
+    if not Path(path).exists():
+        _append(path, asdict(setting))
+        return []
+    found: list[Line | Setting] = []
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(text)
-            found.append(Line(fields.pop("case"), Outcome(**fields)))
+            found.append(Line(fields.pop("case"), Outcome(**fields)) if found else Setting(**fields))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}, line {number}, is no line of a report; give --out another file") from None
-    return found
+    if found and found[0] != setting:
+        raise InputError(f"{path} has results of {found[0]}, not of {setting}; give --out another file")
+    return [line for line in found if isinstance(line, Line)]

@@ -190,6 +190,7 @@ def blend_report(
     ratios: Annotated[str, typer.Option(help="Percents of the documents to compute again.")] = "5,15,30",
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions.")] = None,
     context: Annotated[int | None, typer.Option(help="Cut documents alike until prompts fit.")] = None,
+    codec: Annotated[str, typer.Option(help="What stored documents go through: raw, zstd, int8 or k8v4.")] = "raw",
     seed: Annotated[int, typer.Option(help="For the order of documents.")] = 0,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Keep results, and go on where it ends.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
@@ -201,7 +202,7 @@ def blend_report(
     with reported():
         from .blend_report import Asked, Told, report
 
-        asked = Asked(files, question or [], questions, documents, seed, limit, context)
+        asked = Asked(files, question or [], questions, documents, seed, limit, context, codec)
         told = Told(out, json, plot)
         report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), told, config)
 

@@ -14,7 +14,7 @@ from kvilt.cli.blend_curve import curve, series
 from kvilt.cli.blend_measure import FULL, REUSE, Outcome, compare, f1, methods, quilt_of
 from kvilt.cli.blend_plot import plot
 from kvilt.cli.blend_report import Asked, Told, report
-from kvilt.cli.blend_results import Line, lines, summaries
+from kvilt.cli.blend_results import Line, Setting, lines, summaries
 from kvilt.errors import InputError, ParamError, Unsupported
 from kvilt.llm import LLM, load
 from kvilt.store.store import Store
@@ -22,6 +22,7 @@ from kvilt.store.tier import Budget
 
 TOWER = "The Eiffel Tower is 330 metres tall. It stands in Paris and was finished in 1889 for the world's fair."
 PEAK = "Mount Everest is 8849 metres high. It was first climbed in 1953 by Edmund Hillary and Tenzing Norgay."
+SETTING = Setting("a model", 512)
 CASE = Case("How tall is the Eiffel Tower?", (PEAK, TOWER), ("330 metres",))
 
 
@@ -137,11 +138,11 @@ def outcome(method: str, first_token_s: float, kl: float, recomputed: int = 0) -
 def test_means_are_over_questions_that_both_have() -> None:
     found = summaries(
         [
-            Line(0, outcome("full", 8.0, 0.0)),
-            Line(1, outcome("full", 9.0, 0.0)),
-            Line(0, outcome("reuse", 1.0, 0.4)),
-            Line(0, outcome("head 15%", 2.0, 0.1, 15)),
-            Line(1, outcome("head 15%", 3.0, 0.3, 15)),
+            Line("0", outcome("full", 8.0, 0.0)),
+            Line("1", outcome("full", 9.0, 0.0)),
+            Line("0", outcome("reuse", 1.0, 0.4)),
+            Line("0", outcome("head 15%", 2.0, 0.1, 15)),
+            Line("1", outcome("head 15%", 3.0, 0.3, 15)),
         ]
     )
     full, reuse, head = found
@@ -154,15 +155,27 @@ def test_means_are_over_questions_that_both_have() -> None:
 
 def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(tmp_path / "out.jsonl")
-    first = lines(llm, [CASE], [FULL, REUSE], 512, out)
-    again = lines(llm, [CASE], [FULL, REUSE], 512, out)
+    first = lines(llm, [CASE], [FULL, REUSE], SETTING, out)
+    again = lines(llm, [CASE], [FULL, REUSE], SETTING, out)
     assert again == first
-    more = lines(llm, [CASE], methods(["head"], [0.5]), 512, out)
+    more = lines(llm, [CASE], methods(["head"], [0.5]), SETTING, out)
     assert [line.outcome.method for line in more] == ["full", "reuse", "prefix", "head 50%"]
     assert more[:2] == first
+    with pytest.raises(InputError, match="int8"):
+        lines(llm, [CASE], [FULL], Setting("a model", 512, "int8"), out)
     Path(out).write_text("no report\n")
     with pytest.raises(InputError, match="line 1"):
-        lines(llm, [CASE], [FULL], 512, out)
+        lines(llm, [CASE], [FULL], SETTING, out)
+
+
+def test_documents_can_go_through_a_codec(llm: LLM) -> None:
+    def reuse(codec: str) -> Outcome:
+        return lines(llm, [CASE], [REUSE], Setting("a model", 512, codec), None)[0].outcome
+
+    assert reuse("zstd").kl == reuse("raw").kl
+    assert reuse("int8").kl != reuse("raw").kl
+    with pytest.raises(ParamError, match="codec"):
+        Asked(["x"], ["?"], None, 1, 0, None, None, "mp3").cases()
 
 
 def test_the_command_tells_it_as_a_table_and_as_json(
