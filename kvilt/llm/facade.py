@@ -16,6 +16,7 @@ from ..config import EngineConfig, GateConfig
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
 from ..engine.job import Lent
+from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import InputError
 from ..executor.executor import Executor
@@ -25,7 +26,7 @@ from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
-from .answer import Answer
+from .answer import Answer, Asked
 from .asking import Asking, Question
 from .blend import Pieces
 from .completion import Completion, Stream
@@ -307,9 +308,11 @@ class LLM(Model):
         if finding.discover:
             self.engine.chunks = self.documents.chunks
         own = {"keep_kv": keep_kv, "reuse": kv is None, "behind": reused, "adapter": self.adapter(lora, ids)}
-        request, asked = self.request(ids, params, **own, **finding.fields)
+        made = self.request(ids, params, **own, **finding.fields)
+        return self._question(*made, Lent(kv.fork_to(reused)) if kv is not None and reused else None)
+
+    def _question(self, request: Request, asked: Asked, lent: Lent | None = None) -> Question:
         answer = Answer(asked)
-        lent = Lent(kv.fork_to(reused)) if kv is not None and reused else None
         return Question(self.engine.prepare(request, answer, lent), answer)
 
     def _blending(
@@ -323,14 +326,10 @@ class LLM(Model):
 
     def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool, lora: Chosen) -> Question:
         own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.quilt.ids), **pieces.fields}
-        request, asked = self.request(pieces.quilt.ids, params, **own)
-        answer = Answer(asked)
-        return Question(self.engine.prepare(request, answer), answer)
+        return self._question(*self.request(pieces.quilt.ids, params, **own))
 
     def _prepare_warm(self, warming: Warming, ids: tuple[int, ...]) -> Question:
-        request, asked = warming.request(ids)
-        answer = Answer(asked)
-        return Question(self.engine.prepare(request, answer), answer)
+        return self._question(*warming.request(ids))
 
     def _complete(
         self,
