@@ -14,6 +14,7 @@ from .bench_serve_stats import output_tokens, ttft_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def check_plot() -> None:
@@ -35,6 +36,11 @@ def plot(traces: Sequence[Trace], title: str, path: str) -> None:
     _shares(first, [t for trace in fine if (t := ttft_s(trace)) is not None], "time to first token, ms")
     _shares(gap, [b - a for trace in fine for a, b in pairwise(trace.stamps_s)], "inter-token latency, ms")
     _flow(flow, fine)
+    save(figure, path)
+
+
+def save(figure: Figure, path: str) -> None:
+    """Into a file whose name says its format."""
     try:
         figure.savefig(path)
     except ValueError as error:  # an ending that names no format

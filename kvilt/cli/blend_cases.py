@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, ParamError
+from .texts import read_text
 
 _JSON = (".json", ".jsonl")
 
@@ -33,7 +34,7 @@ def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: 
     """The cases of JSON files, and every question about `each` of the text files, in an order of its own."""
     if not files:
         raise ParamError("files", "give text files to ask about, or a JSON file with questions and documents")
-    texts = [_text(path) for path in files if Path(path).suffix not in _JSON]
+    texts = [read_text(path).strip() for path in files if Path(path).suffix not in _JSON]
     cases = [case for path in files if Path(path).suffix in _JSON for case in _cases(path)]
     if texts and not questions:
         raise ParamError("question", "text files need questions; give --question, or --questions with one on each line")
@@ -48,21 +49,11 @@ def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: 
 
 def read_questions(path: str) -> list[str]:
     """One question on each line."""
-    return [line.strip() for line in _text(path).splitlines() if line.strip()]
-
-
-def _text(path: str) -> str:
-    try:
-        text = Path(path).read_bytes().decode("utf-8").strip()
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not text in UTF-8") from None
-    if not text:
-        raise InputError(f"{path} is empty")
-    return text
+    return [line.strip() for line in read_text(path).splitlines() if line.strip()]
 
 
 def _cases(path: str) -> Iterator[Case]:
-    raw = _text(path)
+    raw = read_text(path)
     try:
         whole = (
             [json.loads(line) for line in raw.splitlines() if line.strip()] if path.endswith("l") else json.loads(raw)

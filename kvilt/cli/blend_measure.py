@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Nothing, Row
+from ..blend import gate
 from ..blend.blender import Blending
 from ..blend.chunk import Chunks
 from ..blend.recipe import Quilt, Recipe
@@ -63,7 +65,7 @@ class Outcome:
 class _Truth:
     """What the whole prefill says."""
 
-    logprobs: Tensor  # [vocab]
+    logits: Tensor  # [vocab]
     answer: list[int]
 
 
@@ -141,7 +143,7 @@ def _measure(
         else:
             logits, recomputed = blend(executor, chunks, quilt, method.recipe, kv)
         first_token_s = time.perf_counter() - began_s
-        mine = _Truth(logits.log_softmax(-1), _greedy(llm, kv, int(logits.argmax())))
+        mine = _Truth(logits, _greedy(llm, kv, int(logits.argmax())))
         truth = truth or mine
         text = llm.tokenizer.decode([i for i in mine.answer if i not in llm.stop_ids])
         found = Outcome(
@@ -150,7 +152,7 @@ def _measure(
             prompt=len(quilt.ids),
             reused=quilt.reused,
             recomputed=recomputed,
-            kl=float((truth.logprobs.exp() * (truth.logprobs - mine.logprobs)).sum()),
+            kl=seen.kl if (seen := gate.compare(truth.logits, logits)) is not None else math.nan,
             agreement=_agreement(executor, kv, logits, truth.answer[:AGREE_TOKENS]),
             text=text,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import Unsupported
+from .bench_serve_plot import save
 from .blend_curve import Point, series
 
 
@@ -19,7 +19,4 @@ def plot(points: Sequence[Point], title: str, path: str) -> None:
     axes.set(xlabel="tokens of documents computed again, %", ylabel="KL of the first token", title=title)
     axes.set_ylim(bottom=0)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except ValueError as error:  # an ending that names no format
-        raise Unsupported(f"--plot {path}: {str(error)[:120]}") from None
+    save(figure, path)
