@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 61, 24, 3, 4, 2, 40
 
@@ -32,6 +33,17 @@ def write_tiny(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(config["vocab_size"]), folder / "model.safetensors")
+    return folder
+
+
+def write_tiny_of_bytes(folder: Path) -> Path:
+    """The same with a tokenizer whose tokens are bytes, and a longer context."""
+    write_tiny(folder, vocab_size=256, max_position_embeddings=1024)
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -15,9 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from stores import Server
-from tiny import write_tiny
-from tokenizers import Tokenizer as Core
-from tokenizers import decoders, models, pre_tokenizers
+from tiny import write_tiny_of_bytes
 from typer.testing import CliRunner
 
 from kvilt.cli.main import app
@@ -33,13 +31,7 @@ ONE = "The Eiffel Tower is 330 metres tall.\r\nIt stands in Paris.\n"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny model as a folder, with a vocabulary of bytes: a byte is a token."""
-    folder = write_tiny(tmp_path_factory.mktemp("model"), vocab_size=256, max_position_embeddings=1024)
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Core(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.save(str(folder / "tokenizer.json"))
-    return str(folder)
+    return str(write_tiny_of_bytes(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

@@ -15,9 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from running import until
-from tiny import write_tiny
-from tokenizers import Tokenizer as Core
-from tokenizers import decoders, models, pre_tokenizers
+from tiny import write_tiny_of_bytes
 from typer.testing import CliRunner
 
 from kvilt.cli.main import app
@@ -30,13 +28,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a folder, with a vocabulary of bytes."""
-    folder = write_tiny(tmp_path_factory.mktemp("model"), vocab_size=256, max_position_embeddings=1024)
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Core(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.save(str(folder / "tokenizer.json"))
-    return folder
+    return write_tiny_of_bytes(tmp_path_factory.mktemp("model"))
 
 
 class Process:
