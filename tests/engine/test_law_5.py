@@ -85,4 +85,4 @@ def test_every_survivor_says_what_it_says_alone(
 def test_those_days_were_eventful(tally: Counter[str]) -> None:
     """Without this the test above might prove less than it says. Days may be shared out among several processes."""
     if tally["days"] >= 10:
-        assert min(tally["cancelled"], tally[PREEMPTIONS.name], tally[PREFIX_HITS.name]) > tally["days"] // 2
+        assert min(tally["cancelled"], tally[PREEMPTIONS.name], tally[PREFIX_HITS.name]) > tally["days"]
