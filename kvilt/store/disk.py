@@ -77,10 +77,9 @@ class Disk:
         self._stop = threading.Event()
         self._reconciling: threading.Thread | None = None
         try:
-            for one in (self._folder, self._records, self._scratch):
-                one.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            _log.warning("the disk tier cannot be written to: %s", error)
+            self._make_folders()
+        except StoreError as error:
+            _log.warning("nothing can be written to %s, and what is there is served: %s", self._folder, error)
         sweep(self._scratch)
         with suppress(StoreError):
             self._with_index(lambda _: None)
@@ -108,10 +107,11 @@ class Disk:
         if nbytes > self.budget.record:
             raise StoreError("too_large", f"{nbytes} bytes are more than a record here may have")
         row = Row(key, facts.tenant, facts.kind, nbytes, False, self._clock())
+        self._make_folders()  # somebody may have removed them to be rid of the records
         gone = self._with_index(lambda index: index.admit(row, self.budget))
-        for one in gone:
-            self._files.unlink(self._place(one))
         try:
+            for one in gone:
+                self._files.unlink(self._place(one))
             self._files.write_whole(self._place(key), record, self._scratch)
         except BaseException:
             with suppress(StoreError):
@@ -150,6 +150,11 @@ class Disk:
             if self._index is not None:
                 self._index.close()
                 self._index = None
+
+    def _make_folders(self) -> None:
+        with explained():
+            for one in (self._folder, self._records, self._scratch):
+                one.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # The index.
 

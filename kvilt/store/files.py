@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
 _REASONS = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "disk_full",
@@ -109,11 +111,11 @@ class Files:
 
 
 def sweep(scratch: Path) -> int:
-    """Remove what writers that died left behind; how many."""
+    """Remove what writers that died left behind, and nothing else that may be there; how many."""
     swept = 0
     with suppress(OSError):
         for path in scratch.iterdir():
-            swept += _sweep_one(path)
+            swept += _TEMPORARY.fullmatch(path.name) is not None and _sweep_one(path)
     return swept
 
 

@@ -6,6 +6,7 @@ wait in a queue with bounds; what does not fit is dropped and counted. Refuses t
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import itertools
 import logging
@@ -51,6 +52,7 @@ class Lane:
         queue_bytes: int = 256 << 20,
         queue_records: int = 4096,
         cooldown_s: float = 1.0,
+        close_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
@@ -58,6 +60,7 @@ class Lane:
         self._readers = readers
         self._queue_bytes = queue_bytes
         self._queue_records = queue_records
+        self._close_s = close_s
         self._breakers = {"read": Breaker(clock, cooldown_s=cooldown_s), "write": Breaker(clock, cooldown_s=cooldown_s)}
         self._change = threading.Condition()
         self._reads: list[tuple[int, int, Callable[[], None]]] = []
@@ -133,8 +136,7 @@ class Lane:
             if write.key in self._pending:
                 self._pending[write.key] |= write.facts.retain
                 return True
-            full = self._pending_bytes + write.nbytes > self._queue_bytes or len(self._writes) >= self._queue_records
-            reason = "closed" if self._closed else "queue_full" if full else ""
+            reason = "closed" if self._closed else "queue_full" if self._full(write.nbytes) else ""
             if not reason:
                 self._pending[write.key] = write.facts.retain
                 self._pending_bytes += write.nbytes
@@ -154,17 +156,25 @@ class Lane:
         with self._change:
             return self._change.wait_for(lambda: not self._writes and not self._writing, timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Finish what is queued, as far as the time allows, and end the threads."""
-        self.flush(timeout_s)
+    def close(self) -> None:
+        """Finish what is queued, as far as the time allows, and end the threads; what is left is dropped."""
+        atexit.unregister(self.close)
+        self.flush(self._close_s)
         with self._change:
             self._closed = True
+            left = sum(isinstance(one, Write) for one in self._writes)
             self._writes.clear()
             self._change.notify_all()
-        deadline_s = time.monotonic() + timeout_s
+        self._metrics.add(DROPPED, left, tier=self.name, reason="closed")
+        deadline_s = time.monotonic() + self._close_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self.tier.close()
+
+    def _full(self, nbytes: int) -> bool:
+        """An empty queue takes any record: one that is larger than the queue may be would never be written."""
+        over = self._pending_bytes > 0 and self._pending_bytes + nbytes > self._queue_bytes
+        return over or len(self._writes) >= self._queue_records
 
     def _queue(self, item: Write | Callable[[], None]) -> None:
         self._writes.append(item)
@@ -176,6 +186,7 @@ class Lane:
     def _start(self) -> None:
         if self._threads:
             return
+        atexit.register(self.close)  # a program that ends without closing its store loses nothing that is queued
         jobs = [("read", self._read_loop)] * self._readers + [("write", self._write_loop)]
         for name, target in jobs:
             thread = threading.Thread(target=target, name=f"kvilt-store-{self.name}-{name}", daemon=True)
@@ -190,6 +201,7 @@ class Lane:
                     return
                 work = heapq.heappop(self._reads)[2]
             self._safely(work)
+            del work  # while this thread waits for more, it keeps no record in memory
 
     def _write_loop(self) -> None:
         while True:

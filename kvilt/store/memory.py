@@ -61,6 +61,11 @@ class Memory:
         self._entries: dict[bytes, Entry] = {}
         self._told_s: dict[bytes, float] = {}
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether it is here; that alone is no use of it."""
+        with self._lock:
+            return key in self._entries
+
     def get(self, key: bytes) -> Found | None:
         """The entry of that key; it counts as used now."""
         with self._lock:

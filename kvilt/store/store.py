@@ -84,7 +84,8 @@ class Store:
         self._remembers = memory is not None
         own = self._limits
         self._lanes = tuple(
-            Lane(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s) for one in tiers
+            Lane(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s, own.close_s)
+            for one in tiers
         )
         self._terms = {kind: self._terms_of(chunks if kind is Kind.CHUNK else exact, secret) for kind in Kind}
         self._exact_chunks = self._terms_of(Raw() if chunks.lossy else chunks, secret)
@@ -143,7 +144,7 @@ class Store:
         """How many of these, from the first on, seem to be there; waits for the answer, and not long."""
         deadline_s = time.monotonic() + self._limits.lookup_s
         keys = [self._terms_for(one).key(one) for one in addresses]
-        there = [self._memory.get(key) is not None for key in keys]
+        there = [key in self._memory for key in keys]
         for lane in self._lanes:
             unknown = [at for at, known in enumerate(there) if not known]
             if not unknown or not lane.open_to("read"):
@@ -257,7 +258,7 @@ class Store:
     def close(self) -> None:
         """Write what is queued, as far as time allows, and let the tiers go. Closing twice is fine."""
         for lane in self._lanes:
-            lane.close(self._limits.close_s)
+            lane.close()
 
     def __enter__(self) -> Self:
         return self
