@@ -1,7 +1,7 @@
 """What the Redis tier asks the server to do in one step: admit a record within the budgets, and keep the index of them.
 
-Under one namespace P: P r:<key> the record, P facts <key> its size, bias and owner, P tenants bytes of each, P all the
-keys by last use, P used:<tenant> and P kept:<tenant> the same for one tenant, P kept bytes with a bias to stay.
+Under one namespace P: P r:<key> the record, P facts <key> its size, bias and owner, P tenants bytes of each, P keepers
+those with a bias to stay, P all the keys by last use, P used:<tenant> and P kept:<tenant> the same for one tenant.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ local P = KEYS[1]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+local function count(sums, tenant, nbytes)
+  if redis.call('HINCRBY', P .. sums, tenant, nbytes) <= 0 then redis.call('HDEL', P .. sums, tenant) end
+end
+
 local function forget(key)
   local fact = redis.call('HGET', P .. 'facts', key)
   if fact then
@@ -18,20 +22,19 @@ local function forget(key)
     redis.call('HDEL', P .. 'facts', key)
     redis.call('ZREM', P .. 'all', key)
     if nbytes then
-      if redis.call('HINCRBY', P .. 'tenants', tenant, -nbytes) <= 0 then redis.call('HDEL', P .. 'tenants', tenant) end
+      count('tenants', tenant, -nbytes)
       redis.call('ZREM', P .. (kept == '1' and 'kept:' or 'used:') .. tenant, key)
-      if kept == '1' then redis.call('DECRBY', P .. 'kept', nbytes) end
+      if kept == '1' then count('keepers', tenant, -nbytes) end
     end
   end
   return redis.call('UNLINK', P .. 'r:' .. key)
 end
 
-local function note(key, tenant, nbytes, kept)
-  redis.call('HSET', P .. 'facts', key, nbytes .. ' ' .. kept .. ' ' .. tenant)
-  redis.call('HINCRBY', P .. 'tenants', tenant, nbytes)
+local function note(key, tenant, nbytes)
+  redis.call('HSET', P .. 'facts', key, nbytes .. ' 0 ' .. tenant)
+  count('tenants', tenant, nbytes)
   redis.call('ZADD', P .. 'all', now, key)
-  redis.call('ZADD', P .. (kept == '1' and 'kept:' or 'used:') .. tenant, now, key)
-  if kept == '1' then redis.call('INCRBY', P .. 'kept', nbytes) end
+  redis.call('ZADD', P .. 'used:' .. tenant, now, key)
 end
 
 local function bytes_of(tenant) return tonumber(redis.call('HGET', P .. 'tenants', tenant) or '0') end
@@ -44,8 +47,8 @@ local function drop_oldest(tenant)
   return 0
 end
 
-local function largest()
-  local found, most, all, total = nil, -1, redis.call('HGETALL', P .. 'tenants'), 0
+local function largest(sums)
+  local found, most, all, total = nil, -1, redis.call('HGETALL', P .. sums), 0
   for i = 1, #all, 2 do
     local n = tonumber(all[i + 1])
     total = total + n
@@ -56,19 +59,24 @@ end
 
 local function make_kept(key, tenant, nbytes, budget)
   if nbytes > budget then return end
-  while tonumber(redis.call('GET', P .. 'kept') or '0') + nbytes > budget do
-    local old = redis.call('ZRANGE', P .. 'kept:' .. tenant, 0, 0, 'WITHSCORES')
-    if not old[1] then return end
-    local size = string.match(redis.call('HGET', P .. 'facts', old[1]) or '0 1 ', '^(%d+)')
-    redis.call('ZREM', P .. 'kept:' .. tenant, old[1])
-    redis.call('ZADD', P .. 'used:' .. tenant, old[2], old[1])
-    redis.call('HSET', P .. 'facts', old[1], size .. ' 0 ' .. tenant)
-    redis.call('DECRBY', P .. 'kept', size)
+  local who, total = largest('keepers')
+  while who and total + nbytes > budget do
+    local old = redis.call('ZRANGE', P .. 'kept:' .. who, 0, 0, 'WITHSCORES')
+    if old[1] then
+      local size = string.match(redis.call('HGET', P .. 'facts', old[1]) or '0 1 ', '^(%d+)')
+      redis.call('ZREM', P .. 'kept:' .. who, old[1])
+      redis.call('ZADD', P .. 'used:' .. who, old[2], old[1])
+      redis.call('HSET', P .. 'facts', old[1], size .. ' 0 ' .. who)
+      count('keepers', who, -size)
+    else
+      redis.call('HDEL', P .. 'keepers', who)
+    end
+    who, total = largest('keepers')
   end
   redis.call('ZREM', P .. 'used:' .. tenant, key)
   redis.call('ZADD', P .. 'kept:' .. tenant, now, key)
   redis.call('HSET', P .. 'facts', key, nbytes .. ' 1 ' .. tenant)
-  redis.call('INCRBY', P .. 'kept', nbytes)
+  count('keepers', tenant, nbytes)
 end
 """
 
@@ -86,13 +94,13 @@ while bytes_of(tenant) + nbytes > tonumber(ARGV[6]) do
   if bytes_of(tenant) == 0 then return {-1, 0} end
   gone = gone + drop_oldest(tenant)
 end
-local who, total = largest()
+local who, total = largest('tenants')
 while who and total + nbytes > tonumber(ARGV[5]) do
   gone = gone + drop_oldest(who)
-  who, total = largest()
+  who, total = largest('tenants')
 end
 redis.call('SET', P .. 'r:' .. key, data, 'PX', ttl)
-note(key, tenant, nbytes, '0')
+note(key, tenant, nbytes)
 if ARGV[4] == '1' then make_kept(key, tenant, nbytes, tonumber(ARGV[7])) end
 return {gone, redis.call('HLEN', P .. 'facts')}
 """
@@ -124,7 +132,7 @@ NOTE = (
     + """
 for i = 1, #ARGV, 2 do
   local nbytes = redis.call('STRLEN', P .. 'r:' .. ARGV[i])
-  if nbytes > 0 and redis.call('HEXISTS', P .. 'facts', ARGV[i]) == 0 then note(ARGV[i], ARGV[i + 1], nbytes, '0') end
+  if nbytes > 0 and redis.call('HEXISTS', P .. 'facts', ARGV[i]) == 0 then note(ARGV[i], ARGV[i + 1], nbytes) end
 end
 return 0
 """
