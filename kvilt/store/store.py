@@ -33,10 +33,12 @@ from .lane import Lane, Write
 from .layer import LayerKV, check_layers, owned
 from .loading import Loading, Terms
 from .memory import Entry, Memory
+from .notes import Notes
 from .record import Facts, pack, read_header, read_tokens
 from .tier import Budget, Tier, Usage
 
 _MIN_SECRET_BYTES = 16
+_NOTES_SHARE = 16  # one part in so many of a disk's budget, besides it, is for notes of handles
 T = TypeVar("T")
 
 
@@ -80,6 +82,7 @@ class Store:
             raise ParamError("codec", f"{codec} is lossy; handles and prefixes are exact. Use it as chunk_codec")
         self.metrics = metrics or new_metrics()
         self._limits = limits or Limits()
+        self._secret = secret
         self._memory = Memory(memory or Budget(0))
         self._remembers = memory is not None
         own = self._limits
@@ -244,8 +247,29 @@ class Store:
     @property
     def folder(self) -> Path | None:
         """Where the first tier that has a folder keeps its records, for what else belongs beside them."""
-        found = (getattr(lane.tier, "folder", None) for lane in self._lanes)
-        return next((one for one in found if isinstance(one, Path)), None)
+        return None if (found := self._foldered()) is None else found[0]
+
+    def notes(self, model: str) -> Notes | None:
+        """Notes of a model's handles, beside the records of the first tier that has a folder; whoever asks closes them.
+
+        None where no tier has one.
+        """
+        if (found := self._foldered()) is None:
+            return None
+        (folder, budget), limits = found, self._limits
+        return Notes(
+            folder,
+            model,
+            self.metrics,
+            most_bytes=budget.total_bytes // _NOTES_SHARE,
+            secret=self._secret,
+            rest_s=limits.cooldown_s,
+            close_s=limits.close_s,
+        )
+
+    def _foldered(self) -> tuple[Path, Budget] | None:
+        found = ((getattr(lane.tier, "folder", None), lane.tier.budget) for lane in self._lanes)
+        return next(((folder, budget) for folder, budget in found if isinstance(folder, Path)), None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written or dropped; False where that takes longer."""

@@ -1,0 +1,138 @@
+"""The bytes of a note: what is known of a named handle besides its KV.
+
+    magic 8 | format u32 | header length u32 | header (JSON) | tokens | seal 32
+
+The seal covers all before it; with a secret it is an HMAC, and a reader that has one accepts no other. Refuses to know
+folders, and what handles are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import struct
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BlobError
+
+MAGIC = b"KVILTNOT"
+FORMAT = 1
+SEAL_BYTES = 32
+NAME = re.compile(r"[0-9a-f]{32}")
+_PREFIX = struct.Struct("<8sII")
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A handle on paper. Times are of the wall clock: they mean the same to the next process."""
+
+    name: str
+    owner: str  # a tenant, hashed
+    tokens: array[int]
+    maker: str  # whose KV it is
+    expires_s: float
+    pinned_until_s: float | None
+    used_s: float
+
+
+def pack_note(note: Note, model: str, secret: bytes | None) -> list[bytes]:
+    """A note as bytes, in pieces that follow each other."""
+    fields = {
+        "name": note.name,
+        "owner": note.owner,
+        "model": model,
+        "maker": note.maker,
+        "expires_s": note.expires_s,
+        "pinned_until_s": note.pinned_until_s,
+        "used_s": note.used_s,
+        "count": len(note.tokens),
+    }
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    body = _PREFIX.pack(MAGIC, FORMAT, len(header)) + header + note.tokens.tobytes()
+    return [body, _seal(body, secret)]
+
+
+def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Note:
+    """The note of a handle, if every byte is as it was written for this model."""
+    fields, at = _header(data)
+    body, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    if at > len(body):
+        raise BlobError("size", "the note is cut short")
+    if not hmac.compare_digest(seal, _seal(body, secret)):
+        raise BlobError("seal", "the note was damaged, or written by somebody with another secret")
+    for field, expected in (("name", name), ("model", model)):
+        if fields.get(field) != expected:
+            raise BlobError(field, "the note is of something else")
+    tokens: array[int] = array("q")
+    if (len(body) - at) % _TOKEN_BYTES:
+        raise BlobError("tokens", "these bytes are not tokens")
+    tokens.frombytes(body[at:])
+    if len(tokens) != fields.get("count") or min(tokens, default=0) < 0:
+        raise BlobError("tokens", "not as many token ids as the note promises")
+    pinned = fields.get("pinned_until_s")
+    return Note(
+        name=name,
+        owner=_text(fields, "owner"),
+        tokens=tokens,
+        maker=_text(fields, "maker"),
+        expires_s=_time(fields, "expires_s"),
+        pinned_until_s=None if pinned is None else _time(fields, "pinned_until_s"),
+        used_s=_time(fields, "used_s"),
+    )
+
+
+def peek_expiry(data: bytes) -> float:
+    """When a note says that its handle ends; nothing of it is trusted beyond that."""
+    return _time(_header(data)[0], "expires_s")
+
+
+def scope_of(model: str, secret: bytes | None) -> str:
+    """What stands before the names of all notes that a reader may understand: others it does not even open."""
+    parts = (str(FORMAT).encode(), model.encode(), secret or b"")
+    state = hashlib.blake2b(digest_size=8, person=b"kvilt notes")
+    state.update(b"".join(len(one).to_bytes(8, "little") + one for one in parts))
+    return state.hexdigest()
+
+
+def _header(data: bytes) -> tuple[dict[str, Any], int]:
+    """The fields of a note, and where its tokens begin."""
+    if len(data) < _PREFIX.size + SEAL_BYTES:
+        raise BlobError("size", f"{len(data)} bytes are too few for a note")
+    magic, version, size = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise BlobError("magic", "these bytes are not a note")
+    if version != FORMAT:
+        raise BlobError("version", f"format {version} is not read here, only {FORMAT}")
+    try:
+        fields = json.loads(data[_PREFIX.size : _PREFIX.size + size])
+    except (ValueError, RecursionError):
+        raise BlobError("header", "not readable as JSON") from None
+    if not isinstance(fields, dict):
+        raise BlobError("header", "not an object")
+    return fields, _PREFIX.size + size
+
+
+def _seal(body: bytes, secret: bytes | None) -> bytes:
+    if secret is None:
+        return hashlib.blake2b(body, digest_size=SEAL_BYTES, person=b"kvilt note").digest()
+    return hmac.digest(secret, body, "sha256")
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise BlobError("header", f"{name} is not a text")
+    return value
+
+
+def _time(fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise BlobError("header", f"{name} is not a time")
+    return float(value)

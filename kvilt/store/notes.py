@@ -1,0 +1,212 @@
+"""Notes of handles in a folder beside a disk's records: one small file for each, written behind.
+
+Nobody who changes a handle waits for the disk: its name is marked, and a thread writes what is known of it when its
+turn comes, or removes the file where nothing is. Refuses to know KV, and who may see a handle.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..errors import BlobError, StoreError
+from ..metrics import Metrics
+from .counters import DROPPED, REFUSED, WRITTEN
+from .files import Files, explained
+from .note import NAME, Note, pack_note, peek_expiry, read_note, scope_of
+
+_log = logging.getLogger(__name__)
+_SUFFIX = ".note"
+_TIER = "notes"  # as metrics call it
+_LONGEST_S = 30.0
+
+
+class Notes:
+    """The notes of one model's handles. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        metrics: Metrics,
+        *,
+        most_bytes: int,
+        secret: bytes | None = None,
+        rest_s: float = 1.0,
+        close_s: float = 10.0,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder` is the disk's own; notes may take `most_bytes` in it, those of other models included.
+
+        A disk that fails is left alone for `rest_s`, then for twice as long, up to 30 s.
+        """
+        self._folder = folder / "notes"
+        self._scratch = folder / "tmp"
+        self._model = model
+        self._metrics = metrics
+        self._most = most_bytes
+        self._secret = secret
+        self._first_rest_s = rest_s
+        self._close_s = close_s
+        self._files = files or Files()
+        self._clock = clock
+        self._scope = scope_of(model, secret)
+        self._sizes: dict[str, int] = {}  # of files, by their names
+        self._known: Callable[[str], Note | None] = lambda _: None
+        self._change = threading.Condition()
+        self._marked: dict[str, None] = {}  # names of handles whose files are not what is known of them
+        self._writing = False
+        self._rest_s = 0.0  # after a failure, until the next attempt
+        self._closed = self._abandoned = False
+        self._thread: threading.Thread | None = None
+
+    # At the start.
+
+    def read(self) -> list[Note]:
+        """Every note of this model, the longest unused first; what is damaged is counted and removed."""
+        found = [note for path in self._listed() if (note := self._read(path)) is not None]
+        return sorted(found, key=lambda note: note.used_s)
+
+    def _listed(self) -> Iterator[Path]:
+        try:
+            with os.scandir(self._folder) as entries:
+                names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIX))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._refuse("io", error)
+            return
+        yield from (self._folder / name for name in names)
+
+    def _read(self, path: Path) -> Note | None:
+        scope, _, name = path.name.removesuffix(_SUFFIX).partition(".")
+        own = scope == self._scope and NAME.fullmatch(name) is not None
+        try:
+            if (data := self._data(path)) is None:
+                return None
+            if own:
+                return read_note(data, name, self._model, self._secret)
+            if peek_expiry(data) <= self._clock():  # another model's, which nobody may load again
+                self._remove(path)
+        except BlobError as error:
+            if own:
+                self._refuse(error.field, error)
+                self._remove(path)
+        except StoreError as error:
+            self._refuse(error.reason, error)
+        return None
+
+    def _data(self, path: Path) -> bytes | None:
+        if (fd := self._files.open(path)) is None:
+            return None
+        try:
+            size = self._sizes[path.name] = os.fstat(fd).st_size
+            if size > self._most:
+                raise BlobError("size", "longer than all notes together may be")
+            with explained():
+                return bytes(self._files.pread(fd, size, 0))
+        finally:
+            os.close(fd)
+
+    def _refuse(self, reason: str, error: Exception) -> None:
+        _log.warning("a note of a handle cannot be used: %s", error)
+        self._metrics.add(REFUSED, tier=_TIER, reason=reason)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self._files.unlink(path)
+            self._sizes.pop(path.name, None)
+        except StoreError as error:
+            _log.info("a note of a handle cannot be removed: %s", error)
+
+    # From then on.
+
+    def follow(self, known: Callable[[str], Note | None]) -> None:
+        """Who knows what is to be written of a handle, or None where there is no such handle any more."""
+        self._known = known
+
+    def mark(self, name: str) -> None:
+        """A handle has come, changed or gone. Waits for nothing."""
+        with self._change:
+            if self._closed:
+                return
+            self._marked[name] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="kvilt-store-notes", daemon=True)
+                self._thread.start()
+            self._change.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was marked is on the disk; False where that takes longer, or the disk fails."""
+        with self._change:
+            self._change.wait_for(lambda: self._rest_s or not (self._marked or self._writing), timeout_s)
+            return not (self._marked or self._writing)
+
+    def close(self) -> None:
+        """Write what is marked, as far as time allows, and end. What is forgotten from now on stays on the disk."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join(self._close_s)
+        self._abandoned = True
+
+    # The thread.
+
+    def _loop(self) -> None:
+        while True:
+            with self._change:
+                if self._rest_s:
+                    self._change.wait_for(lambda: self._closed, self._rest_s)
+                self._change.wait_for(lambda: self._marked or self._closed)
+                if not self._marked or self._abandoned:
+                    return
+                name = next(iter(self._marked))
+                del self._marked[name]
+                self._writing = True
+            well = self._settled(name)
+            with self._change:
+                self._writing = False
+                self._rest_s = 0.0 if well else min(_LONGEST_S, 2 * self._rest_s or self._first_rest_s)
+                if not well and not self._closed:
+                    self._marked.setdefault(name)
+                self._change.notify_all()
+
+    def _settled(self, name: str) -> bool:
+        """Whether the file of a handle now says what is known of it, or shall not."""
+        try:
+            note = self._known(name)
+            if self._abandoned:  # and so may have been whoever knows
+                return True
+            self._write(name, note)
+        except StoreError as error:
+            _log.info("a note of a handle was not written: %s", error)
+            self._metrics.add(DROPPED, tier=_TIER, reason=error.reason)
+            return error.reason == "too_large"
+        except Exception:  # a thread that ends would write nothing ever after
+            _log.exception("notes of handles failed in an unexpected way")
+            self._metrics.add(DROPPED, tier=_TIER, reason="error")
+        return True
+
+    def _write(self, name: str, note: Note | None) -> None:
+        path = self._folder / f"{self._scope}.{name}{_SUFFIX}"
+        if note is None:
+            self._files.unlink(path)
+            self._sizes.pop(path.name, None)
+            return
+        pieces = pack_note(note, self._model, self._secret)
+        size, others = sum(map(len, pieces)), sum(self._sizes.values()) - self._sizes.get(path.name, 0)
+        try:
+            if others + size > self._most:
+                raise StoreError("too_large", f"notes may have {self._most} bytes together; raise the disk's budget")
+            self._files.write_whole(path, pieces, self._scratch)
+        except StoreError:
+            self._remove(path)  # what it says is no longer so
+            raise
+        self._sizes[path.name] = size
+        self._metrics.add(WRITTEN, tier=_TIER)
