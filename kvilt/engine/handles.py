@@ -1,18 +1,19 @@
 """Named handles on KV: tokens with a name, an owner and a time to live, and their KV for as long as there is room.
 
 A handle never changes under a request: each use forks it. KV that must give way is computed again when it is next
-needed, so a handle is slow at worst. Every method may be called from any thread; refuses to know text and HTTP.
+needed, so a handle is slow at worst. Where there are notes, the next process knows them too. Every method may be called
+from any thread; refuses to know text and HTTP.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
+import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,11 @@ from ..kv.file import write_whole
 from ..kv.identity import Identity
 from ..kv.row import BASE, EXACT, made_by, maker_parts
 from ..metrics import Metrics
+from ..store.address import tenant_of
+from ..store.note import Note
+from ..store.notes import Notes
 from .counters import HANDLES
+from .handle import Handle, noted, pages_of
 from .request import new_id
 
 MOST_REMEMBERED = 4096  # ids of handles that expired, to say so rather than that they never were
@@ -56,16 +61,6 @@ class Loan:
     maker: str = BASE  # who read them: the base model, or an adapter by content and scale
 
 
-@dataclass(slots=True, eq=False)
-class _Handle:
-    tenant: str
-    ids: array[int]
-    kv: KVCache | None
-    expires_s: float
-    maker: str = BASE
-    pinned_until_s: float = -math.inf
-
-
 class Handles:
     """The handles of one executor. Close it: it holds pages."""
 
@@ -75,14 +70,21 @@ class Handles:
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        notes: Notes | None = None,
+        calendar: Callable[[], float] = time.time,
     ) -> None:
+        """`notes` are of handles that were here before, and of those to come; `calendar` dates them."""
         self._executor = executor
         self._config = config or EngineConfig()
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.RLock()
-        self._handles: OrderedDict[str, _Handle] = OrderedDict()  # the least recently used first
-        self._expired: OrderedDict[str, str] = OrderedDict()  # id -> tenant
+        self._handles: OrderedDict[str, Handle] = OrderedDict()  # the least recently used first
+        self._expired: OrderedDict[str, str] = OrderedDict()  # id -> owner
+        self._notes = notes
+        self._calendar = calendar
+        if notes is not None:
+            self._recall(notes)
 
     # Making.
 
@@ -90,7 +92,8 @@ class Handles:
         """Raise unless a tenant may have one more handle, of so many tokens: before they are computed."""
         with self._lock:
             self._sweep()
-            there = sum(one.tenant == tenant for one in self._handles.values())
+            owner = tenant_of(tenant)
+            there = sum(one.owner == owner for one in self._handles.values())
             if there >= self._config.max_handles:
                 raise HandleLimit("handles", there + 1, self._config.max_handles)
             if (pages := self._executor.layout.pages_for(tokens)) > self._share:
@@ -159,13 +162,15 @@ class Handles:
         """All handles of a tenant, the least recently used first."""
         with self._lock:
             self._sweep()
-            return [self._info(name, one) for name, one in self._handles.items() if one.tenant == tenant]
+            owner = tenant_of(tenant)
+            return [self._info(name, one) for name, one in self._handles.items() if one.owner == owner]
 
     def lend(self, tenant: str, handle: str) -> Loan:
         """What a request begins with."""
         with self._lock:
             found = self._find(tenant, handle)
             self._handles.move_to_end(handle)
+            found.used_s = self._clock()
             return Loan(found.ids[:], None if found.kv is None else found.kv.fork(), found.maker)
 
     def adapter_of(self, loan: Loan) -> Adapter:
@@ -188,6 +193,7 @@ class Handles:
             if length <= maker_parts(found.maker)[1]:
                 found.maker = BASE
             self._cut(found, length)
+            self._mark(handle)
             return self._info(handle, found)
 
     def pin(self, tenant: str, handle: str, ttl_s: float) -> HandleInfo:
@@ -196,17 +202,18 @@ class Handles:
             found = self._find(tenant, handle)
             found.pinned_until_s = self._clock() + _seconds(ttl_s)
             found.expires_s = max(found.expires_s, found.pinned_until_s)
+            self._mark(handle)
             return self._info(handle, found)
 
     def fill(self, tenant: str, handle: str, kv: KVCache) -> None:
         """KV that was computed again. Takes the cache over; what does not fit the handle any more is dropped."""
         with self._lock:
             found = self._handles.get(handle)
-            if found is None or found.tenant != tenant or found.kv is not None or not _reads(kv, found):
+            if found is None or found.owner != tenant_of(tenant) or found.kv is not None or not found.fits(kv):
                 kv.close()
                 return
             found.kv = kv
-            self._settle(tenant, found)
+            self._settle(found)
 
     def save(self, tenant: str, handle: str, path: str | os.PathLike[str]) -> int:
         """Write a handle whose KV is here to a file; how many bytes it took."""
@@ -236,12 +243,18 @@ class Handles:
             held = [one for one in self._handles.values() if one.kv is not None]
             unpinned = [one for one in held if not self._pinned(one)]
             for one in unpinned or (held if pinned else []):
-                self._give_up(one)
+                one.give_up()
                 return True
             return False
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the notes say what is so; False where that takes longer, or they cannot be written."""
+        return self._notes is None or self._notes.flush(timeout_s)
+
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything, but for what was noted."""
+        if self._notes is not None:
+            self._notes.close()
         with self._lock:
             for handle in list(self._handles):
                 self._drop(handle)
@@ -253,8 +266,9 @@ class Handles:
             try:
                 life_s = self._config.handle_ttl_s if ttl_s is None else _seconds(ttl_s)
                 self.check_room(tenant, len(ids))
-                found = _Handle(tenant, ids, kv, self._clock() + life_s, maker)
-                self._settle(tenant, found)
+                now_s = self._clock()
+                found = Handle(tenant_of(tenant), ids, kv, now_s + life_s, now_s, maker)
+                self._settle(found)
             except BaseException:
                 if kv is not None:
                     kv.close()
@@ -262,53 +276,50 @@ class Handles:
             handle = new_id()
             self._handles[handle] = found
             self._count()
+            self._mark(handle)
             return self._info(handle, found)
 
-    def _settle(self, tenant: str, newest: _Handle) -> None:
+    def _settle(self, newest: Handle) -> None:
         """Keep a tenant's handles within its share of the pages: its own older ones give their KV up."""
-        mine = [one for one in self._handles.values() if one.tenant == tenant and one.kv is not None]
+        mine = [one for one in self._handles.values() if one.owner == newest.owner and one.kv is not None]
         mine.sort(key=self._pinned)  # stable: unpinned first, each by last use
-        while mine and _pages([*mine, newest]) > self._share:
-            self._give_up(mine.pop(0))
+        while mine and pages_of([*mine, newest]) > self._share:
+            mine.pop(0).give_up()
 
-    def _find(self, tenant: str, handle: str) -> _Handle:
+    def _find(self, tenant: str, handle: str) -> Handle:
         self._sweep()
-        found = self._handles.get(handle)
-        if found is not None and found.tenant == tenant:
+        found, owner = self._handles.get(handle), tenant_of(tenant)
+        if found is not None and found.owner == owner:
             return found
-        if self._expired.get(handle) == tenant:
+        if self._expired.get(handle) == owner:
             raise HandleExpired(handle)
         raise HandleUnknown(handle)
 
     def _sweep(self) -> None:
         now_s = self._clock()
         for handle in [name for name, one in self._handles.items() if one.expires_s <= now_s]:
-            self._expired[handle] = self._handles[handle].tenant
+            self._expired[handle] = self._handles[handle].owner
             self._drop(handle)
         while len(self._expired) > MOST_REMEMBERED:
             self._expired.popitem(last=False)
 
     def _drop(self, handle: str) -> None:
-        self._give_up(self._handles.pop(handle))
+        self._handles.pop(handle).give_up()
         self._count()
+        self._mark(handle)
 
-    def _give_up(self, one: _Handle) -> None:
-        if one.kv is not None:
-            one.kv.close()
-        one.kv = None
-
-    def _cut(self, one: _Handle, length: int) -> None:
+    def _cut(self, one: Handle, length: int) -> None:
         if one.kv is None:
             return
         try:
             one.kv.truncate(length)
         except TruncateError:
-            self._give_up(one)
+            one.give_up()
 
-    def _pinned(self, one: _Handle) -> bool:
+    def _pinned(self, one: Handle) -> bool:
         return one.pinned_until_s > self._clock()
 
-    def _info(self, handle: str, one: _Handle) -> HandleInfo:
+    def _info(self, handle: str, one: Handle) -> HandleInfo:
         groups = self._executor.layout.groups
         pages = one.kv.pages() if one.kv is not None else ()
         return HandleInfo(
@@ -334,6 +345,30 @@ class Handles:
         if self._metrics is not None:
             self._metrics.set(HANDLES, len(self._handles))
 
+    # Notes.
+
+    def _recall(self, notes: Notes) -> None:
+        """Know again what was noted, as far as its time is not over and a tenant may have so many."""
+        now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
+        notes.follow(self._note)
+        self._handles.update((note.name, noted(note, now_s, today_s)) for note in notes.read())
+        self._sweep()
+        for name, one in reversed(list(self._handles.items())):
+            there[one.owner] += 1
+            if there[one.owner] > self._config.max_handles:
+                self._drop(name)
+        self._count()
+
+    def _note(self, handle: str) -> Note | None:
+        """What is to be written of a handle; None where there is none."""
+        with self._lock:
+            found = self._handles.get(handle)
+            return None if found is None else found.note(handle, self._clock(), self._calendar())
+
+    def _mark(self, handle: str) -> None:
+        if self._notes is not None:
+            self._notes.mark(handle)
+
 
 def check_loan(loan: Loan, adapter: Adapter, adapters: Adapters) -> None:
     """Raise unless a handle's tokens were read by what a request runs on."""
@@ -346,17 +381,7 @@ def check_loan(loan: Loan, adapter: Adapter, adapters: Adapters) -> None:
         )
 
 
-def _reads(kv: KVCache, handle: _Handle) -> bool:
-    return kv.row(0).ids == handle.ids and kv.maker == handle.maker
-
-
-def _pages(handles: Sequence[_Handle]) -> int:
-    """Pages that these handles hold of the fullest group, shared ones once."""
-    held = [one.kv.pages() for one in handles if one.kv is not None]
-    return max((len({page for pages in group for page in pages}) for group in zip(*held, strict=True)), default=0)
-
-
 def _seconds(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ParamError("ttl_s", f"must be a finite number of seconds above 0, not {value!r}")
     return float(value)

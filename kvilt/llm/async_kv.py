@@ -13,6 +13,8 @@ from ..errors import InputError
 from ..kv.cache import KVCache
 from .model import Chosen, Message, Prompt
 
+_DELETED_S = 2.0  # how long a delete waits for a disk that notes handles
+
 
 class ChatIds(Protocol):
     """Messages, and perhaps tools, as tokens."""
@@ -91,8 +93,9 @@ class AsyncKV:
         return self._handles.pin(tenant, handle, ttl_s)
 
     async def delete(self, handle: str, *, tenant: str = "") -> None:
-        """Forget a handle."""
+        """Forget a handle; where handles outlive the process, the disk has heard of it by then, if it is quick."""
         self._handles.delete(tenant, handle)
+        await asyncio.to_thread(self._handles.flush, _DELETED_S)
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
         """Write a handle to a file, computing its KV first if that had to give way; how many bytes it took."""

@@ -114,7 +114,8 @@ class AsyncLLM(Model):
             self.engine.chunks = self.documents.chunks
             self.engine.chunks.read()
         self._drafter = drafter
-        self._handles = Handles(executor, self.config, self.engine.metrics)
+        notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
+        self._handles = Handles(executor, self.config, self.engine.metrics, notes=notes)
         self.engine.relieve_by(self._handles.relieve)
         self._post = Post()
         self._lock = threading.Lock()
@@ -241,9 +242,9 @@ class AsyncLLM(Model):
         await asyncio.to_thread(self._driver.close)
         if self._gate is not None:
             await asyncio.to_thread(self._gate.close)
-        self._handles.close()
         if self._driver.healthy:
-            await asyncio.to_thread(self.engine.close)
+            await asyncio.to_thread(self.engine.close)  # while handles hold their KV: what is held is kept first
+        await asyncio.to_thread(self._handles.close)
         self.documents.close()
         if self._driver.healthy:
             self.executor.close()

@@ -34,6 +34,9 @@ from kvilt.errors import (
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.llm.outlet import Outlet, Post
+from kvilt.store.disk import Disk
+from kvilt.store.store import Limits, Store
+from kvilt.store.tier import Budget
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
@@ -562,6 +565,39 @@ def test_handles_give_way_to_requests(executor: Executor, play: Callable[..., No
         assert not all(left)
 
     play(scene)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_handle_of_a_process_before_is_loaded_or_computed_again(
+    executor: Executor, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    monkeypatch.setattr(executor, "close", lambda: None)
+    config = EngineConfig(stored_prefix_tokens=64 if stored else None)
+    expected: list[list[int]] = []
+    name = ""
+
+    async def life(first: bool) -> None:
+        nonlocal name
+        with Store(None, [Disk(tmp_path, Budget(1 << 28))], limits=Limits(300, 300, close_s=300)) as store:
+            async with AsyncLLM(executor, tokenizer, config=config, store=store) as model:
+                if first:
+                    made = await model.kv.create(LONG_TEXT, tenant="a")
+                    gone = await model.kv.fork(made.id, tenant="a")
+                    await model.kv.delete(gone.id, tenant="a")
+                    assert len(list((tmp_path / "notes").iterdir())) == 1, "a delete is on the disk when it is answered"
+                    name = made.id
+                (found,) = await model.kv.owned(tenant="a")
+                assert (found.id, found.resident) == (name, first)
+                done = await model.generate(" So", SHORT, kv=name, tenant="a")
+                expected.append(done.token_ids)
+                assert (done.usage.cached_tokens >= found.tokens // 32 * 32) == (first or stored)
+                with pytest.raises(HandleUnknown):
+                    await model.generate(" So", SHORT, kv=name, tenant="b")
+        executor.prefixes.clear()
+
+    for first in (True, False):
+        asyncio.run(life(first))
+    assert expected[0] == expected[1]
 
 
 def test_a_view_shows_a_tenant_its_requests_prefixes_and_handles(play: Callable[..., None]) -> None:

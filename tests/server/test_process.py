@@ -161,6 +161,45 @@ def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path, folde
         assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}, headers=headers).status_code == 200
 
 
+def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) -> None:
+    """After a kill and after a signal: same ids, tokens and answers, for the same key; what was deleted stays so."""
+    options = ("--model", str(model), "--store", str(tmp_path), "--api-key", "k1", "--api-key", "k2")
+    mine, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+    asked = {"prompt": " and", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with process(*options) as server:
+        with server.http() as http:
+            http.headers.update(mine)
+            made = http.post("/v1/kv", json={"prompt": "Once upon a time " * 20, "ttl_s": 5000}).json()
+            first = http.post("/v1/completions", json={**asked, "kv": made["id"], "kv_out": True}).json()
+            kept = first["choices"][0]["kv"]
+            gone = http.post(f"/v1/kv/{made['id']}/fork", json={}).json()
+            assert http.post(f"/v1/kv/{kept['id']}/pin", json={"ttl_s": 9000}).json()["pinned"]
+            assert http.delete(f"/v1/kv/{gone['id']}").status_code == 200  # all before it is on the disk, too
+        server.own.kill()
+        assert server.wait() == -signal.SIGKILL
+    for _ in range(2):
+        with process(*options) as again, again.http() as http:
+            listed = http.get("/v1/kv", headers=mine).json()["data"]
+            assert {one["id"]: (one["tokens"], one["pinned"]) for one in listed} == {
+                made["id"]: (made["tokens"], False),
+                kept["id"]: (kept["tokens"], True),
+            }
+            assert http.get(f"/v1/kv/{gone['id']}", headers=mine).status_code == 404
+            assert http.get(f"/v1/kv/{made['id']}", headers=other).status_code == 404
+            assert 0 < http.get(f"/v1/kv/{made['id']}", headers=mine).json()["expires_in_s"] <= 5000
+            done = http.post("/v1/completions", json={**asked, "kv": made["id"]}, headers=mine).json()
+            assert done["choices"][0]["text"] == first["choices"][0]["text"]
+            assert "kvilt_kv_handles 2" in http.get("/metrics", headers=mine).text
+            again.own.send_signal(signal.SIGTERM)
+            assert again.wait() == 0
+    (path,) = tmp_path.glob(f"notes/*{made['id']}*")
+    path.write_bytes(b"damaged")
+    with process(*options) as last, last.http() as http:
+        assert [one["id"] for one in http.get("/v1/kv", headers=mine).json()["data"]] == [kept["id"]]
+        counted = http.get("/metrics", headers=mine).text
+        assert 'kvilt_store_refused_total{tier="notes",reason="size"} 1' in counted
+
+
 def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("# ours\nsk-file  # alice\n\nsk-option\n")
     monkeypatch.setenv("KVILT_API_KEY", "sk-env, sk-other")

@@ -1,0 +1,56 @@
+"""One named handle as it is kept here, and as a note that the next process reads. Refuses to know who asks for it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..kv.cache import KVCache
+from ..kv.row import BASE
+from ..store.note import Note
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """Tokens with an owner and a time to live, and their KV while there is room. Times are of this process's clock."""
+
+    owner: str  # a tenant, hashed: notes tell no more, and who asks must be the same before and after a restart
+    ids: array[int]
+    kv: KVCache | None
+    expires_s: float
+    used_s: float
+    maker: str = BASE
+    pinned_until_s: float = -math.inf
+
+    def give_up(self) -> None:
+        """Let the KV go; the tokens stay."""
+        if self.kv is not None:
+            self.kv.close()
+        self.kv = None
+
+    def fits(self, kv: KVCache) -> bool:
+        """Whether a cache holds what this handle names."""
+        return kv.row(0).ids == self.ids and kv.maker == self.maker
+
+    def note(self, name: str, now_s: float, today_s: float) -> Note:
+        """What is written of it, where the process's clock says `now_s` and the calendar `today_s`."""
+        since_s = today_s - now_s
+        pinned_s = self.pinned_until_s + since_s if self.pinned_until_s > now_s else None
+        expires_s, used_s = self.expires_s + since_s, self.used_s + since_s
+        return Note(name, self.owner, self.ids[:], self.maker, expires_s, pinned_s, used_s)
+
+
+def noted(note: Note, now_s: float, today_s: float) -> Handle:
+    """A handle that a process before this one had; its KV is not here."""
+    since_s = today_s - now_s
+    pinned_s = -math.inf if note.pinned_until_s is None else note.pinned_until_s - since_s
+    expires_s, used_s = note.expires_s - since_s, note.used_s - since_s
+    return Handle(note.owner, note.tokens, None, expires_s, used_s, note.maker, pinned_s)
+
+
+def pages_of(handles: Sequence[Handle]) -> int:
+    """Pages that these handles hold of the fullest group, shared ones once."""
+    held = [one.kv.pages() for one in handles if one.kv is not None]
+    return max((len({page for pages in group for page in pages}) for group in zip(*held, strict=True)), default=0)
