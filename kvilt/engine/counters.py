@@ -121,7 +121,7 @@ class Counters:
         # %r: an id comes from a client, and a line of a log is one line.
         why = reason if error is None else f"{reason}: {type(error).__name__}"
         _log.log(
-            logging.INFO if error is None or isinstance(error, InputError) else logging.WARNING,
+            logging.WARNING if isinstance(error, Exception) and not isinstance(error, InputError) else logging.INFO,
             "request %r ended (%s): %d prompt tokens, %d of them cached, %.3f s",
             job.request.id,
             why,

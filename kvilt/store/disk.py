@@ -79,7 +79,8 @@ class Disk:
         try:
             self._make_folders()
         except StoreError as error:
-            _log.warning("nothing can be written to %s, and what is there is served: %s", self._folder, error)
+            _log.warning("nothing can be kept in %s: %s", self._folder, error)
+            return
         sweep(self._scratch)
         with suppress(StoreError):
             self._with_index(lambda _: None)

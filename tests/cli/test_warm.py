@@ -21,8 +21,10 @@ from typer.testing import CliRunner
 from kvilt.cli.main import app
 from kvilt.cli.options import STORE
 from kvilt.cli.store import check, opened
-from kvilt.cli.texts import read_documents
+from kvilt.cli.texts import TextFile, read_documents
+from kvilt.cli.warm import Document, _groups
 from kvilt.errors import InputError, ParamError
+from kvilt.llm.warm import AT_ONCE
 
 SECRET = "sixteen bytes or more\n"
 ONE = "The Eiffel Tower is 330 metres tall.\r\nIt stands in Paris.\n"
@@ -130,7 +132,33 @@ def test_separators_alone_are_no_documents(tmp_path: Path) -> None:
 def test_documents_that_the_store_does_not_take_are_told_of(model: str, files: Path, tmp_path: Path) -> None:
     done = warm(model, tmp_path / "kv", files / "one.txt", "--store-disk", "1K")
     assert done.exit_code == 1
-    assert "1 documents were not taken by the store (disk: too_large)" in done.stderr
+    assert "1 document was not taken by the store (disk: too_large)" in done.stderr
+
+
+def test_documents_that_make_room_for_each_other_are_told_of(model: str, files: Path, tmp_path: Path) -> None:
+    assert warm(model, tmp_path / "kv", files / "one.txt").exit_code == 0
+    (record,) = (tmp_path / "kv").rglob("*.kv")
+    room = str(int(record.stat().st_size * 1.5))
+    done = warm(model, tmp_path / "kv", files / "two.txt", "--store-disk", room)
+    assert done.exit_code == 0
+    assert "1 document was removed from the disk tier to make room" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["file/kv", os.devnull, "/proc/kv"])
+def test_a_folder_that_cannot_be_costs_no_computation(files: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    done = warm("/no/model/is/looked/for", tmp_path / place, files / "one.txt")
+    assert done.exit_code == 2
+    assert "kvilt: store: " in done.stderr
+    assert "folder" in done.stderr
+
+
+def test_no_more_is_computed_at_once_than_the_stores_queue_holds() -> None:
+    sizes = [3, 3, 3, 1, 1, 1, 1, 1, 99, 1]
+    documents = [Document(TextFile(str(at), ""), [0] * size) for at, size in enumerate(sizes)]
+    groups = [[len(one.ids) for one in group] for group in _groups(documents, most_tokens=8)]
+    assert groups == [[3, 3], [3, 1, 1, 1], [1, 1], [99], [1]]
+    assert list(_groups([], 8)) == []
 
 
 def test_an_interrupt_leaves_what_was_stored(model: str, tmp_path: Path) -> None:
@@ -144,9 +172,11 @@ def test_an_interrupt_leaves_what_was_stored(model: str, tmp_path: Path) -> None
     own.send_signal(signal.SIGINT)
     out, error = own.communicate(timeout=300)
     assert own.returncode == 130, error
+    assert [line for line in error.splitlines() if "KeyboardInterrupt" in line] == []
     assert "kvilt: interrupted" in error
     stored = len(list((tmp_path / "kv").rglob("*.kv")))
-    assert len(out.splitlines()) <= stored < 400
+    assert len(out.splitlines()) <= stored <= len(out.splitlines()) + AT_ONCE
+    assert stored < 400
     again = warm(model, tmp_path / "kv", tmp_path / "many.txt", "--split", "---", "--json")
     assert again.exit_code == 0, again.output
     assert sum(one["found"] for one in json.loads(again.stdout)["documents"]) == stored
