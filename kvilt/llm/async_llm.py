@@ -319,10 +319,12 @@ class AsyncLLM(Model):
         if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
             ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
             ready = dataclasses.replace(ready, lent=None)
-        if terms.discover:
+        # A handle says the same whether its KV is here or has to be computed again: nothing in it is blended.
+        discover = terms.discover if ready.loan is None else False
+        if discover:
             self.engine.chunks = self.documents.chunks
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
-        more = {**Finding(terms.discover, terms.recipe).fields, **ready.more}
+        more = {**Finding(discover, terms.recipe).fields, **ready.more}
         try:
             request, asked = self.request(
                 ready.ids,
@@ -407,8 +409,8 @@ class AsyncLLM(Model):
             warming.finished(ids)
 
     async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
-        """The KV of a prompt."""
-        request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter)
+        """The exact KV of a prompt."""
+        request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter, discover=False)
         answer = Answer(Asked(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
         outlet = self._outlet(answer, request, None, asyncio.get_running_loop())
         self._admit(outlet)

@@ -71,7 +71,7 @@ def _check(service: Service, asked: ChatRequest) -> None:
     ):
         if there > most:
             raise Refused(400, f"{field}: {there} were sent and {most} are allowed", param=field, code="too_many")
-    check_documents(config, asked)
+    check_documents(service, asked)
     both = asked.max_tokens is not None and asked.max_completion_tokens is not None
     if both and asked.max_tokens != asked.max_completion_tokens:
         raise ParamError("max_completion_tokens", "is another name for max_tokens; give one of them")

@@ -12,7 +12,7 @@ from ..llm import AsyncStream, Completion, Delta, Reading
 from ..sampling.params import SamplingParams
 from .ask import progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, running_usage, usage_of
-from .documents import check_documents
+from .documents import check_documents, discovers
 from .gate import Caller
 from .keep import keep
 from .merge import merged
@@ -77,8 +77,8 @@ def _check(service: Service, asked: CompletionRequest, prompts: int) -> None:
         raise Refused(
             400, f"prompt: {samples} answers were asked for and {most} are allowed", param="prompt", code="too_many"
         )
-    check_documents(service.config, asked)
-    if asked.documents and _scores(asked):
+    check_documents(service, asked)
+    if (asked.documents or discovers(asked)) and _scores(asked):
         raise ParamError("echo", "cannot score a prompt behind documents, which are not computed as a whole")
     if asked.kv_out and prompts > 1:
         raise ParamError("kv_out", "keeps the KV of one prompt; send the prompts one by one")

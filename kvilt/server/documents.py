@@ -8,7 +8,8 @@ from typing import Any
 from ..blend.recipe import Recipe
 from ..errors import ParamError
 from .refusal import Refused
-from .schema.fields import Document, Sampling
+from .schema.fields import Blend, Document, Sampling
+from .service import Service
 from .settings import ServeConfig
 
 
@@ -28,26 +29,47 @@ def recipe_of(asked: Sampling) -> Recipe | None:
     if asked.blend is None:
         return None
     try:
-        return Recipe.of(None, **asked.blend.model_dump(exclude_none=True))
+        return Recipe.of(None, **_said(asked.blend))
     except ParamError as error:
         raise Refused(400, f"blend.{error}", param=f"blend.{error.field}", code="invalid_value") from None
 
 
+def _said(blend: Blend) -> dict[str, Any]:
+    """The fields of a recipe that a request has."""
+    return blend.model_dump(exclude_none=True, exclude={"discover"})
+
+
 def blend_terms(asked: Sampling) -> dict[str, Any]:
-    """The keywords of documents, where there are any."""
-    return {"documents": texts_of(asked.documents), "recipe": recipe_of(asked)} if asked.documents else {}
+    """The keywords of documents, named or to be found, where there are any."""
+    if asked.documents:
+        return {"documents": texts_of(asked.documents), "recipe": recipe_of(asked)}
+    return {} if asked.blend is None else {"discover": asked.blend.discover, "recipe": recipe_of(asked)}
 
 
-def check_documents(config: ServeConfig, asked: Sampling) -> None:
+def check_documents(service: Service, asked: Sampling) -> None:
     """Refuse what cannot be, before any of it is read."""
-    check_count(config, len(asked.documents or ()))
-    if not asked.documents:
-        if asked.blend is not None:
-            raise ParamError("blend", "says how documents are blended; give documents, or leave it out")
-        return
-    if asked.kv is not None:
+    check_count(service.config, len(asked.documents or ()))
+    if asked.documents and asked.kv is not None:
         raise ParamError("kv", "documents stand in a prompt of their own; leave out kv, or the documents")
+    if discovers(asked) and (asked.documents or asked.kv is not None):
+        beside = "documents" if asked.documents else "kv"
+        said = f"blend.discover: looks for documents in a plain prompt; leave it out, or {beside}"
+        raise Refused(400, said, param="blend.discover", code="invalid_value")
+    if asked.blend is not None and not asked.documents and not _has_effect(asked, asked.blend, service):
+        raise ParamError("blend", "says how documents are blended; give documents, or let it discover some")
     recipe_of(asked)
+
+
+def discovers(asked: Sampling) -> bool:
+    """Whether a request says that documents in its prompt are to be found."""
+    return asked.blend is not None and asked.blend.discover is True
+
+
+def _has_effect(asked: Sampling, blend: Blend, service: Service) -> bool:
+    """Whether it matters what is said of documents, where none are named."""
+    if blend.discover is False:
+        return not _said(blend)
+    return asked.kv is None and (blend.discover or service.llm.config.discover)
 
 
 def check_count(config: ServeConfig, documents: int) -> None:

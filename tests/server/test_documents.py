@@ -344,4 +344,87 @@ def test_a_body_of_documents_is_limited_like_any_other(start: Start) -> None:
 
 
 def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
-    assert set(Blend.model_fields) <= {field.name for field in dataclasses.fields(Recipe)}
+    assert set(Blend.model_fields) - {"discover"} <= {field.name for field in dataclasses.fields(Recipe)}
+
+
+HELD = f"{ONE}\n{TWO}\nHow tall is the tower?"
+FOUND = {"blend": {**DOCUMENTS["blend"], "discover": True}}
+
+
+def asked_plainly(server: Running, route: str, **extra: Any) -> tuple[str, str]:
+    """The answer to a prompt that holds documents and names none, and the recipe it was made with."""
+    server.llm.executor.prefixes.clear()
+    talk = server.openai()
+    if route == "chat":
+        messages = [{"role": "user", "content": HELD}]
+        answer: Any = talk.chat.completions.create(**SHORT, messages=messages, extra_body=extra)
+        return answer.choices[0].message.content, own(answer.usage)["recipe"]
+    answer = talk.completions.create(**SHORT, prompt=HELD, extra_body=extra)
+    return answer.choices[0].text, own(answer.usage)["recipe"]
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_request_says_whether_documents_in_its_prompt_are_found(
+    start: Start, executor: Executor, tokenizer: Tokenizer, route: str, always: bool
+) -> None:
+    executor.prefixes.clear()
+    library = LLM(executor, tokenizer)
+    library.warm([f"{ONE}\n", TWO])
+    given = {"discover": True, "recipe": LOOSE, "max_tokens": 6, "temperature": 0}
+    messages = [{"role": "user", "content": HELD}]
+    expected = library.chat(messages, **given) if route == "chat" else library.generate(HELD, **given)  # type: ignore[arg-type]
+    assert expected.usage.blended_reused > 0
+    with start(EngineConfig(discover=always)) as server, server.http() as http:
+        warmed(http, f"{ONE}\n", TWO)
+        assert asked_plainly(server, route, **FOUND) == (expected.text, LOOSE.name)
+        text, recipe = asked_plainly(server, route, blend={"discover": False})
+        assert recipe == "exact"
+        assert asked_plainly(server, route)[1] == (recipe if not always else Recipe().name)
+        if always:
+            assert asked_plainly(server, route, blend=DOCUMENTS["blend"]) == (expected.text, LOOSE.name)
+        else:
+            assert asked_plainly(server, route) == (text, "exact")
+        assert asked_plainly(server, route, **FOUND, cache_salt="x")[1] == "exact", "another tenant knows none"
+
+
+def test_a_handle_says_the_same_whether_its_kv_is_here_or_not(start: Start, executor: Executor) -> None:
+    """Also where the server finds documents in every prompt: computed again is computed as it was."""
+    with start(EngineConfig(discover=True)) as server, server.http() as http:
+        warmed(http, f"{ONE}\n", TWO)
+        made = http.post("/v1/kv", json={"prompt": HELD}).json()
+        said = []
+        for resident in (True, False):
+            assert http.get(f"/v1/kv/{made['id']}").json()["resident"] == resident
+            answer = http.post("/v1/completions", json={**SHORT, "prompt": " So", "kv": made["id"]}).json()
+            said.append((answer["choices"][0]["text"], answer["usage"]["kvilt"]["recipe"]))
+            server.llm._handles.relieve(True)
+            executor.prefixes.clear()
+        assert said == [(said[0][0], "exact")] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"blend": {"discover": "yes"}}, "blend.discover"),
+        ({"blend": {"discover": 1}}, "blend.discover"),
+        ({"blend": {"discover": [True]}}, "blend.discover"),
+        ({"discover": True}, "discover"),
+        ({"blend": {"discover": True}, "documents": ["a"]}, "blend.discover"),
+        ({"blend": {"discover": True}, "kv": "0" * 32}, "blend.discover"),
+        ({"blend": {"discover": True, "ratio": 2}}, "blend.ratio"),
+        ({"blend": {"discover": True, "strategy": "best"}}, "blend.strategy"),
+        ({"blend": {"discover": False, "ratio": 0.5}}, "blend"),
+        ({"blend": {}}, "blend"),
+    ],
+)
+def test_what_cannot_be_discovered_is_refused(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    for route, question in (("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "So"})):
+        status, _, named = code(http.post(f"/v1/{route}", json={**SHORT, **question, **fields}))
+        assert (status, named) == (400, param)
+
+
+def test_a_prompt_that_is_scored_is_not_looked_at(http: httpx.Client) -> None:
+    scored = {**SHORT, "prompt": "So", "echo": True, "logprobs": 1, "blend": {"discover": True}}
+    assert code(http.post("/v1/completions", json=scored)) == (400, "invalid_value", "echo")
+    assert http.post("/v1/completions", json={**scored, "blend": {"discover": False}}).status_code == 200

@@ -162,8 +162,11 @@ Layer = Annotated[int, Field(ge=0, lt=2**16)]
 
 
 class Blend(Strict):
-    """How documents are blended: the fields of a recipe, each of which has a default."""
+    """How documents are blended: which of them, and the fields of a recipe, each of which has a default."""
 
+    discover: bool | None = Field(
+        None, description="Blend known documents that the prompt holds without naming them; the server's own default."
+    )
     ratio: Share | None = Field(None, description="Of the documents' tokens, the share that is computed again.")
     strategy: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Which tokens: query, head, deviation, or a mix such as head:0.2+query:0.8."
