@@ -14,10 +14,12 @@ from .. import __version__
 from .edge import Edge
 from .page import Page
 from .refusal import refusal_of
-from .routes import admin, chat, chunks, completions, health, kv, lora, models, tokens
+from .routes import admin, certificates, chat, chunks, completions, health, kv, lora, models, tokens
 from .service import Service
 
-_ROUTERS = tuple(one.router for one in (chat, completions, models, tokens, chunks, kv, admin, lora, health))
+_ROUTERS = tuple(
+    one.router for one in (chat, completions, models, tokens, chunks, certificates, kv, admin, lora, health)
+)
 
 
 def make_app(service: Service) -> ASGIApp:

@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from kvilt import AsyncLLM
-from kvilt.config import EngineConfig
+from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.executor import Executor
 from kvilt.server.listen import Listener
 from kvilt.server.service import Service
@@ -73,7 +73,11 @@ class Running:
 
 @contextmanager
 def running(
-    executor: Executor, tokenizer: Tokenizer, engine: EngineConfig | None = None, **settings: Any
+    executor: Executor,
+    tokenizer: Tokenizer,
+    engine: EngineConfig | None = None,
+    gate: GateConfig | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server for the length of a block; the executor outlives it."""
     box: list[Running] = []
@@ -81,7 +85,7 @@ def running(
     config = ServeConfig(**{"port": 0, "names": ("tiny",), "grace_s": 20.0, **settings})
 
     async def life() -> None:
-        llm = AsyncLLM(executor, tokenizer, config=engine)
+        llm = AsyncLLM(executor, tokenizer, config=engine, gate=gate)
         try:
             listener = Listener(Service(llm, config))
             box.append(Running(listener, asyncio.get_running_loop()))

@@ -15,7 +15,7 @@ from running import QUESTION, Running, until
 
 from kvilt import LLM
 from kvilt.blend.recipe import Recipe
-from kvilt.config import EngineConfig
+from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.executor import Executor
 from kvilt.server.schema.fields import Blend
 from kvilt.text.tokenizer import Tokenizer
@@ -345,6 +345,41 @@ def test_a_body_of_documents_is_limited_like_any_other(start: Start) -> None:
 
 def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
     assert set(Blend.model_fields) - {"discover"} <= {field.name for field in dataclasses.fields(Recipe)}
+
+
+def test_certificates_are_those_of_the_library(start: Start) -> None:
+    """Every key sees what the gate knows of all, and nothing of single prompts."""
+    strict = {**DOCUMENTS, "blend": {"ratio": 0.2, "min_gain": 0, "gate": False}}
+    with start(gate=GateConfig(every=1, act=False), api_keys=KEYS) as server:
+        clients = [server.http(headers={"authorization": f"Bearer {key}"}) for key in KEYS]
+        assert clients[0].get("/v1/kv/certificates").json() == {"object": "list", "data": []}
+        seen = 0
+        for count in range(1, 5):
+            asked = {**SHORT, "messages": QUESTION, **DOCUMENTS}
+            assert clients[0].post("/v1/chat/completions", json=asked).status_code == 200
+            assert clients[0].post("/v1/chat/completions", json={**asked, **strict}).status_code == 200
+            until(lambda count=count: server.llm.certificates()[0].count == count, "a comparison")  # type: ignore[misc]
+            (known,) = server.llm.certificates()
+            for client in clients:
+                (shown,) = client.get("/v1/kv/certificates").json()["data"]
+                for name in ("model", "adapter", "strategy", "asked", "asked_ratio", "ratio", "falls_back", "count"):
+                    assert shown.pop(name) == getattr(known, name)
+                bound = None if count < 3 else known.kl_bound
+                assert shown == {
+                    "compared": count,
+                    "mean_kl": known.mean_kl,
+                    "kl_bound": bound,
+                    "agreement": known.agreement,
+                }
+                seen += bound is not None
+        assert known.asked == LOOSE.name
+        assert seen == 4
+        assert server.http().get("/v1/kv/certificates").status_code == 401
+
+
+def test_a_server_without_a_gate_has_no_certificates(server: Running, http: httpx.Client) -> None:
+    server.openai().chat.completions.create(**SHORT, messages=QUESTION, extra_body=DOCUMENTS)
+    assert http.get("/v1/kv/certificates").json() == {"object": "list", "data": []}
 
 
 HELD = f"{ONE}\n{TWO}\nHow tall is the tower?"

@@ -37,6 +37,7 @@ OPERATIONS = [
     "POST /v1/kv/chunks",
     "GET /v1/kv",
     "GET /v1/kv/state",
+    "GET /v1/kv/certificates",
     "GET /v1/kv/saved",
     "DELETE /v1/kv/saved/{name}",
     "POST /v1/kv/restore",

@@ -158,3 +158,27 @@ class KVState(Shown):
     samples: list[Running]
     prefixes: list[Prefix]
     handles: list[Holding]
+
+
+class Certificate(Shown):
+    """What a quality gate knows of a recipe; null is what it does not know yet."""
+
+    model: str  # fingerprint of its weights
+    adapter: str
+    strategy: str
+    asked: str  # the recipe by its name, as requests ask for it
+    asked_ratio: float
+    ratio: float  # what is blended with
+    falls_back: bool  # prompts are computed as a whole
+    count: int  # comparisons at this ratio, ever
+    compared: int  # the latest of them, which the rest is about
+    mean_kl: float | None
+    kl_bound: float | None
+    agreement: float | None
+
+
+class Certificates(Shown):
+    """Of every recipe that was asked for."""
+
+    object: str
+    data: list[Certificate]
