@@ -61,6 +61,8 @@ def check(options: dict[str, Any]) -> None:
         raise ParamError("store_disk", "limits the folder of --store; name that too")
     if options["store_redis_memory"] is not None and _redis_url(options) is None:
         raise ParamError("store_redis_memory", "limits what is kept at --store-redis; name that too")
+    if options["store"] == "":  # a variable that is not set, and not a wish to fill the current folder
+        raise ParamError("store", "is empty; name a folder")
     folder = None if options["store"] is None else Path(options["store"]).expanduser()
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ParamError("store", f"{options['store']!r} is a file; name a folder")

@@ -10,6 +10,7 @@ import atexit
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -158,7 +159,7 @@ class Lane:
 
     def close(self) -> None:
         """Finish what is queued, as far as the time allows, and end the threads; what is left is dropped."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self.flush(self._close_s)
         with self._change:
             self._closed = True
@@ -170,6 +171,11 @@ class Lane:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self.tier.close()
+
+    def _at_exit(self, owner: int) -> None:
+        """Programs that end without closing a store lose nothing that is queued; a fork of one has no say in that."""
+        if os.getpid() == owner:
+            self.close()
 
     def _full(self, nbytes: int) -> bool:
         """An empty queue takes any record: one that is larger than the queue may be would never be written."""
@@ -186,7 +192,7 @@ class Lane:
     def _start(self) -> None:
         if self._threads:
             return
-        atexit.register(self.close)  # a program that ends without closing its store loses nothing that is queued
+        atexit.register(self._at_exit, os.getpid())
         jobs = [("read", self._read_loop)] * self._readers + [("write", self._write_loop)]
         for name, target in jobs:
             thread = threading.Thread(target=target, name=f"kvilt-store-{self.name}-{name}", daemon=True)

@@ -236,6 +236,8 @@ DEFAULTS = {name: option.default for name, option in STORE.options.items()}
         ({"store": "x", "store_disk": "many"}, "store_disk: cannot read 'many'"),
         ({"store_memory": "-1"}, "store_memory: cannot read"),
         ({"store": __file__}, "store: .* is a file"),
+        ({"store": os.devnull}, "store: .* is a file"),
+        ({"store": ""}, "store: is empty; name a folder"),
         ({"store_codec": "int4"}, "store_codec: must be one of raw, zstd, int8, k8v4"),
         ({"store_redis": "http://kv"}, "store_redis: begins with redis://"),
         ({"store_redis": "redis://kv:99999999"}, "store_redis: cannot be read"),
