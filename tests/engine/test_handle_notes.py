@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.metrics import Metrics
 from kvilt.store.disk import Disk
+from kvilt.store.files import Files
+from kvilt.store.notes import Notes
 from kvilt.store.store import Limits, Store
 from kvilt.store.tier import Budget
 
@@ -176,6 +179,34 @@ def test_a_delete_that_was_waited_for_survives_a_kill(world: World) -> None:
     assert world.notes() == []
 
 
+def test_a_disk_that_does_not_answer_holds_up_no_verb(world: World) -> None:
+    """Not even that of a step, which asks for pages."""
+
+    class Stuck(Files):
+        gate, waits = threading.Event(), threading.Event()
+
+        def sync(self, fd: int) -> None:
+            self.waits.set()
+            self.gate.wait()
+            super().sync(fd)
+
+    disk, model = Stuck(), world.executor.pool.identity().model
+    notes = Notes(world.folder, model, world.store.metrics, most_bytes=1 << 20, files=disk)
+    handles = world.handles = Handles(world.executor, EngineConfig(), notes=notes)
+    made = handles.keep(TENANT, world.kv(TEXT))
+    disk.waits.wait()
+    twin = handles.fork(TENANT, made.id)
+    handles.pin(TENANT, made.id, 50)
+    handles.truncate(TENANT, twin.id, 9)
+    handles.delete(TENANT, made.id)
+    assert handles.relieve(True)
+    assert not handles.flush(0.001)
+    disk.gate.set()
+    assert handles.flush()
+    found = world.start()
+    assert [(one.id, one.tokens) for one in found.owned(TENANT)] == [(twin.id, 9)]
+
+
 def test_without_notes_there_is_nothing_to_wait_for(world: World) -> None:
     handles = Handles(world.executor)
     handles.keep(TENANT, world.kv(TEXT))
@@ -207,7 +238,7 @@ VERBS: list[Verb] = [
 ]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 7), st.integers(0, 5), st.integers(0, 9)), max_size=25))
 def test_a_restart_changes_nothing_that_anybody_can_see(
     tmp_path_factory: pytest.TempPathFactory, executor: Executor, days: list[tuple[str, int, int, int]]
