@@ -1,7 +1,8 @@
 """One tier's traffic: threads that read for whoever waits, one that writes behind, and breakers for both directions.
 
-Nobody who calls a lane waits for its tier. Reads go by layer, all records' first layers before anybody's second. Writes
-wait in a queue with bounds; what does not fit is dropped and counted. Refuses to know codecs and records.
+Nobody who calls a lane waits for its tier. Reads go by layer: all headers, then all records' first layers, then their
+second ones. Writes wait in a queue with bounds; what does not fit is dropped and counted. Refuses to know codecs and
+records.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .tier import Tier
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # What says that a tier is unwell, and not that a record is.
+FIRST = -1  # the priority of what says whether a record is there: more depends on it than on any layer
 UNWELL = frozenset({"io", "timeout", "down", "garbage", "disk_full", "read_only", "descriptors", "index"})
 
 
@@ -70,6 +72,7 @@ class Lane:
         self._pending: dict[bytes, bool] = {}  # keys whose records wait to be written, and whether to retain them
         self._pending_bytes = 0
         self._writing = False
+        self._served_s = 0.0  # when a reader last finished something
         self._closed = False
         self._threads: list[threading.Thread] = []
         metrics.set(UP, 1, tier=tier.name)
@@ -110,7 +113,7 @@ class Lane:
                 except BaseException as error:
                     future.set_exception(error)
 
-        if not self.read(-1, work):
+        if not self.read(FIRST, work):
             future.set_exception(StoreError("closed", "the store is closed"))
         return future
 
@@ -125,9 +128,10 @@ class Lane:
         self._report(direction, True)
         return result
 
-    def failed(self) -> None:
-        """Somebody waited for the tier longer than anybody should."""
-        self._report("read", False)
+    def kept_waiting(self, since_s: float) -> None:
+        """Somebody waited longer than anybody should: the tier's fault, unless it had others to serve all the while."""
+        if self._served_s < since_s:
+            self._report("read", False)
 
     # Writing behind.
 
@@ -207,6 +211,7 @@ class Lane:
                     return
                 work = heapq.heappop(self._reads)[2]
             self._safely(work)
+            self._served_s = time.monotonic()
             del work  # while this thread waits for more, it keeps no record in memory
 
     def _write_loop(self) -> None:

@@ -22,7 +22,7 @@ from ..ops.contract import KeysValues
 from .address import Address, tokens_of
 from .codecs import Codec, codec_named
 from .counters import HITS, LOOKUP_S, MISSES, REFUSED
-from .lane import Lane
+from .lane import FIRST, Lane
 from .layer import LayerKV
 from .memory import Entry
 from .record import Header, read_content, read_header, read_layer
@@ -194,7 +194,11 @@ class Loading:
         if self._firsts is None:
             return self._terms.lookup_s - (now_s - self._began_s)
         self._asked_s = now_s if self._asked_s is None else self._asked_s
-        return self._terms.layer_s - (now_s - max(self._asked_s, self._heard_s))
+        return self._terms.layer_s - (now_s - self._since_s())
+
+    def _since_s(self) -> float:
+        """Since when it is waited for."""
+        return self._began_s if self._asked_s is None else max(self._asked_s, self._heard_s)
 
     def _tell(self) -> None:
         """Whoever watches hears of a change; outside of the lock, since they may ask."""
@@ -212,7 +216,7 @@ class Loading:
             lane = self._terms.lanes[self._lane]
             reason = "down"
             if lane.open_to("read"):
-                if lane.read(self._next, self._step):
+                if lane.read(FIRST, self._step):
                     return
                 reason = "closed"
             self._doubt = self._doubt or reason
@@ -294,7 +298,7 @@ class Loading:
     def _give_up(self) -> None:
         """Whoever waits has waited long enough."""
         if self._fail("deadline"):
-            self._terms.lanes[self._lane].failed()
+            self._terms.lanes[self._lane].kept_waiting(self._since_s())
             if (reader := self._reader) is not None:
                 reader.abort()
 

@@ -352,7 +352,7 @@ class Store:
             return future.result(max(0.0, deadline_s - time.monotonic()))
         except FutureTimeout:
             future.cancel()
-            lane.failed()
+            lane.kept_waiting(deadline_s - self._limits.lookup_s)
             self.metrics.add(REFUSED, tier=lane.name, reason="deadline")
         except StoreError as error:
             self.metrics.add(REFUSED, tier=lane.name, reason=error.reason)

@@ -217,6 +217,48 @@ def test_a_dead_tier_is_left_alone_probed_and_taken_back(kit: Any, fake: Shelfwa
         assert fake.log.count("open") > asked
 
 
+def test_a_tier_that_is_busy_with_others_is_not_taken_for_a_dead_one(kit: Any, fake: Shelfware) -> None:
+    """Whoever comes late in a long line misses; the tier that serves the line all the while is well."""
+    limits = dataclasses.replace(HOUR, lookup_s=0.05, readers=1)
+    with kit.store(fake, limits=limits) as store:
+        kit.put(store)
+        fake.reads.clear()
+        waiting = [kit.open(store, [seed]) for seed in range(8)]
+        store._lanes[0]._served_s = float("inf")  # somebody is served whenever anybody looks
+        assert [one.hit() for one in waiting] == [False] * 8
+        assert {one.reason for one in waiting} == {"deadline"}
+        assert store.reach([waiting[0].address]) == 0
+        assert kit.count(store, "tier_up", tier="fake") == 1
+        store._lanes[0]._served_s = 0.0  # and here nobody is
+        for _ in range(3):
+            assert not kit.open(store).hit()
+        assert kit.count(store, "tier_up", tier="fake") == 0
+        fake.reads.set()
+
+
+def test_headers_are_read_before_any_layer(kit: Any, fake: Shelfware) -> None:
+    with kit.store(fake, limits=dataclasses.replace(kit.patient, readers=1)) as store:
+        for seed in range(3):
+            kit.put(store, [seed], seed)
+        found: list[Any] = []
+
+        def late() -> None:
+            """The third comes when the first record's layers wait already."""
+            if fake.log.count("open") == 2 and len(found) == 2:
+                found.append(kit.open(store, [2]))
+
+        fake.log.clear()
+        fake.reads.clear()
+        fake.each_read = late
+        found += [kit.open(store, [0]), kit.open(store, [1])]
+        fake.reads.set()
+        assert all(one.wait() for one in found)
+        kit.until(lambda: len(found) == 3)
+        assert found[2].wait()
+        third = [at for at, what in enumerate(fake.log) if what == "open"][2]
+        assert sum(what[0] == "read" for what in fake.log[:third]) == 4  # headers and tokens of the first two
+
+
 def test_a_tier_that_is_left_alone_is_not_asked(kit: Any, fake: Shelfware) -> None:
     with kit.store(fake, limits=HOUR) as store:
         kit.put(store)
