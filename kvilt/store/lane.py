@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # What says that a tier is unwell, and not that a record is.
 FIRST = -1  # the priority of what says whether a record is there: more depends on it than on any layer
+_CROWD = 32  # records on their way that may keep files or connections open between two reads
 UNWELL = frozenset({"io", "timeout", "down", "garbage", "disk_full", "read_only", "descriptors", "index"})
 
 
@@ -101,6 +102,11 @@ class Lane:
             self._start()
             self._change.notify_all()
             return True
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many records are on their way that whoever has read a part of one lets go of it meanwhile."""
+        return len(self._reads) >= _CROWD
 
     def ask(self, question: Callable[[Tier], T]) -> Future[T]:
         """The answer of the tier to a question, from a reader thread."""

@@ -237,12 +237,17 @@ class Loading:
             self._refused(lane, StoreError("error", "the tier failed in an unexpected way"))
             raise
         else:
-            if not more:
+            if more:
+                self._go_on(lane)
+            else:
                 self._next_lane()
-            elif self._next == len(self._layers):
-                self._close_reader()
-            elif not lane.read(self._next, self._step):
-                self._refused(lane, StoreError("closed", "the store is closed"))
+
+    def _go_on(self, lane: Lane) -> None:
+        done = self._next == len(self._layers)
+        if done or lane.crowded:
+            self._let_go()
+        if not done and not lane.read(self._next, self._step):
+            self._refused(lane, StoreError("closed", "the store is closed"))
 
     def _begin(self) -> bool:
         """Open the record and settle every doubt about its header; False where there is none."""
@@ -266,8 +271,12 @@ class Loading:
         return True
 
     def _load(self) -> bool:
-        assert self._reader is not None
         assert self._header is not None
+        if self._reader is None:  # frames are compared with the header: another record in its place is noticed
+            lane = self._terms.lanes[self._lane]
+            self._reader = lane.tier.open(self._terms.key(self.address))
+            if self._reader is None:
+                raise StoreError("absent", "the record was removed while it was read")
         data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
         kept = bytes(data) if self._terms.codec.lossy else layer
         if self._next == len(self._layers) - 1:  # whoever sees the last layer finds the record in memory, too
@@ -314,10 +323,14 @@ class Loading:
         self._tell()
         return True
 
-    def _close_reader(self) -> None:
+    def _let_go(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._reader = self._header = None
+        self._reader = None
+
+    def _close_reader(self) -> None:
+        self._let_go()
+        self._header = None
 
 
 def _codec(header: Header, wanted: Codec) -> Codec:

@@ -29,13 +29,6 @@ class Entry:
         held = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in self.layers)
         return held + len(self.address.content)
 
-    def layer(self, index: int) -> LayerKV:
-        found = self.layers[index]
-        if isinstance(found, LayerKV):
-            return found
-        tokens = self.address.tokens - self.address.firsts[index]
-        return self.codec.decode(found, self.address.form[index], tokens)
-
     def frame(self, index: int) -> bytes:
         found = self.layers[index]
         return found if isinstance(found, bytes) else self.codec.encode(found)

@@ -6,11 +6,10 @@ what the bytes mean, but for who owns them.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import BlobError, StoreError, Unsupported
 from .codecs import Data
@@ -25,10 +24,8 @@ try:
 except ImportError:  # the extra is not installed; said when somebody asks for the tier
     redis = None  # type: ignore[assignment]
 
-_log = logging.getLogger(__name__)
 _IDLE = 16  # connections that wait for the next reader
 _MAX_VALUE_BYTES = (512 << 20) - 1  # what the server takes as one value
-T = TypeVar("T")
 
 
 @contextmanager

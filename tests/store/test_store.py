@@ -498,3 +498,53 @@ def test_closing_writes_what_is_queued_and_later_puts_are_dropped(kit: Any, fake
     assert len(fake.records) == 1
     store.put_chunk(kit.identity, [1], kit.layers(1))
     assert kit.count(store, "dropped_total", tier="fake", reason="closed") == 1
+
+
+def test_many_records_on_their_way_hold_few_readers(kit: Any, fake: Shelfware) -> None:
+    """A file or a connection for each of a thousand documents would be more than a process may have."""
+    count, held, most = 200, [0], [0]
+    opened = fake.open
+
+    def counting(key: bytes) -> Any:
+        reader: Any = opened(key)
+        held[0] += 1
+        most[0] = max(most[0], held[0])
+
+        def closed() -> None:
+            held[0] -= 1
+
+        reader.close = closed
+        return reader
+
+    with kit.store(fake, limits=dataclasses.replace(kit.patient, readers=1)) as store:
+        for seed in range(count):
+            store.put_chunk(kit.identity, [seed], kit.layers(1, seed=seed))
+        store.flush()
+        fake.open = counting  # type: ignore[method-assign]
+        fake.reads.clear()
+        found = [kit.open(store, [seed]) for seed in range(count)]
+        fake.reads.set()
+        assert all(kit.served(one, seed) for seed, one in enumerate(found))
+        kit.until(lambda: held[0] == 0)
+        assert most[0] <= 40
+
+
+def test_a_record_that_is_removed_between_two_of_its_layers_is_a_miss(kit: Any, fake: Shelfware) -> None:
+    with kit.store(fake, limits=dataclasses.replace(kit.patient, readers=1)) as store:
+        for seed in range(100):
+            store.put_chunk(kit.identity, [seed], kit.layers(1, seed=seed))
+        store.flush()
+        fake.reads.clear()
+        found = [kit.open(store, [seed]) for seed in range(100)]
+        kept = dict(fake.records)
+
+        def remove() -> None:
+            if fake.log.count("open") == 100:  # all headers are there, and nobody's layers
+                fake.records.clear()
+
+        fake.each_read = remove
+        fake.reads.set()
+        assert {one.reason for one in found if not one.wait()} == {"absent"}
+        fake.records.update(kept)
+        fake.each_read = lambda: None
+        assert kit.served(kit.open(store, [7]), 7)
