@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvilt
 from kvilt.store.files import Files
 from kvilt.store.tier import Budget
 
@@ -118,3 +120,18 @@ def test_many_threads_at_once(kit: Any, tmp_path: Path) -> None:
     assert served[0] > 0
     assert usage["disk"].nbytes <= 30_000
     assert usage["memory"].nbytes <= 8000
+
+
+def test_nothing_that_is_read_can_run_code() -> None:
+    """Records come from disks and servers that others may write to: no part of the store, or of kvilt, unpickles."""
+    runs = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    package = Path(kvilt.__file__).parent
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    assert not runs & {one.name.partition(".")[0] for one in names}, path
+                case ast.ImportFrom(module=str(module), level=0):
+                    assert module.partition(".")[0] not in runs, path
+                case ast.Attribute(value=ast.Name(id="torch" | "np" | "numpy"), attr="load"):
+                    raise AssertionError(f"{path}:{node.lineno}")

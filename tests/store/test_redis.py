@@ -229,6 +229,7 @@ GARBAGE = {
     "noise": lambda data: hashlib.shake_128(data).digest(200) + b"\r\n",
     "http": lambda data: b"HTTP/1.1 400 Bad Request\r\n\r\n",
     "another type": lambda data: b":7\r\n:8\r\n",
+    "another type, of a size": lambda data: b":700\r\n:800\r\n",
     "an error": lambda data: b"-ERR something else\r\n-ERR again\r\n",
     "nothing": lambda data: b"$-1\r\n:5\r\n",
     "a bulk without end": lambda data: b"$99999999999\r\n",
@@ -252,6 +253,26 @@ def test_a_server_that_talks_nonsense_costs_a_miss(kit: Any, redis_server: Any, 
         kit.put(store, [1, 2, 3])
         assert kit.count(store, "dropped_total", tier="redis") == 1
         assert kit.served(kit.open(store, [1, 2, 3]))
+
+
+def test_a_server_that_does_not_even_greet_costs_no_more_than_the_limit() -> None:
+    """Its line of callers is full, so that a connection is neither made nor refused."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        callers = [socket.socket() for _ in range(4)]
+        for one in callers:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        silent = tier(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", read_timeout_s=0.1)
+        with pytest.raises(StoreError) as probed:
+            silent.probe()
+        with pytest.raises(StoreError) as put:
+            silent.put(bytes(32), [b"record"], Facts("tenant", "chunk"))
+        assert {probed.value.reason, put.value.reason} <= {"timeout", "down"}
+        silent.close()
+        for one in callers:
+            one.close()
 
 
 def test_a_server_that_drips_is_cut_at_the_deadline(kit: Any, redis_server: Any) -> None:
