@@ -6,7 +6,6 @@ Refuses to know files; several processes may share one index.
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,10 +54,9 @@ class Row:
 
 
 class Index:
-    """One connection. Every method may raise sqlite3.Error, and then nothing has changed."""
+    """One connection, for one thread at a time. Every method may raise sqlite3.Error, and then nothing has changed."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
         self._sql = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._sql.execute("PRAGMA journal_mode=WAL")
@@ -76,20 +74,18 @@ class Index:
             raise
 
     def close(self) -> None:
-        with self._lock:
-            self._sql.close()
+        self._sql.close()
 
     @contextmanager
     def change(self) -> Iterator[None]:
         """Several statements as one, also to other processes."""
-        with self._lock:
-            self._sql.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._sql.execute("ROLLBACK")
-                raise
-            self._sql.execute("COMMIT")
+        self._sql.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._sql.execute("ROLLBACK")
+            raise
+        self._sql.execute("COMMIT")
 
     def add(self, rows: Iterable[Row]) -> None:
         """Know these records, in the place of what was known under their keys."""
@@ -161,11 +157,9 @@ class Index:
 
     def keys(self, first: bytes, last: bytes) -> set[bytes]:
         """All keys from `first` to `last`."""
-        with self._lock:
-            found = self._sql.execute("SELECT key FROM records WHERE key BETWEEN ? AND ?", (first, last))
-            return {row[0] for row in found}
+        found = self._sql.execute("SELECT key FROM records WHERE key BETWEEN ? AND ?", (first, last))
+        return {row[0] for row in found}
 
     def _one(self, query: str, *values: object) -> tuple[Any, ...] | None:
-        with self._lock:
-            found: tuple[Any, ...] | None = self._sql.execute(query, values).fetchone()
-            return found
+        found: tuple[Any, ...] | None = self._sql.execute(query, values).fetchone()
+        return found
