@@ -170,6 +170,7 @@ class Lane:
     def close(self) -> None:
         """Finish what is queued, as far as the time allows, and end the threads; what is left is dropped."""
         atexit.unregister(self._at_exit)
+        deadline_s = time.monotonic() + self._close_s
         self.flush(self._close_s)
         with self._change:
             self._closed = True
@@ -177,7 +178,6 @@ class Lane:
             self._writes.clear()
             self._change.notify_all()
         self._metrics.add(DROPPED, left, tier=self.name, reason="closed")
-        deadline_s = time.monotonic() + self._close_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self.tier.close()
