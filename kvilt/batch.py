@@ -7,7 +7,7 @@ Refuses to know requests, models and sampling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -117,6 +117,11 @@ class Adapted:
 Adapter = Base | Adapted
 
 
+# What else a row does to its cache: told, in each layer, what its tokens have written there, before rotation and before
+# anybody attends to it. It may write keys and values of this layer to other reserved places of the row's cache.
+Mend = Callable[[int, Tensor, Tensor], None]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
     """Layers [start, stop); a stop past the model's end means its end."""
@@ -136,6 +141,7 @@ class Row:
     layers: LayerSpan = LayerSpan()
     want: Want = Last()
     adapter: Adapter = Base()
+    mend: Mend | None = None
 
 
 @dataclass(frozen=True, slots=True)

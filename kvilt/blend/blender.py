@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,15 +20,14 @@ from ..store.layer import LayerKV
 from ..store.loading import Loading
 from .chunk import Chunks
 from .controller import LoadMeter
+from .mend import Mending
 from .place import Placing
 from .recipe import Quilt, Recipe
 from .select import budget, choose, deviations
 from .stage import Stage
 
 PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
-MASS_EVERY = (
-    4  # of the lower two thirds of layers, one in so many says what the question attends to: others say the same
-)
+MASS_EVERY = 4  # one in so many layers says what the question attends to: those between say the same
 Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
@@ -254,16 +254,23 @@ class Blending:
         """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
         positions = _at(chosen, self.quilt.exact)
         source = self._source(positions, None) if hidden is None else hidden
+        mending = self._mending(positions, placing)
+        joints, mends = (mending.joints, partial(mending.of, share=self.recipe.mend)) if mending else (None, None)
         while True:
             yield from self._place(placing, lower + 1)
             ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
             yield from self._place(placing, ready)
             if ready >= self._layers:
                 break
-            stage = Stage(kv, positions, source, LayerSpan(lower, ready), HiddenOut())
+            stage = Stage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, mends)
             yield stage
             source, lower = torch.cat(stage.hidden), ready
-        yield Stage(kv, positions, source, LayerSpan(lower), Last())
+        yield Stage(kv, positions, source, LayerSpan(lower), Last(), joints, mends)
+
+    def _mending(self, positions: Sequence[int], placing: Placing) -> Mending | None:
+        if not self.recipe.mend:
+            return None
+        return Mending(self.quilt.documents, positions, placing, lambda i, n: self._found[self._texts[i]].layer(n))
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
@@ -274,15 +281,15 @@ class Blending:
         asking = _at(fresh.nonzero().flatten(), start)
         tail = min(PROBE_TOKENS, len(self.quilt.question))
         span = LayerSpan(lower, layers[-1] + 1)  # what it would say at last is of no interest yet
-        stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), tail)
+        joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
+        stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
         yield stage
         scores["query"] = stage.mass[start:]
 
     def _mass_layers(self, lower: int) -> list[int]:
         """Layers from `lower` on whose attention counts, ascending."""
-        reach = max(lower + 1, -(-self._layers * 2 // 3))
-        usual = range(MASS_EVERY - 1, reach, MASS_EVERY)
-        return sorted({layer for layer in self.recipe.mass_layers or usual if layer >= lower}) or [reach - 1]
+        usual = range(MASS_EVERY - 1, self._layers, MASS_EVERY)
+        return sorted({layer for layer in self.recipe.mass_layers or usual if layer >= lower}) or [self._layers - 1]
 
     def _source(self, positions: Sequence[int], hidden: Tensor | None) -> Sequence[int] | Tensor:
         """What enters at these positions: ids, or their rows of all hidden states."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -29,13 +32,30 @@ class Placing:
         self._places = pool.layout.places()
         self._rotations = rotations(executor.spec, at.to(pool.device), pool.ops)
 
+    @property
+    def device(self) -> torch.device:
+        return self._executor.pool.device
+
     def layer(self, index: int, documents: Sequence[LayerKV]) -> None:
         """Write one layer of all documents."""
+        self.write(index, torch.cat([one.keys for one in documents]), torch.cat([one.values for one in documents]))
+
+    def some(self, which: Tensor) -> Placing:
+        """The places of some of the tokens, by their number among all of the documents."""
+        part = copy(self)
+        which = which.to(self._executor.pool.device)
+        part._slots = [slots[which] for slots in self._slots]
+        part._rotations = {
+            rope: replace(one, cos=one.cos[which], sin=one.sin[which]) for rope, one in self._rotations.items()
+        }
+        return part
+
+    def write(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer of all tokens, [tokens, heads, dim], keys not rotated."""
         pool, place = self._executor.pool, self._places[index]
         rope = self._executor.spec.layers[index].attention.rope
-        keys, values = (
-            torch.cat(parts).to(pool.device)
-            for parts in ([one.keys for one in documents], [one.values for one in documents])
-        )
         rotation = self._rotations[rope] if isinstance(rope, RopeSpec) else None
-        pool.ops.write(pool.stores[place.group], place.layer, self._slots[place.group], keys, values, rotation)
+        slots = self._slots[place.group]
+        pool.ops.write(
+            pool.stores[place.group], place.layer, slots, keys.to(pool.device), values.to(pool.device), rotation
+        )

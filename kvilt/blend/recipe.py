@@ -34,7 +34,8 @@ class Recipe:
     strategy: str = "query"
     check_layer: int = 1  # deviation: all tokens run through the layers up to this one
     gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
-    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of the lower ones
+    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of all
+    mend: float = 0.8  # tokens that are not computed again change by this share of what those around them did; 0: stay
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
@@ -44,6 +45,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _share("ratio", self.ratio)
         _share("min_gain", self.min_gain)
+        _share("mend", self.mend)
         if not isinstance(self.gate, bool):
             raise ParamError("gate", f"must be true or false, not {self.gate!r}")
         if self.load_floor is not None:
@@ -90,6 +92,7 @@ class Recipe:
         more = [f"ratio={self.ratio:.6g}", f"check={self.check_layer}", f"first={self.first_tokens}"]
         more += [f"gradual={','.join(f'{x:.4g}' for x in self.gradual)}"] if self.gradual else []
         more += [f"mass={','.join(map(str, self.mass_layers))}"] if self.mass_layers else []
+        more += [f"mend={self.mend:.4g}"] if self.mend else []
         more += [] if self.last_segment else ["last=reused"]
         more += [f"floor={self.load_floor:.4g}"] if self.load_floor is not None else []
         return f"blend/1 {parts} {' '.join(more)}"

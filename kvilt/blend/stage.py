@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..batch import Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Logits, Nothing, Row, Source, Unrotated, Want
+from ..batch import (
+    Hidden,
+    HiddenOut,
+    Ids,
+    KeyMass,
+    Last,
+    LayerSpan,
+    Logits,
+    Mend,
+    Nothing,
+    Row,
+    Source,
+    Unrotated,
+    Want,
+)
 from ..kv.cache import KVCache
+
+Mends = Callable[[int, int], Mend | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +42,8 @@ class Stage:
     source: Sequence[int] | Tensor  # ids, or the hidden states [tokens, hidden] that the span begins with
     layers: LayerSpan
     want: Want  # of all pieces, but for Last and KeyMass, which only the last one has
-    tail: int = 1  # so many of the last tokens go in one row, whatever the budget
+    joints: Sequence[int] | None = None  # ascending, up to the end: a piece ends only there, whatever the budget
+    mends: Mends | None = None  # of the tokens [start, stop)
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[Unrotated]] = field(default_factory=dict)  # by layer
@@ -44,10 +62,13 @@ class Stage:
         """The next piece, of at most so many tokens."""
         end = len(self.positions)
         stop = min(self.at + max(1, tokens), end)
-        if end - self.tail < stop < end:
-            stop = end - self.tail if self.at < end - self.tail else end
+        if self.joints is not None:
+            below = bisect_right(self.joints, stop) - 1
+            stop = self.joints[below if below >= 0 and self.joints[below] > self.at else below + 1]
         want = Nothing() if stop < end and isinstance(self.want, Last | KeyMass) else self.want
-        return Row(self._source(stop), self.positions[self.at : stop], self.cache, layers=self.layers, want=want)
+        mend = self.mends(self.at, stop) if self.mends is not None else None
+        places = self.positions[self.at : stop]
+        return Row(self._source(stop), places, self.cache, layers=self.layers, want=want, mend=mend)
 
     def took(self, tokens: int, logits: Logits, row: int) -> None:
         """A piece was run, as this row of a batch."""

@@ -170,7 +170,7 @@ def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
 
 def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor, store: Store) -> None:
     """Each chosen token alone, in order, over documents as they are placed: the same bits as all of them together."""
-    chunks, made = Chunks(native, store), recipe(0.4, "head")
+    chunks, made = Chunks(native, store), recipe(0.4, "head", mend=0.0)
     logits, kv, _ = blended(native, chunks, QUILT, made)
     slow = Blending(native, chunks, QUILT, made)
     with kv, start(native, QUILT) as other:

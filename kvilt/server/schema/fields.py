@@ -177,6 +177,7 @@ class Blend(Strict):
         None
     )
     mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
+    mend: Share | None = Field(None, description="How far tokens between computed ones follow them; 0: not at all.")
     min_gain: Share | None = None
     load_floor: Share | None = None
     gate: bool | None = Field(None, description="False: just this recipe, whatever the quality gate found.")

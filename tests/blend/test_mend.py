@@ -1,0 +1,233 @@
+"""Tokens between computed ones follow them: by which weights, in which layers, before whom, however rows are cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Mend, Row
+from kvilt.blend.blender import Blending
+from kvilt.blend.chunk import Chunks
+from kvilt.blend.mend import DOUBT, LEAST, REACH, RUN, Mending, runs
+from kvilt.blend.place import Placing
+from kvilt.blend.recipe import Quilt, Recipe, Span
+from kvilt.blend.stage import Stage
+from kvilt.blend.turn import turns
+from kvilt.executor.executor import Executor
+
+from .drive import blended, content, finish, memory_store, start, tokens
+
+DOCUMENTS = [Span(4, 4), Span(5, 205), Span(205, 206), Span(210, 250)]
+
+
+def spread(documents: list[Span], chosen: set[int], question: int) -> list[int]:
+    """All tokens that are run: those between documents, the chosen ones, and a question."""
+    end = documents[-1].stop
+    inside = {i for one in documents for i in range(one.start, one.stop)}
+    return [i for i in range(end) if i not in inside or i in chosen] + list(range(end, end + question))
+
+
+@settings(deadline=None)
+@given(chosen=st.sets(st.integers(0, 249)), question=st.integers(1, 40))
+def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question: int) -> None:
+    positions = spread(DOCUMENTS, chosen, question)
+    made = runs(DOCUMENTS, positions)
+    for number, one in enumerate(DOCUMENTS):
+        own = [run for run in made if run.document == number]
+        mine = sorted(i - one.start for i in chosen if one.start <= i < one.stop)
+        assert [i for run in own for i in run.computed.tolist()] == mine
+        assert [positions[i] - one.start for run in own for i in range(run.first, run.stop)] == mine
+        others = [i for run in own for i in run.others.tolist()]
+        assert others == ([i for i in range(len(one)) if i not in mine] if mine else [])
+        sizes = [len(run.computed) for run in own]
+        assert max(sizes, default=0) <= RUN
+        assert max(sizes, default=0) - min(sizes, default=0) <= 1
+        # Nobody who is run before a run sees any token of it.
+        assert all(
+            before.computed[-1] < min(run.computed[0], *run.others) for before, run in pairwise(own) if len(run.others)
+        )
+
+
+@settings(deadline=None)
+@given(chosen=st.sets(st.integers(0, 249), min_size=1))
+def test_weights_fall_with_the_distance(chosen: set[int]) -> None:
+    for run in runs(DOCUMENTS, spread(DOCUMENTS, chosen, 1)):
+        for i, other in enumerate(run.others.tolist()):
+            expected = list(weights(other, run.computed.tolist()).values())
+            torch.testing.assert_close(run.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
+
+
+def weights(token: int, computed: list[int]) -> dict[int, float]:
+    near = {c: math.exp(-abs(token - c) / REACH) for c in computed}
+    return {c: one / (sum(near.values()) + DOUBT) for c, one in near.items()}
+
+
+def expected_layer(stored: Tensor, fresh: Tensor, computed: list[int], share: float) -> Tensor:
+    """One document's layer after mending, token by token."""
+    out = stored.double().clone()
+    change = {c: fresh[i].double() - stored[c].double() for i, c in enumerate(computed)}
+    for token in range(len(stored)):
+        if token in change:
+            out[token] = fresh[computed.index(token)].double()
+            continue
+        for c, weight in weights(token, computed).items():
+            out[token] += share * weight * change[c]
+    return out
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: float) -> None:
+    text, head, question = tokens(40, 2), tokens(5, 1), tokens(8, 4)
+    quilt = Quilt.of([head, text, question], [False, True, False])
+    made = Recipe(0.3, "head", min_gain=0.0, mend=share)
+    with memory_store() as store, tiny.create_kv_cache() as alone:
+        blending = Blending(tiny, Chunks(tiny, store), quilt, made)
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def watched(mend: Mend, layer: int, keys: Tensor, values: Tensor) -> None:
+            seen[layer] = (keys.clone(), values.clone())
+            mend(layer, keys, values)
+
+        with start(tiny, quilt) as kv:
+            blending.begin(kv)
+            while not blending.done:
+                row = blending.next(512)
+                row = replace(row, mend=partial(watched, row.mend)) if row.mend is not None else row
+                blending.took(row, tiny.run(Batch.of([row])), 0)
+            kv.commit([list(quilt.ids[quilt.exact :])])
+            (group,) = kv.row(0).image().groups
+        alone.reserve(40)
+        layers = range(len(tiny.spec.layers))
+        found = tiny.run(Batch.of([Row(Ids(text), range(40), alone, want=HiddenOut(layers))])).kv[0]
+        computed = list(range(12))
+        assert sorted(seen) == list(layers)
+        for layer, turn in zip(layers, turns(tiny.spec), strict=True):
+            keys = expected_layer(found[layer].keys, seen[layer][0][:12], computed, share)
+            values = expected_layer(found[layer].values, seen[layer][1][:12], computed, share)
+            placed = turn.place(keys.float(), torch.arange(5, 45))
+            torch.testing.assert_close(group.keys[layer, 5:45].float(), placed, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(group.values[layer, 5:45].float(), values.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_others_are_mended_before_anybody_attends_to_them(tiny: Executor) -> None:
+    """A row whose mend writes the KV of earlier tokens equals one before which they stood from the beginning."""
+    ids, layers, told = tokens(30, 7), range(len(tiny.spec.layers)), []
+    with tiny.create_kv_cache() as whole, tiny.create_kv_cache() as mended:
+        whole.reserve(30)
+        mended.reserve(30)
+        first = tiny.run(Batch.of([Row(Ids(ids[:20]), range(20), whole, want=HiddenOut(layers))])).kv[0]
+        expected = tiny.run(Batch.of([Row(Ids(ids[20:]), range(20, 30), whole)])).values
+        places = Placing(tiny, mended, [Span(0, 20)])
+
+        def mend(layer: int, keys: Tensor, values: Tensor) -> None:
+            told.append(layer)
+            assert len(keys) == len(values) == 10
+            places.write(layer, first[layer].keys, first[layer].values)
+
+        row = Row(Ids(ids[20:]), range(20, 30), mended, mend=mend)
+        assert torch.equal(tiny.run(Batch.of([row])).values, expected)
+        assert told == list(layers)
+
+
+def test_a_mend_hears_its_own_row_in_its_own_layers(tiny: Executor) -> None:
+    ids, heard = tokens(9, 7), []
+    with tiny.create_kv_cache(batch_size=2) as kv:
+        kv.reserve(9)
+        row = Row(
+            Ids(ids),
+            range(9),
+            kv,
+            1,
+            layers=LayerSpan(0, 2),
+            want=HiddenOut([0, 1]),
+            mend=lambda layer, keys, values: heard.append((layer, keys.clone(), values.clone())),
+        )
+        seen = tiny.run(Batch.of([Row(Ids(ids[:4]), range(4), kv, 0), row])).kv[1]
+    assert [layer for layer, *_ in heard] == [0, 1]
+    for layer, keys, values in heard:
+        assert torch.equal(keys, seen[layer].keys)
+        assert torch.equal(values, seen[layer].values)
+
+
+@pytest.mark.parametrize("run", [1, 3])
+def test_a_decode_that_mends_is_not_replayed(tiny: Executor, run: int) -> None:
+    told: list[int] = []
+    with tiny.create_kv_cache() as kv:
+        kv.reserve(2 * run)
+        for at in (0, run):
+            row = Row(
+                Ids([3] * run), range(at, at + run), kv, want=Last(run), mend=lambda layer, *_: told.append(layer)
+            )
+            tiny.run(Batch.of([row]))
+    assert told == list(range(len(tiny.spec.layers))) * 2
+
+
+@settings(deadline=None)
+@given(joints=st.sets(st.integers(1, 59), min_size=1), budget=st.integers(0, 70))
+def test_a_stage_is_cut_at_its_joints_alone(tiny: Executor, joints: set[int], budget: int) -> None:
+    ends = sorted({*joints, 60})
+    with tiny.create_kv_cache() as kv:
+        kv.reserve(60)
+        stage = Stage(kv, range(60), tokens(60, 1), LayerSpan(), Last(), ends)
+        while stage.left:
+            row = stage.row(budget)
+            stop = stage.at + len(row.positions)
+            fits = [end for end in ends if stage.at < end <= stage.at + budget]
+            assert stop == (fits[-1] if fits else next(end for end in ends if end > stage.at))
+            stage.at = stop
+
+
+def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
+    """Nor do they hold a row together."""
+    with tiny.create_kv_cache() as kv:
+        kv.reserve(60)
+        spans = [Span(0, 50)]
+        for count in (LEAST - 1, LEAST):
+            positions = [*range(10, 10 + count), *range(50, 60)]
+            mending = Mending(spans, positions, Placing(tiny, kv, spans), lambda *_: pytest.fail("nothing to mend yet"))
+            mends = count >= LEAST
+            assert (mending.of(0, len(positions), 0.5) is not None) == mends
+            assert mending.joints == [*range(count if mends else 1, len(positions) + 1)]
+            assert mending.of(count, len(positions), 0.5) is None
+
+
+@pytest.mark.parametrize("strategy", ["head", "query"])
+def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
+    """It changes answers, the name that its KV is known by, and not how much is computed."""
+    quilt = Quilt.of([tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False])
+    made = [Recipe(0.3, strategy, check_layer=0, min_gain=0.0, mend=share) for share in (0.0, 0.8, 0.8)]
+    with memory_store() as store:
+        chunks = Chunks(tiny, store)
+        found = [blended(tiny, chunks, quilt, one, step) for one, step in zip(made, (512, 512, 6), strict=True)]
+        logits, caches, blendings = zip(*found, strict=True)
+        assert not torch.equal(logits[0], logits[1])
+        torch.testing.assert_close(logits[1], logits[2], rtol=1e-4, atol=1e-4)
+        assert blendings[0].report().recomputed == blendings[1].report().recomputed
+        assert blendings[0].report().recipe != blendings[1].report().recipe
+        for kv in caches:
+            kv.close()
+
+
+def test_a_preempted_row_mends_the_same_again(tiny: Executor) -> None:
+    """A row that was made, and even run, but not taken leaves nothing behind."""
+    quilt = Quilt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
+    made = Recipe(0.3, "head", min_gain=0.0)
+    with memory_store() as store:
+        chunks = Chunks(tiny, store)
+        expected, kv, _ = blended(tiny, chunks, quilt, made)
+        again = Blending(tiny, chunks, quilt, made)
+        with kv, start(tiny, quilt) as other:
+            again.begin(other)
+            tiny.run(Batch.of([again.next(512)]))
+            again.next(512)
+            assert torch.equal(expected, finish(tiny, again))
+            other.commit([list(quilt.ids[quilt.exact :])])
+            assert all(map(torch.equal, content(kv), content(other)))
