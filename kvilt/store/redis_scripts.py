@@ -12,7 +12,8 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function count(sums, tenant, nbytes)
-  if redis.call('HINCRBY', P .. sums, tenant, nbytes) <= 0 then redis.call('HDEL', P .. sums, tenant) end
+  local whole = string.format('%d', nbytes)  -- as a number it may be written as -0, or with an exponent
+  if redis.call('HINCRBY', P .. sums, tenant, whole) <= 0 then redis.call('HDEL', P .. sums, tenant) end
 end
 
 local function forget(key)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import ParamError, StoreError
@@ -235,6 +235,7 @@ def test_no_budget_is_ever_exceeded(
 
 @pytest.mark.needs("redis-server")
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(steps=[(0, "a", 0, False, True), (0, "a", 1, False, True)], total=9, tenant=9, retain=9)
 @given(steps=STEPS, total=BYTES, tenant=BYTES, retain=BYTES)
 def test_no_budget_is_ever_exceeded_on_a_server(
     redis_server: Any, steps: list[Any], total: int, tenant: int, retain: int
