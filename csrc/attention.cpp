@@ -50,6 +50,40 @@ void Attention::write(const WriteArgs& a) {
   });
 }
 
+void Attention::follow(const FollowArgs& a) {
+  const auto inside = [&](const int64_t* which, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      if (which[i] < 0 || which[i] >= a.text) throw std::out_of_range("a token is not in its text");
+  };
+  check_slots(a.pages, a.slots, a.tokens);
+  inside(a.which, a.tokens);
+  inside(a.leaders, a.count);
+  const int64_t keys = a.pages.kv_heads * a.pages.dim, values = a.pages.kv_heads * a.pages.value_dim;
+  const int64_t size = number_bytes(a.dtype);
+  const auto* old_keys = static_cast<const char*>(a.keys);
+  const auto* old_values = static_cast<const char*>(a.values);
+  for (auto& scratch : scratch_) grow(scratch, 2 * keys + a.pages.dim + values);
+  grow(changes_, a.count * (keys + values));
+  float *key_changes = changes_.data(), *value_changes = key_changes + a.count * keys;
+  const auto change = [&](const char* old, const float* fresh, int64_t numbers, float* to) {
+    kernels_->follow(a.dtype, old, numbers, nullptr, nullptr, 0, to);
+    for (int64_t i = 0; i < numbers; ++i) to[i] = fresh[i] - to[i];
+  };
+  for (int64_t i = 0; i < a.count; ++i) {
+    change(old_keys + a.leaders[i] * keys * size, a.new_keys + i * keys, keys, key_changes + i * keys);
+    change(old_values + a.leaders[i] * values * size, a.new_values + i * values, values, value_changes + i * values);
+  }
+  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
+    float *scratch = scratch_[size_t(worker)].data(), *key = scratch + keys + a.pages.dim, *value = key + keys;
+    for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t) {
+      const float* weights = a.weights + t * a.count;
+      kernels_->follow(a.dtype, old_keys + a.which[t] * keys * size, keys, key_changes, weights, a.count, key);
+      kernels_->follow(a.dtype, old_values + a.which[t] * values * size, values, value_changes, weights, a.count, value);
+      kernels_->write(a.pages, a.slots[t], key, value, a.turn.cos ? &a.turn : nullptr, t, scratch);
+    }
+  });
+}
+
 // ---- attention ----
 
 void Attention::check(const AttendArgs& a) const {

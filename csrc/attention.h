@@ -25,6 +25,24 @@ struct WriteArgs {
   Turn turn;            // rotates the keys on their way; no cosines: they stay as they are
 };
 
+// Tokens of a text that follow others, its leaders, which were computed anew.
+struct FollowArgs {
+  Pages pages;
+  const int64_t* slots;  // [tokens]
+  int64_t tokens;
+  Stored dtype;          // of the text: floats of some width
+  int64_t text;          // tokens
+  const void* keys;      // [text][kv_heads][dim]
+  const void* values;    // [text][kv_heads][value_dim]
+  const int64_t* which;    // [tokens]: their numbers in the text
+  const int64_t* leaders;  // [count]
+  int64_t count;
+  const float* weights;     // [tokens][count]
+  const float* new_keys;    // [count][kv_heads][dim]
+  const float* new_values;  // [count][kv_heads][value_dim]
+  Turn turn;
+};
+
 struct AttendArgs {
   const float* query;  // [tokens][heads][dim]
   int64_t heads;
@@ -63,6 +81,7 @@ class Attention {
 
   void rotate(const RotateArgs& args);
   void write(const WriteArgs& args);
+  void follow(const FollowArgs& args);
   void attend(const AttendArgs& args);
   // All layers of the slots at once.
   void read_slots(const std::vector<SlotsArgs>& layers);
@@ -91,7 +110,7 @@ class Attention {
   const PagedKernels* kernels_;
   // Kept from call to call and never made smaller, so that a step like the one before allocates nothing.
   std::vector<std::vector<float>> scratch_;  // one per thread
-  std::vector<float> records_;
+  std::vector<float> records_, changes_;
   std::vector<Unit> units_;
   std::vector<Item> items_, dealt_;
 };

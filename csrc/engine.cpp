@@ -182,6 +182,11 @@ void Engine::write(const WriteArgs& args) {
   attention_.write(args);
 }
 
+void Engine::follow(const FollowArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.follow(args);
+}
+
 void Engine::attend(const AttendArgs& args) {
   std::lock_guard<std::mutex> guard(lock_);
   attention_.attend(args);

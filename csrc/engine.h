@@ -55,6 +55,7 @@ class Engine {
   // Rotation, pages and attention (attention.h).
   void rotate(const RotateArgs& args);
   void write(const WriteArgs& args);
+  void follow(const FollowArgs& args);
   void attend(const AttendArgs& args);
   void read_slots(const std::vector<SlotsArgs>& layers);
   void write_slots(const std::vector<SlotsArgs>& layers);

@@ -58,6 +58,17 @@ void bind_pages(nb::module_& m, nb::class_<Engine>& engine) {
                              turn_of(cos, sin, pairs, interleaved)};
         e.perform([=, &e] { e.write(args); });
       }, Release())
+      .def("follow", [](Engine& e, const Pages& p, Address slots, int64_t tokens, int dtype, int64_t text, Address keys,
+                        Address values, Address which, Address leaders, int64_t count, Address weights,
+                        Address new_keys, Address new_values, Address cos, Address sin, int64_t pairs,
+                        bool interleaved) {
+        if (dtype < 0 || dtype > 2) throw std::invalid_argument("a text is kept in floats of some width");
+        const FollowArgs args{p, at<const int64_t>(slots), tokens, static_cast<Stored>(dtype), text,
+                              at<const void>(keys), at<const void>(values), at<const int64_t>(which),
+                              at<const int64_t>(leaders), count, at<const float>(weights), at<const float>(new_keys),
+                              at<const float>(new_values), turn_of(cos, sin, pairs, interleaved)};
+        e.perform([=, &e] { e.follow(args); });
+      }, Release())
       .def("attend", [](Engine& e, Address query, int64_t heads, const Pages& p, Address tables, int64_t width,
                         std::vector<int64_t> starts, Address positions, float scale, int64_t window, float soft_cap,
                         Address out) {

@@ -88,6 +88,9 @@ struct PagedKernels {
   // One token's keys and values into a slot. `turn` rotates the keys on their way, unless it is null.
   void (*write)(const Pages& pages, int64_t slot, const float* keys, const float* values, const Turn* turn,
                 int64_t token, float* scratch);
+  // One token's numbers and what it takes of others' changes: out[i] = kept[i] + sum of weights[r] * changes[r][i].
+  void (*follow)(Stored dtype, const void* kept, int64_t count, const float* changes, const float* weights, int64_t rows,
+                 float* out);
   // Tiles [first, last) for a block of queries: merged into one record, or each into a record of its own.
   void (*attend)(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last, bool apart,
                  float* records, float* scratch);

@@ -5,6 +5,6 @@
 
 namespace kvilt::KVILT_ISA {
 
-inline constexpr PagedKernels kPaged = {rotate, write, attend, attend_scratch, merge, finish};
+inline constexpr PagedKernels kPaged = {rotate, write, follow, attend, attend_scratch, merge, finish};
 
 }  // namespace kvilt::KVILT_ISA

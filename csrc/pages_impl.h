@@ -112,6 +112,40 @@ inline float encode(Stored dtype, const float* x, int64_t count, void* to) {
   }
 }
 
+inline float decode(Stored dtype, const void* from, int64_t i) {
+  if (dtype == Stored::kFloat) return static_cast<const float*>(from)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[i];
+  return dtype == Stored::kHalf ? half_to_float(bits) : bfloat_to_float(bits);
+}
+inline F16x decode_16(Stored dtype, const void* from, int64_t i) {
+  switch (dtype) {
+    case Stored::kHalf: return load_half(static_cast<const uint16_t*>(from) + i);
+    case Stored::kBfloat: return load_bfloat(static_cast<const uint16_t*>(from) + i);
+    default: return load(static_cast<const float*>(from) + i);
+  }
+}
+
+// Both ways round alike, so that a number does not depend on where in its row it stands.
+inline void follow(Stored dtype, const void* kept, int64_t count, const float* changes, const float* weights,
+                   int64_t rows, float* out) {
+  constexpr int V = 4;
+  int64_t i = 0;
+  for (; i + 16 * V <= count; i += 16 * V) {
+    F16x sum[V];
+    for (int v = 0; v < V; ++v) sum[v] = decode_16(dtype, kept, i + 16 * v);
+    for (int64_t r = 0; r < rows; ++r) {
+      const F16x weight = splat(weights[r]);
+      for (int v = 0; v < V; ++v) sum[v] = fma(load(changes + r * count + i + 16 * v), weight, sum[v]);
+    }
+    for (int v = 0; v < V; ++v) store(out + i + 16 * v, sum[v]);
+  }
+  for (; i < count; ++i) {
+    float sum = decode(dtype, kept, i);
+    for (int64_t r = 0; r < rows; ++r) sum = __builtin_fmaf(changes[r * count + i], weights[r], sum);
+    out[i] = sum;
+  }
+}
+
 template <typename Number>
 inline void scatter(const void* from, int64_t count, int64_t stride, void* to) {
   const auto* numbers = static_cast<const Number*>(from);

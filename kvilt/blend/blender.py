@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -255,7 +254,7 @@ class Blending:
         positions = _at(chosen, self.quilt.exact)
         source = self._source(positions, None) if hidden is None else hidden
         mending = self._mending(positions, placing)
-        joints, mends = (mending.joints, partial(mending.of, share=self.recipe.mend)) if mending else (None, None)
+        joints, mends = (mending.joints, mending.of) if mending is not None else (None, None)
         while True:
             yield from self._place(placing, lower + 1)
             ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
@@ -270,7 +269,7 @@ class Blending:
     def _mending(self, positions: Sequence[int], placing: Placing) -> Mending | None:
         if not self.recipe.mend:
             return None
-        return Mending(self.quilt.documents, positions, placing, lambda i, n: self._found[self._texts[i]].layer(n))
+        return Mending(self.quilt.documents, positions, self.recipe.mend, placing, self._stored)
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
@@ -333,6 +332,10 @@ class Blending:
                 for text in self._found:
                     if self._found[text].reason:
                         yield from self._make(text)
+
+    def _stored(self, document: int, layer: int) -> LayerKV:
+        """A layer that was placed already."""
+        return self._found[self._texts[document]].layer(layer)
 
     def _place(self, placing: Placing, stop: int) -> Course:
         for index in range(self._placed, stop):

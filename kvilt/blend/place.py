@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,19 @@ from torch import Tensor
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..models.spec import RopeSpec
+from ..ops.contract import Followers, PageStore, Rotation
 from ..store.layer import LayerKV
 from .recipe import Span
 from .turn import rotations
+
+
+class _Target(NamedTuple):
+    """Where one layer goes."""
+
+    store: PageStore
+    layer: int
+    slots: Tensor
+    rotation: Rotation | None
 
 
 class Placing:
@@ -32,10 +43,6 @@ class Placing:
         self._places = pool.layout.places()
         self._rotations = rotations(executor.spec, at.to(pool.device), pool.ops)
 
-    @property
-    def device(self) -> torch.device:
-        return self._executor.pool.device
-
     def layer(self, index: int, documents: Sequence[LayerKV]) -> None:
         """Write one layer of all documents."""
         self.write(index, torch.cat([one.keys for one in documents]), torch.cat([one.values for one in documents]))
@@ -52,10 +59,18 @@ class Placing:
 
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer of all tokens, [tokens, heads, dim], keys not rotated."""
+        pool, to = self._executor.pool, self._to(index)
+        pool.ops.write(to.store, to.layer, to.slots, keys.to(pool.device), values.to(pool.device), to.rotation)
+
+    def follow(self, index: int, who: Followers, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
+        """Write one layer of tokens that follow others of their document; `kept` is all of that."""
+        pool, to = self._executor.pool, self._to(index)
+        moved = Followers(who.tokens.to(pool.device), who.leaders.to(pool.device), who.weights.to(pool.device))
+        old = (kept.keys.to(pool.device), kept.values.to(pool.device))
+        pool.ops.follow(to.store, to.layer, to.slots, moved, old, fresh, to.rotation)
+
+    def _to(self, index: int) -> _Target:
         pool, place = self._executor.pool, self._places[index]
         rope = self._executor.spec.layers[index].attention.rope
         rotation = self._rotations[rope] if isinstance(rope, RopeSpec) else None
-        slots = self._slots[place.group]
-        pool.ops.write(
-            pool.stores[place.group], place.layer, slots, keys.to(pool.device), values.to(pool.device), rotation
-        )
+        return _Target(pool.stores[place.group], place.layer, self._slots[place.group], rotation)

@@ -104,6 +104,15 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class Followers:
+    """Tokens of a text whose keys and values follow those of others, the leaders, that were computed anew."""
+
+    tokens: Tensor  # [followers] int64: their numbers in the text
+    leaders: Tensor  # [leaders] int64, likewise
+    weights: Tensor  # [followers, leaders] float32: how much each takes of what each leader has changed by
+
+
+@dataclass(frozen=True, slots=True)
 class KeysValues:
     """KV bytes in the canonical order, whatever order the backend keeps."""
 
@@ -310,6 +319,22 @@ class Ops(Protocol):
 
         With a rotation the keys come unrotated and are turned on their way, to the same bits as by `rotate`: this is
         how a stored chunk is placed at any position.
+        """
+        ...
+
+    def follow(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        who: Followers,
+        kept: tuple[Tensor, Tensor],
+        fresh: tuple[Tensor, Tensor],
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Put keys and values of followers into `slots`, as `write` does: what the text had, and a share of the change.
+
+        `kept` are keys and values of the whole text [tokens, kv_heads, dim], `fresh` those of the leaders.
         """
         ...
 

@@ -19,6 +19,7 @@ from ..quant.unpack import dequantize
 from .contract import (
     Activation,
     AttentionMask,
+    Followers,
     KeysValues,
     LinearMap,
     PackedWeight,
@@ -181,6 +182,19 @@ class ReferenceOps:
         _put(pages.keys[layer], pages.key_scales[layer], slots, keys)
         _put(pages.values[layer], pages.value_scales[layer], slots, values)
 
+    def follow(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        who: Followers,
+        kept: tuple[Tensor, Tensor],
+        fresh: tuple[Tensor, Tensor],
+        rotation: Rotation | None = None,
+    ) -> None:
+        keys, values = (_followed(who, own, new) for own, new in zip(kept, fresh, strict=True))
+        self.write(store, layer, slots, keys, values, rotation)
+
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         here, there = _own(source), _own(target)
         size = here.shape.page_tokens
@@ -266,3 +280,8 @@ def _tensors(pages: ReferencePages) -> tuple[Tensor, ...]:
 def _own(store: PageStore) -> ReferencePages:
     assert isinstance(store, ReferencePages)
     return store
+
+
+def _followed(who: Followers, kept: Tensor, fresh: Tensor) -> Tensor:
+    change = (fresh.float() - kept[who.leaders].float()).flatten(1)
+    return torch.addmm(kept[who.tokens].float().flatten(1), who.weights, change).view(-1, *kept.shape[1:])

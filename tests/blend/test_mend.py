@@ -43,26 +43,25 @@ def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question
     for number, one in enumerate(DOCUMENTS):
         own = [run for run in made if run.document == number]
         mine = sorted(i - one.start for i in chosen if one.start <= i < one.stop)
-        assert [i for run in own for i in run.computed.tolist()] == mine
+        assert [i for run in own for i in run.who.leaders.tolist()] == mine
         assert [positions[i] - one.start for run in own for i in range(run.first, run.stop)] == mine
-        others = [i for run in own for i in run.others.tolist()]
+        others = [i for run in own for i in run.who.tokens.tolist()]
         assert others == ([i for i in range(len(one)) if i not in mine] if mine else [])
-        sizes = [len(run.computed) for run in own]
+        sizes = [run.stop - run.first for run in own]
         assert max(sizes, default=0) <= RUN
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
         # Nobody who is run before a run sees any token of it.
-        assert all(
-            before.computed[-1] < min(run.computed[0], *run.others) for before, run in pairwise(own) if len(run.others)
-        )
+        for before, run in pairwise(own):
+            assert before.who.leaders[-1] < min([*run.who.leaders.tolist(), *run.who.tokens.tolist()])
 
 
 @settings(deadline=None)
 @given(chosen=st.sets(st.integers(0, 249), min_size=1))
 def test_weights_fall_with_the_distance(chosen: set[int]) -> None:
     for run in runs(DOCUMENTS, spread(DOCUMENTS, chosen, 1)):
-        for i, other in enumerate(run.others.tolist()):
-            expected = list(weights(other, run.computed.tolist()).values())
-            torch.testing.assert_close(run.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
+        for i, other in enumerate(run.who.tokens.tolist()):
+            expected = list(weights(other, run.who.leaders.tolist()).values())
+            torch.testing.assert_close(run.who.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
 
 
 def weights(token: int, computed: list[int]) -> dict[int, float]:
@@ -192,11 +191,11 @@ def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
         spans = [Span(0, 50)]
         for count in (LEAST - 1, LEAST):
             positions = [*range(10, 10 + count), *range(50, 60)]
-            mending = Mending(spans, positions, Placing(tiny, kv, spans), lambda *_: pytest.fail("nothing to mend yet"))
+            mending = Mending(spans, positions, 0.5, Placing(tiny, kv, spans), lambda *_: pytest.fail("not yet"))
             mends = count >= LEAST
-            assert (mending.of(0, len(positions), 0.5) is not None) == mends
+            assert (mending.of(0, len(positions)) is not None) == mends
             assert mending.joints == [*range(count if mends else 1, len(positions) + 1)]
-            assert mending.of(count, len(positions), 0.5) is None
+            assert mending.of(count, len(positions)) is None
 
 
 @pytest.mark.parametrize("strategy", ["head", "query"])

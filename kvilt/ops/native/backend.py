@@ -14,6 +14,7 @@ from ...quant.tensor import Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    Followers,
     KeysValues,
     LinearMap,
     PackedWeight,
@@ -186,6 +187,18 @@ class NativeOps:
         rotation: Rotation | None = None,
     ) -> None:
         paged.write(self._engine, store, layer, slots, keys, values, rotation)
+
+    def follow(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        who: Followers,
+        kept: tuple[Tensor, Tensor],
+        fresh: tuple[Tensor, Tensor],
+        rotation: Rotation | None = None,
+    ) -> None:
+        paged.follow(self._engine, store, layer, slots, who, kept, fresh, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         paged.copy_pages(source, sources, target, targets)

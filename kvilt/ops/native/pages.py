@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..contract import AttentionMask, KeysValues, PageShape, PageStore, Paging, Rotation
+from ..contract import AttentionMask, Followers, KeysValues, PageShape, PageStore, Paging, Rotation
 from ..mass import first_seen
 from ..mass import key_mass as attention_mass
 from .memory import Buffers
@@ -86,11 +86,36 @@ def write(
 ) -> None:
     """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
     pages, slots, keys, values = own(store), slots.contiguous(), keys.float().contiguous(), values.float().contiguous()
-    turn = (0, 0, 0, False)
-    if rotation is not None:
-        cos, sin = rotation.cos, rotation.sin
-        turn = (cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotation.pairing == "interleaved")
+    turn = _turn(rotation)
     engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr(), *turn)
+
+
+def follow(
+    engine: Any,
+    store: PageStore,
+    layer: int,
+    slots: Tensor,
+    who: Followers,
+    kept: tuple[Tensor, Tensor],
+    fresh: tuple[Tensor, Tensor],
+    rotation: Rotation | None = None,
+) -> None:
+    """Put what followers take from leaders into `slots`."""
+    pages, slots, tokens, leaders = own(store), slots.contiguous(), who.tokens.contiguous(), who.leaders.contiguous()
+    weights, new = who.weights.float().contiguous(), [one.float().contiguous() for one in fresh]
+    old = [one.to(kept[0].dtype).contiguous() for one in kept]
+    assert len(slots) == len(tokens) and weights.shape == (len(tokens), len(leaders))
+    assert all(len(one) == len(leaders) for one in new) and len(old[0]) == len(old[1])
+    text = (_DTYPES[old[0].dtype], len(old[0]), old[0].data_ptr(), old[1].data_ptr())
+    led = (tokens.data_ptr(), leaders.data_ptr(), len(leaders), weights.data_ptr(), *(one.data_ptr() for one in new))
+    engine.follow(pages.layers[layer], slots.data_ptr(), len(slots), *text, *led, *_turn(rotation))
+
+
+def _turn(rotation: Rotation | None) -> tuple[int, int, int, bool]:
+    if rotation is None:
+        return (0, 0, 0, False)
+    cos, sin = rotation.cos, rotation.sin
+    return (cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotation.pairing == "interleaved")
 
 
 def copy_pages(source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
