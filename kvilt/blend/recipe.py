@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 from ..errors import ParamError
 
 Strategy = Literal["deviation", "head", "query"]
+MEND = 0.8
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
@@ -35,7 +36,7 @@ class Recipe:
     check_layer: int = 1  # deviation: all tokens run through the layers up to this one
     gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
     mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of all
-    mend: float = 0.8  # tokens that are not computed again change by this share of what those around them did; 0: stay
+    mend: float = MEND  # tokens that are not computed again change by this share of what those around them did; 0: stay
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never

@@ -18,7 +18,7 @@ from ..batch import Batch, Ids, Last, Nothing, Row
 from ..blend import gate
 from ..blend.blender import Blending
 from ..blend.chunk import Chunks
-from ..blend.recipe import Quilt, Recipe
+from ..blend.recipe import MEND, Quilt, Recipe
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -69,9 +69,9 @@ class _Truth:
     answer: list[int]
 
 
-def methods(strategies: Sequence[str], ratios: Sequence[float]) -> list[Method]:
+def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = MEND) -> list[Method]:
     """A whole prefill, a cached prefix, plain reuse, and every strategy at every ratio."""
-    recipes = [Recipe(ratio, name, min_gain=0.0) for name in strategies for ratio in ratios]
+    recipes = [Recipe(ratio, name, mend=mend, min_gain=0.0) for name in strategies for ratio in ratios]
     return [FULL, PREFIX, REUSE, *(Method(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
 
 

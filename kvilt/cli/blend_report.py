@@ -12,13 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..blend.recipe import MEND
 from ..errors import ParamError
 from ..llm import LLM, load
 from ..store.codecs import codec_named
 from .bench_serve_plot import check_plot
 from .blend_cases import Case, read_cases, read_questions
 from .blend_curve import curve
-from .blend_measure import methods
+from .blend_measure import SYSTEM, methods
 from .blend_plot import plot
 from .blend_results import Setting, Summary, lines, summaries
 from .progress import bars
@@ -36,6 +37,8 @@ class Asked:
     limit: int | None
     context: int | None
     codec: str = "raw"
+    mend: float | None = None  # None: as recipes do
+    behind: bool = False  # whether documents are computed behind the system text
 
     def cases(self) -> list[Case]:
         for name in ("documents", "limit", "context"):
@@ -62,11 +65,13 @@ def report(
     """Measure and print. What is wrong with the questions is said before a model is loaded."""
     if told.plot is not None:
         check_plot()
-    cases, wanted = asked.cases(), methods(strategies, [percent / 100 for percent in percents])
+    mend = MEND if asked.mend is None else asked.mend
+    cases, wanted = asked.cases(), methods(strategies, [percent / 100 for percent in percents], mend)
+    begins = [{"role": "system", "content": SYSTEM}] if asked.behind else None
     with bars() as shown:
-        llm = load(model, on_fetch=shown.fetching, **config)
+        llm = load(model, on_fetch=shown.fetching, behind=begins, **config)
     with llm:
-        setting = Setting(model, _context(asked.context, llm), asked.codec)
+        setting = Setting(model, _context(asked.context, llm), asked.codec, mend, asked.behind)
         found = summaries(lines(llm, cases, wanted, setting, told.out))
     _show(found, told.as_json)
     if told.plot is not None:

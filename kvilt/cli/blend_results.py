@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..blend.chunk import Chunks
+from ..blend.recipe import MEND
 from ..errors import InputError
 from ..llm import LLM
 from ..store.store import Store
@@ -36,6 +37,8 @@ class Setting:
     model: str
     context: int
     codec: str = "raw"  # what documents go through on their way to the store
+    mend: float = MEND
+    behind: bool = False  # whether documents are computed behind the system text
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def _measured(
         if not missing[name]:
             continue
         with Store(Budget(_STORE_BYTES), chunk_codec=setting.codec) as store:
-            chunks = Chunks(llm.executor, store, llm.tokenizer.head)
+            chunks = Chunks(llm.executor, store, llm.documents.behind)
             for outcome in compare(llm, chunks, case, setting.context, missing[name]):
                 yield Line(name, outcome)
 

@@ -191,6 +191,8 @@ def blend_report(
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions.")] = None,
     context: Annotated[int | None, typer.Option(help="Cut documents alike until prompts fit.")] = None,
     codec: Annotated[str, typer.Option(help="What stored documents go through: raw, zstd, int8 or k8v4.")] = "raw",
+    mend: Annotated[float | None, typer.Option(help="How far tokens follow computed ones around them.")] = None,
+    behind: Annotated[bool, typer.Option(help="Compute documents behind the system text.")] = False,
     seed: Annotated[int, typer.Option(help="For the order of documents.")] = 0,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Keep results, and go on where it ends.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
@@ -202,7 +204,7 @@ def blend_report(
     with reported():
         from .blend_report import Asked, Told, report
 
-        asked = Asked(files, question or [], questions, documents, seed, limit, context, codec)
+        asked = Asked(files, question or [], questions, documents, seed, limit, context, codec, mend, behind)
         told = Told(out, json, plot)
         report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), told, config)
 

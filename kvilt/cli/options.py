@@ -113,6 +113,9 @@ STORE = Group(
             "store_redis_memory": Option(str | None, None, "Most bytes of it there; default 8G."),
             "store_codec": Option(str, "raw", "raw, zstd (exact), int8 or k8v4 (smaller, rounded)."),
             "store_secret_file": Option(str | None, None, "A file whose content seals what others could write to."),
+            "behind": Option(
+                str | None, None, "The system text that your chats begin with: documents are computed behind it."
+            ),
         }
     ),
 )

@@ -17,7 +17,7 @@ from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
-from .store import check, opened
+from .store import behind, check, opened
 from .texts import read_text
 
 ADAPTER = "adapter"  # what the one that was given is called here
@@ -48,7 +48,7 @@ def answer(ask: Ask, model: str, sampling: dict[str, Any], store: dict[str, Any]
     started_s = time.perf_counter()
     with opened(store) as kept:
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, behind=behind(store), **config)
         _answer(llm, ask, prompt, params, own, model, time.perf_counter() - started_s)
 
 

@@ -12,7 +12,7 @@ from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
 from .progress import bars
-from .store import opened
+from .store import behind, opened
 
 if TYPE_CHECKING:
     from ..server.listen import Listener
@@ -36,7 +36,8 @@ def serve(
     adapters = [named_path(each) for each in options["lora"]]
     with opened(store) as kept:
         with bars() as shown:
-            llm = load_async(model, on_fetch=shown.fetching, engine=chosen, store=kept, gate=gate, **config)
+            own = {"store": kept, "behind": behind(store), "gate": gate, **config}
+            llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **own)
         for name, path in adapters:
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")

@@ -48,6 +48,11 @@ def opened(options: dict[str, Any], memory: bool = True) -> Iterator[Store | Non
         yield store
 
 
+def behind(options: dict[str, Any]) -> list[dict[str, str]] | None:
+    """What chats with documents begin with, as messages."""
+    return None if options["behind"] is None else [{"role": "system", "content": options["behind"]}]
+
+
 def check(options: dict[str, Any]) -> None:
     """Say what is wrong with the options, before anything is loaded."""
     _redis_url(options)

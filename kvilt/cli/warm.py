@@ -19,7 +19,7 @@ from ..store.layer import layer_bytes
 from ..store.store import Store
 from .progress import bars, tracked
 from .run import ADAPTER
-from .store import check, opened, outlives
+from .store import behind, check, opened, outlives
 from .texts import TextFile, read_documents
 
 
@@ -72,7 +72,7 @@ def warm(ask: Ask, model: str, store: dict[str, Any], config: dict[str, Any]) ->
     with opened(store, memory=False) as kept:
         assert kept is not None
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, behind=behind(store), **config)
         with llm:
             own = {"tenant": tenant, "lora_scale": ask.lora_scale}
             if ask.lora:

@@ -41,7 +41,7 @@ from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .blend import Pieces
 from .completion import Completion
-from .model import Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
+from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Outlet, Post
 from .quality import gate_for
 from .warm import AT_ONCE, OnProgress, Warmed, Warming
@@ -104,8 +104,9 @@ class AsyncLLM(Model):
         drafter: Drafter | None = None,
         store: Store | None = None,
         gate: GateConfig | None = None,
+        behind: Behind | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store)
+        super().__init__(executor, tokenizer, stop_ids, store, behind)
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)

@@ -42,9 +42,15 @@ class Pieces:
 class Documents:
     """One model's documents. The store is opened when it is first needed, unless one is given."""
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, store: Store | None = None) -> None:
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, store: Store | None = None, behind: Sequence[int] | None = None
+    ) -> None:
+        """Documents are computed behind the tokens `behind`; if not given, behind those that begin every text."""
         self._executor = executor
         self._tokenizer = tokenizer
+        self.behind = tuple(tokenizer.head if behind is None else behind)
+        if len(self.behind) > executor.max_context // 2:
+            raise ParamError("behind", f"has {len(self.behind)} tokens, more than half of max_context; shorten it")
         self._given = store
         self._own: Store | None = None
         self._chunks: Chunks | None = None
@@ -53,13 +59,13 @@ class Documents:
 
     @property
     def chunks(self) -> Chunks:
-        """Where documents are found; behind the tokens that begin every text of this model, if there are such."""
+        """Where documents are found."""
         with self._lock:
             if self._chunks is None:
                 store = self._given
                 if store is None:
                     store = self._own = Store(Budget(available_memory_bytes() // _STORE_SHARE))
-                self._chunks = Chunks(self._executor, store, self._tokenizer.head)
+                self._chunks = Chunks(self._executor, store, self.behind)
             return self._chunks
 
     @property
@@ -95,7 +101,7 @@ class Documents:
         """Raise, by this name, unless a document of so many tokens can be computed and reused here."""
         if not tokens:
             raise ParamError(name, "is empty; give at least one token")
-        pool, needed = self._executor.pool, tokens + len(self._tokenizer.head) + 1
+        pool, needed = self._executor.pool, tokens + len(self.behind) + 1
         if needed > self._executor.max_context:
             most = self._executor.max_context - needed + tokens
             raise ParamError(name, f"has {tokens} tokens, and with a max_context this small {most} fit; shorten it")

@@ -22,6 +22,7 @@ from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
 from .drafts import DraftLike, check_draft, drafter_for
 from .facade import LLM
+from .model import Behind
 
 
 def load(
@@ -31,6 +32,7 @@ def load(
     on_load: Callable[[int, int], None] | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
+    behind: Behind | None = None,
     discover: bool = False,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
@@ -38,14 +40,15 @@ def load(
 ) -> LLM:
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
 
-    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `gate` compares some blended
+    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `behind` is the text, or the
+    messages, that most of these prompts begin with: documents are computed behind it. `gate` compares some blended
     prompts with whole prefills, and may answer later ones with a higher ratio. `discover` blends known documents that
     prompts hold without naming them; answers then depend on what is stored.
     """
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return LLM(*parts, drafter=drafter, config=EngineConfig(discover=discover), store=store, gate=gate)
+    return LLM(*parts, drafter=drafter, config=EngineConfig(discover=discover), store=store, gate=gate, behind=behind)
 
 
 def load_async(
@@ -56,6 +59,7 @@ def load_async(
     engine: EngineConfig | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
+    behind: Behind | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
     **options: Any,
@@ -64,7 +68,7 @@ def load_async(
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return AsyncLLM(*parts, drafter=drafter, config=engine, store=store, gate=gate)
+    return AsyncLLM(*parts, drafter=drafter, config=engine, store=store, gate=gate, behind=behind)
 
 
 def _parts(

@@ -30,7 +30,7 @@ from .answer import Answer, Asked
 from .asking import Asking, Question
 from .blend import Pieces
 from .completion import Completion, Stream
-from .model import Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
+from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
 from .warm import OnProgress, Warmed, Warming
 
@@ -51,8 +51,9 @@ class LLM(Model):
         drafter: Drafter | None = None,
         store: Store | None = None,
         gate: GateConfig | None = None,
+        behind: Behind | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store)
+        super().__init__(executor, tokenizer, stop_ids, store, behind)
         self._gate = gate_for(gate, executor, store)
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)

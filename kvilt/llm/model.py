@@ -10,7 +10,7 @@ from typing import Any
 from ..batch import Adapter, Base
 from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
-from ..errors import InputError
+from ..errors import InputError, ParamError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
@@ -24,6 +24,7 @@ from .grammars import Grammars
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Behind = str | Sequence[Message]  # a text, or the messages before the one that asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,23 @@ class Model:
     """What every way of asking has in common."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, stop_ids: Sequence[int] = (), store: Store | None = None
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int] = (),
+        store: Store | None = None,
+        behind: Behind | None = None,
     ) -> None:
-        """`store` keeps documents; without one they are kept in memory. It is the caller's to close."""
+        """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
+
+        `behind` is what prompts with documents begin with, as far as that is the same in most of them.
+        """
         self.executor = executor
         self.tokenizer = tokenizer
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self.grammars = Grammars(tokenizer, self.stop_ids)
-        self.documents = Documents(executor, tokenizer, store)
         self._template: ChatTemplate | None = None
+        self.documents = Documents(executor, tokenizer, store, None if behind is None else self._begins(behind))
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -94,6 +103,15 @@ class Model:
         """A conversation with documents where its template puts them, else before the last user's text."""
         pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools)
         return self.documents.between(pieces, documents, recipe)
+
+    def _begins(self, behind: Behind) -> list[int]:
+        """The tokens that stand before the first document of such prompts."""
+        if not behind:
+            raise ParamError("behind", "is empty; leave it out, or give the text or messages that prompts begin with")
+        if isinstance(behind, str):
+            return [*self.tokenizer.head, *self.tokenizer.encode(behind, add_special=False)]
+        asked = [*behind, {"role": "user", "content": "?"}]  # documents stand before the question, whatever it is
+        return self.chat_template.encode_around(self.tokenizer, asked, 1)[0]
 
     def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
         """Load an adapter from its PEFT folder, under its folder's name if not given; its id."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,29 @@ def test_what_was_warmed_is_what_questions_reuse(model: str, files: Path, tmp_pa
     assert json.loads(plain.stdout)["token_ids"] == json.loads(done.stdout)["token_ids"]
     shown = kvilt(*asked[:-1], *given)
     assert f"({usage['blended_reused']} reused, {usage['blended_recomputed']} computed again)" in shown.stderr
+
+
+def test_documents_behind_a_system_text(model: str, files: Path, tmp_path: Path) -> None:
+    """They are found by who begins chats with it, computed again by who does not, and alike for both commands."""
+    chats = tmp_path / "chats"
+    shutil.copytree(model, chats)
+    shown = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    (chats / "tokenizer_config.json").write_text(json.dumps({"chat_template": shown}))
+    model, system = str(chats), ("--behind", "Be brief.")
+    assert warm(model, tmp_path / "kv", files / "one.txt", *system).exit_code == 0
+    (record,) = (tmp_path / "kv").rglob("*.kv")
+    asked = ("run", "So", "--system", "Be brief.", "--model", model, "--threads", "1", "--max-tokens", "3", "--json")
+    given = ("--document", files / "one.txt", "--blend-ratio", "0", "--store", tmp_path / "kv")
+    done = kvilt(*asked, *given, *system)
+    assert done.exit_code == 0, done.output
+    assert list((tmp_path / "kv").rglob("*.kv")) == [record]
+    whole = kvilt(*asked, *given[:3], "1")
+    assert json.loads(whole.stdout)["token_ids"] == json.loads(done.stdout)["token_ids"]
+    assert kvilt(*asked, *given).exit_code == 0
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 2
+    empty = warm(model, tmp_path / "kv", files / "one.txt", "--behind", "x" * 2000)
+    assert empty.exit_code == 2
+    assert "behind: has" in empty.stderr
 
 
 def test_files_that_cannot_be_are_named_and_the_others_stored(model: str, files: Path, tmp_path: Path) -> None:
