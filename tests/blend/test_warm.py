@@ -208,6 +208,7 @@ def test_who_stops_waiting_ends_it_and_keeps_what_is_stored(tiny_executor: Execu
     async def ask(many: AsyncLLM) -> tuple[list[Warmed], int]:
         enough = asyncio.Event()
         task = asyncio.ensure_future(many.warm([*MANY, [7] * 500], on_progress=lambda *_: enough.set()))
+        task.add_done_callback(lambda _: enough.set())  # also if it fails before there is progress
         await enough.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
