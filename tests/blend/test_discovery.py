@@ -84,6 +84,12 @@ def test_off_unless_it_is_asked_for(executor: Executor, store: Store) -> None:
         assert (end.blended is not None) == blends
 
 
+def test_off_by_default() -> None:
+    """An answer would depend on what happens to be stored."""
+    assert not EngineConfig().discover
+    assert Request((1,)).discover is None
+
+
 def test_documents_of_others_are_not_found(executor: Executor, store: Store) -> None:
     engine = make(executor, store, True)
     ask(engine, QUILT, named=True, tenant="a")

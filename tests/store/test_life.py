@@ -16,6 +16,7 @@ import pytest
 from stores import Shelfware
 
 from kvilt.errors import StoreError
+from kvilt.store.address import chunk_address
 from kvilt.store.files import Files
 from kvilt.store.loading import Terms
 from kvilt.store.tier import Budget, Usage
@@ -168,3 +169,38 @@ def test_what_is_in_memory_is_compared_and_not_only_hashed(
         assert not found.hit()
         assert kit.count(store, "refused_total", tier="memory") == 1
         assert not kit.open(store).hit()  # it made room for whoever owns that place now
+
+
+def test_a_bias_that_is_asked_for_while_a_record_waits_is_kept(kit: Any) -> None:
+    fake = Shelfware()
+    with kit.store(fake) as store:
+        fake.writes.clear()
+        store.put_chunk(kit.identity, [0], kit.layers(1))  # the writer stands before this one
+        kit.until(lambda: "put" in fake.log)
+        for retain in (False, True, False):
+            address = store.put_chunk(kit.identity, kit.tokens, kit.layers(), retain=retain).address
+        fake.writes.set()
+        store.flush()
+        assert fake.facts[address.key].retain
+        assert len(fake.records) == 2
+
+
+def test_holders_of_different_secrets_do_not_push_each_other_out(kit: Any, tmp_path: Path) -> None:
+    secrets = [b"one secret of the fleet", b"another of the fleets", None]
+    for round_ in range(2):
+        for secret in secrets:
+            with kit.store(kit.disk(tmp_path), secret=secret) as store:
+                assert kit.open(store).wait() == bool(round_)
+                kit.put(store)
+    assert len(list(tmp_path.rglob("*.kv"))) == 3
+
+
+def test_a_record_that_lacks_the_beginning_is_a_miss_for_who_needs_it(kit: Any) -> None:
+    fake = Shelfware()
+    with kit.store(fake) as store:
+        address = chunk_address(kit.identity, kit.tokens, kit.form())
+        late = (2,) * len(address.form)
+        store.put(address.needing(late), kit.layers(len(kit.tokens) - 2))
+        store.flush()
+        assert store.open(address.needing(late)).wait()
+        assert kit.refused(store, "fake", "span")
