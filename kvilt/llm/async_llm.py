@@ -39,7 +39,7 @@ from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
-from .blend import Pieces
+from .blend import Pieces, listed
 from .completion import Completion
 from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Outlet, Post
@@ -269,7 +269,7 @@ class AsyncLLM(Model):
         return Ready(pieces.quilt.ids, None, more=pieces.fields)
 
     def _prompt(self, prompt: Prompt, terms: Terms) -> Ready:
-        if len(terms.documents):
+        if listed(terms.documents):
             return self._pieces(self.documents.before(prompt, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.prompt_ids(prompt, begins=terms.kv is None)
         if isinstance(terms.kv, str):
@@ -281,7 +281,7 @@ class AsyncLLM(Model):
         return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
-        if len(terms.documents):
+        if listed(terms.documents):
             return self._pieces(self.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.chat_ids(messages, tools)
         if isinstance(terms.kv, str):

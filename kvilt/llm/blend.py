@@ -6,7 +6,7 @@ Refuses to know how rows are run; the engine blends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,14 @@ from ..text.tokenizer import Tokenizer
 
 _LOOKUPS = 4  # threads
 _STORE_SHARE = 8  # one part in so many of the memory that is free, where no store is given
+
+
+def listed(documents: object) -> bool:
+    """Whether there are documents; InputError where that is no list of them."""
+    if isinstance(documents, str | bytes | Mapping) or not hasattr(documents, "__len__"):
+        what = "one text" if isinstance(documents, str) else type(documents).__name__
+        raise InputError(f"documents is a list of texts, or of token ids, not {what}")
+    return len(documents) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,7 @@ class Documents:
 
     def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
         """A text, documents and a question, one behind the other."""
-        if isinstance(parts, str) or len(parts) < 2:
+        if isinstance(parts, str | bytes | Mapping) or not hasattr(parts, "__len__") or len(parts) < 2:
             raise InputError("give at least two parts: what stands first, any documents, and the question")
         first, *rest = parts
         begin = [*self._tokenizer.head, *self.ids(first)] if isinstance(first, str) else self.ids(first)
@@ -121,8 +129,6 @@ class Documents:
 
     def before(self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
         """Documents, and a prompt behind them."""
-        if isinstance(documents, str):
-            raise InputError("documents is a list of texts, or of token ids, not one text")
         segments = [list(self._tokenizer.head), *map(self.ids, documents), self.ids(prompt)]
         return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
 

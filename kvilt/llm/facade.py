@@ -28,7 +28,7 @@ from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, Asked
 from .asking import Asking, Question
-from .blend import Pieces
+from .blend import Pieces, listed
 from .completion import Completion, Stream
 from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
@@ -119,7 +119,7 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         one = is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
-        if len(documents):
+        if listed(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
             blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
             return blended[0] if one else blended
@@ -144,7 +144,7 @@ class LLM(Model):
     ) -> Stream:
         """`generate` for one prompt, piece by piece."""
         chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
-        if len(documents):
+        if listed(documents):
             pieces = self.documents.before(prompt, documents, recipe or Recipe())
             return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
@@ -171,7 +171,7 @@ class LLM(Model):
         `documents` stand where the chat template puts them, else before the last user's text, and are blended.
         """
         chosen = SamplingParams.of(params, **fields)
-        if len(documents):
+        if listed(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
             return self._asking.answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
         ids = self.chat_ids(messages, tools)
@@ -195,7 +195,7 @@ class LLM(Model):
     ) -> Stream:
         """`chat`, piece by piece."""
         chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
-        if len(documents):
+        if listed(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
             return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)

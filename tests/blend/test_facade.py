@@ -64,3 +64,16 @@ def test_streams_for_event_loops(tiny_llm: LLM, tiny_executor: Executor, tokeniz
 
     for one, other in zip(asyncio.run(ask()), expected, strict=True):
         same(one, other)
+
+
+@pytest.mark.parametrize("wrong", ["one text", b"bytes", {"text": "one"}, 5, iter(["a", "b"])])
+def test_documents_are_a_list(tiny_llm: LLM, wrong: Any) -> None:
+    """A text is a sequence of texts, too: each letter would be a document."""
+    with pytest.raises(InputError, match="documents is a list"):
+        tiny_llm.generate("So", documents=wrong)
+    with pytest.raises(InputError, match="documents is a list"):
+        tiny_llm.chat([{"role": "user", "content": "So"}], documents=wrong)
+    with pytest.raises(InputError, match="documents is a list"):
+        tiny_llm.stream_chat([{"role": "user", "content": "So"}], documents=wrong)
+    with pytest.raises(InputError, match="at least two parts"):
+        tiny_llm.blend(wrong)
