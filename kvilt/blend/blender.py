@@ -215,7 +215,7 @@ class Blending:
     def _run(self, kv: KVCache) -> Course:
         recipe, start = self.recipe, self.quilt.exact
         for text in self._found:
-            if not self._found[text].hit():
+            if not self._found[text].hit() and not self._came(text):
                 yield from self._make(text)
         placing = Placing(self._executor, kv, self.quilt.documents)
         everything = range(start, len(self.quilt.ids))
@@ -297,6 +297,15 @@ class Blending:
         return hidden[torch.tensor(positions, dtype=torch.int64) - self.quilt.exact]
 
     # Documents.
+
+    def _came(self, text: tuple[int, ...]) -> bool:
+        """Whether somebody else has computed a document since it was looked for."""
+        again = self._chunks.open(text, self._tenant, self._maker)
+        if again.layers_ready < self._layers:
+            again.cancel()
+            return False
+        self._found[text] = again
+        return True
 
     def _make(self, text: tuple[int, ...]) -> Course:
         """Compute a document standalone and keep it; what the store gives back is what gets blended."""

@@ -141,6 +141,19 @@ def test_everybody_says_what_they_say_alone(executor: Executor, store: Store, st
     assert max(widths) > 2
 
 
+def test_who_comes_later_takes_what_others_have_computed_meanwhile(executor: Executor, store: Store) -> None:
+    made = recipe("query")
+    expected = alone(executor, QUILT, made)
+    executor.prefixes.clear()
+    engine = Engine(executor, EngineConfig(step_tokens=16, max_rows=8), chunks=Chunks(executor, store))
+    ears = [put(engine, request(QUILT, made)) for _ in range(4)]
+    finish(engine)
+    assert [ear.tokens for ear in ears] == [[expected]] * 4
+    ends = [ear.ends[0] for ear in ears]
+    computed = sum(end.blended.made for end in ends if end is not None and end.blended is not None)
+    assert computed < 2 * QUILT.reused  # each for itself would be four times as many
+
+
 @pytest.mark.parametrize("pages", [8, 10, 11, 12, 13])
 def test_through_preemption(tmp_path: Path, store: Store, pages: int) -> None:
     """Few pages: whoever has to give way blends again, and says the same."""
