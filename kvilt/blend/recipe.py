@@ -47,15 +47,20 @@ class Recipe:
         _share("ratio", self.ratio)
         _share("min_gain", self.min_gain)
         _share("mend", self.mend)
-        if not isinstance(self.gate, bool):
-            raise ParamError("gate", f"must be true or false, not {self.gate!r}")
+        for name in ("gate", "last_segment"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ParamError(name, f"must be true or false, not {value!r}")
+        for name in ("gradual", "mass_layers"):
+            if not isinstance(value := getattr(self, name), tuple):
+                raise ParamError(name, f"must be a list of numbers, not {value!r}")
         if self.load_floor is not None:
             _share("load_floor", self.load_floor)
         for name in ("check_layer", "first_tokens"):
             _count(name, getattr(self, name))
         for layer in self.mass_layers:
             _count("mass_layers", layer)
-        if any(b > a for a, b in pairwise((*self.gradual, 1.0))):
+        numbers = all(isinstance(one, int | float) and one < float("inf") for one in self.gradual)  # NaN is not below
+        if not numbers or any(b > a for a, b in pairwise((*self.gradual, 1.0))):
             raise ParamError("gradual", f"must fall towards 1, not {list(self.gradual)}")
         if self.gradual and not self.needs("deviation"):
             raise ParamError("gradual", "filters by deviation, so it needs that strategy")
@@ -64,6 +69,8 @@ class Recipe:
     @classmethod
     def of(cls, recipe: Recipe | None = None, **fields: Any) -> Recipe:
         """A recipe with some of its fields changed."""
+        if recipe is not None and not isinstance(recipe, cls):
+            raise ParamError("recipe", f"is a Recipe, such as Recipe(ratio=0.3), not {recipe!r}")
         known = [one.name for one in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -98,12 +105,16 @@ class Recipe:
         more += [f"floor={self.load_floor:.4g}"] if self.load_floor is not None else []
         return f"blend/1 {parts} {' '.join(more)}"
 
-    def gain(self, tokens: int, reused: int, question: int, layers: int) -> float:
-        """The share of work that blending saves: of `tokens` in all layers, where `reused` have KV."""
+    def gain(self, tokens: int, reused: int, question: int, layers: int, always: int = 0) -> float:
+        """The share of work that blending saves: of `tokens` in all layers, where `reused` have KV.
+
+        `always` of these are computed again whatever the ratio.
+        """
         if not tokens:
             return 0.0
         lower = min(1.0, (self.check_layer + 1) / layers) if self.needs("deviation") else 0.0
-        computed = (tokens - reused + self.ratio * reused) / tokens
+        ratio = self.ratio if self.load_floor is None else self.load_floor
+        computed = (tokens - reused + max(ratio * reused, always)) / tokens
         probe = question / tokens if self.needs("query") else 0.0
         return 1 - lower - (1 - lower) * computed - probe
 
@@ -180,4 +191,6 @@ class Quilt:
         if not self.documents:
             return False
         tokens = len(self.ids) - self.exact
-        return not recipe.min_gain or recipe.gain(tokens, self.reused, len(self.question), layers) >= recipe.min_gain
+        always = sum(min(recipe.first_tokens, len(one)) for one in self.documents)
+        gain = recipe.gain(tokens, self.reused, len(self.question), layers, always)
+        return not recipe.min_gain or gain >= recipe.min_gain

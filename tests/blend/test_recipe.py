@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvilt.blend.controller import LoadMeter, load_ratio
-from kvilt.blend.recipe import Part, Recipe
+from kvilt.blend.recipe import Part, Quilt, Recipe
 from kvilt.errors import ParamError
 
 
@@ -43,6 +43,14 @@ def test_mixes() -> None:
         {"load_floor": -1},
         {"gate": 1},
         {"budget": 3},
+        {"gradual": 5, "strategy": "deviation"},
+        {"gradual": ["a"], "strategy": "deviation"},
+        {"gradual": [float("nan")], "strategy": "deviation"},
+        {"gradual": [float("inf"), 1.5], "strategy": "deviation"},
+        {"mass_layers": 5},
+        {"mass_layers": "12"},
+        {"last_segment": "no"},
+        {"last_segment": None},
     ],
     ids=str,
 )
@@ -50,6 +58,18 @@ def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(ParamError) as error:
         Recipe.of(None, **fields)
     assert error.value.field in fields
+
+
+def test_a_recipe_is_a_recipe() -> None:
+    with pytest.raises(ParamError, match="recipe"):
+        Recipe.of("query")  # type: ignore[arg-type]
+
+
+def test_what_is_computed_again_in_any_case_saves_nothing() -> None:
+    quilt = Quilt.of([[1] * 4, [2] * 100, [3] * 100, [4] * 6], [False, True, True, False])
+    assert quilt.worth(Recipe(0.1, "head"), 12)
+    assert not quilt.worth(Recipe(0.1, "head", first_tokens=99), 12)
+    assert not quilt.worth(Recipe(0.1, "head", load_floor=0.9), 12)
 
 
 def test_different_recipes_have_different_names() -> None:
