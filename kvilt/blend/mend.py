@@ -23,7 +23,7 @@ from .recipe import Span
 REACH = 16  # tokens, in which the weight of a computed one falls to 1/e
 DOUBT = 0.5  # what weighs for no change: far from computed tokens nothing is known
 RUN = 32  # computed tokens at most that are looked at together: they must go in one row
-LEAST = 4  # computed tokens: fewer say more of themselves than of others
+LEAST = 8  # computed tokens: fewer say more of themselves than of others
 
 Stored = Callable[[int, int], LayerKV]  # of a document, by its number, and a layer
 
