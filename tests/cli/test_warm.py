@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import shutil
 import signal
 import subprocess
 import sys
