@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvilt.blend.chunk import Chunks
+from kvilt.blend.recipe import Recipe
 from kvilt.cli.blend_cases import Case, read_cases, read_questions
 from kvilt.cli.blend_curve import curve, series
-from kvilt.cli.blend_measure import FULL, REUSE, Outcome, compare, f1, methods, quilt_of
+from kvilt.cli.blend_measure import FULL, REUSE, Method, Outcome, compare, f1, methods, quilt_of
 from kvilt.cli.blend_plot import plot
 from kvilt.cli.blend_report import Asked, Told, report
 from kvilt.cli.blend_results import Line, Setting, lines, summaries
@@ -223,3 +224,22 @@ def test_the_curve_as_a_picture(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "curve.svg").read_text()
     with pytest.raises(Unsupported, match="nonsense"):
         plot(POINTS, "a title", str(tmp_path / "curve.nonsense"))
+
+
+RIVER = "The Nile is 6650 kilometres long. It flows north through eleven countries and ends in the Mediterranean Sea."
+WALL = "The Great Wall of China is 21196 kilometres long. Most of what stands today was built by the Ming, of brick."
+LAKE = "Lake Baikal is 1642 metres deep. It holds a fifth of the world's fresh water, and seals live in it all year."
+PLAIN = "The Amazon forest is the size of Australia. It rains there on two of three days, half of it its own."
+
+
+def test_tokens_that_follow_are_less_wrong(llm: LLM) -> None:
+    """The whole point of mending, on real weights: nearer to the whole prefill with the same tokens computed."""
+    texts = [" ".join(each) for each in ((PEAK, RIVER, WALL, LAKE, PLAIN), (LAKE, WALL, TOWER, PLAIN, PEAK, RIVER))]
+    cases = [Case(one, tuple(texts), ()) for one in ("How tall is the tower?", "Where does the Nile end?", "How deep?")]
+    wanted = [Method(f"mend {share}", Recipe(0.2, "query", mend=share, min_gain=0.0)) for share in (0.0, 0.8)]
+    kl: dict[str, float] = {}
+    for case in cases:
+        with Store(Budget(1 << 28)) as store:
+            for found in compare(llm, Chunks(llm.executor, store), case, 512, wanted):
+                kl[found.method] = kl.get(found.method, 0.0) + found.kl
+    assert kl["mend 0.8"] < 0.8 * kl["mend 0.0"]
