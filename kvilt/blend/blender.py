@@ -27,6 +27,8 @@ from .stage import Stage
 
 PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
 MASS_EVERY = 4  # one in so many layers says what the question attends to: those between say the same
+# Attention goes to what stands near, whatever it says, and a late token costs more: at this position one counts half.
+FAR_TOKENS = 1000
 Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
@@ -283,7 +285,7 @@ class Blending:
         joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
         stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
         yield stage
-        scores["query"] = stage.mass[start:]
+        scores["query"] = stage.mass[start:] / (1 + torch.arange(start, len(self.quilt.ids)) / FAR_TOKENS)
 
     def _mass_layers(self, lower: int) -> list[int]:
         """Layers from `lower` on whose attention counts, ascending."""

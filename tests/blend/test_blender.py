@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import write_tiny
 
-from kvilt.batch import Batch, HiddenOut, Ids, LayerSpan, Row
-from kvilt.blend.blender import PROBE_TOKENS, Blending
+from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Row
+from kvilt.blend.blender import FAR_TOKENS, PROBE_TOKENS, Blending
 from kvilt.blend.chunk import Chunks
 from kvilt.blend.recipe import Quilt, Recipe
 from kvilt.config import RunConfig
@@ -180,6 +180,24 @@ def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor
         for token, position in zip(row.source.ids, row.positions, strict=True):
             last = native.run(Batch.of([Row(Ids([token]), [position], other)]))
         assert torch.equal(logits, last.values[0])
+
+
+def test_a_question_chooses_by_attention_and_distance(native: Executor, store: Store) -> None:
+    """The best of what the probe saw, each token counting the less the later it stands."""
+    blending = Blending(native, Chunks(native, store), QUILT, recipe(0.2, "query"))
+    with start(native, QUILT) as kv:
+        blending.begin(kv)
+        mass = torch.empty(0)
+        while not isinstance((row := blending.next(512)).want, Last):
+            found = native.run(Batch.of([row]))
+            mass = found.mass.get(0, mass)
+            blending.took(row, found, 0)
+        worth = {
+            p: float(mass[p]) / (1 + p / FAR_TOKENS) for one in QUILT.documents for p in range(one.start, one.stop)
+        }
+        best = sorted(worth, key=lambda p: -worth[p])[: int(0.2 * QUILT.reused)]
+        assert [p for p in row.positions if p in worth] == sorted(best)
+        blending.close()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
