@@ -17,18 +17,16 @@ from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..store.layer import LayerKV
 from ..store.loading import Loading
+from .choice import Choice
 from .chunk import Chunks
 from .controller import LoadMeter
 from .mend import Mending
 from .place import Placing
-from .recipe import Quilt, Recipe
-from .select import budget, choose, deviations
+from .recipe import Quilt, Recipe, Strategy
 from .stage import Stage
 
 PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
 MASS_EVERY = 4  # one in so many layers says what the question attends to: those between say the same
-# Attention goes to what stands near, whatever it says, and a late token costs more: at this position one counts half.
-FAR_TOKENS = 1000
 Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
@@ -70,6 +68,7 @@ class Blending:
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
+        self._choice = Choice(quilt, recipe, chunks.behind)
         self._tenant = tenant
         self._adapter = adapter
         # An adapter that tokens switch on finds documents as the base model made them.
@@ -221,7 +220,7 @@ class Blending:
                 yield from self._make(text)
         placing = Placing(self._executor, kv, self.quilt.documents)
         everything = range(start, len(self.quilt.ids))
-        scores: dict[str, Tensor] = {"head": self._heads()}
+        scores: dict[Strategy, Tensor] = {"head": self._choice.heads()}
         lower, hidden = 0, None
         if recipe.needs("deviation"):
             lower = recipe.check_layer + 1
@@ -230,13 +229,15 @@ class Blending:
             yield stage
             hidden = torch.cat(stage.hidden)
             stored = yield from self._layer(recipe.check_layer)
-            scores["deviation"] = self._deviations(stage, range(len(everything)), stored, recipe.check_layer)
+            scores["deviation"] = self._choice.changed(
+                _values(stage, recipe.check_layer), range(len(everything)), stored
+            )
             self._placed = lower  # what is computed there is exact already
         if recipe.needs("query"):
             yield from self._place(placing, self._layers)
             yield from self._probe(kv, lower, hidden, scores)
-        chosen = self._choose(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
-        self._recomputed = int(self._reusable()[chosen].sum())
+        chosen = self._choice.of(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
+        self._recomputed = int(self._choice.reusable[chosen].sum())
         if hidden is not None:
             hidden = hidden[chosen]
         for factor in (*recipe.gradual[1:], 1.0) if recipe.gradual else ():
@@ -245,8 +246,8 @@ class Blending:
             stage = Stage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
             yield stage
             stored = yield from self._layer(lower)
-            scores["deviation"] = self._deviations(stage, chosen.tolist(), stored, lower)
-            kept = self._choose(scores, self._ratio() * factor, among=chosen)
+            scores["deviation"] = self._choice.changed(_values(stage, lower), chosen.tolist(), stored)
+            kept = self._choice.of(scores, self._ratio() * factor, among=chosen)
             hidden = torch.cat(stage.hidden)[torch.isin(chosen, kept)]
             chosen, lower = kept, lower + 1
         yield from self._finish(kv, placing, chosen, lower, hidden)
@@ -273,11 +274,11 @@ class Blending:
             return None
         return Mending(self.quilt.documents, positions, self.recipe.mend, placing, self._stored)
 
-    def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[str, Tensor]) -> Course:
+    def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
         start = self.quilt.exact
         layers = self._mass_layers(lower)
-        fresh = ~self._reusable()  # text between documents comes along: nobody else has put KV there yet
+        fresh = ~self._choice.reusable  # text between documents comes along: nobody else has put KV there yet
         fresh[self.quilt.question.start - start :] = True
         asking = _at(fresh.nonzero().flatten(), start)
         tail = min(PROBE_TOKENS, len(self.quilt.question))
@@ -285,7 +286,7 @@ class Blending:
         joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
         stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
         yield stage
-        scores["query"] = stage.mass[start:] / (1 + torch.arange(start, len(self.quilt.ids)) / FAR_TOKENS)
+        scores["query"] = self._choice.attended(stage.mass)
 
     def _mass_layers(self, lower: int) -> list[int]:
         """Layers from `lower` on whose attention counts, ascending."""
@@ -353,73 +354,17 @@ class Blending:
             placing.layer(index, (yield from self._layer(index)))
             self._placed = index + 1
 
-    # Choosing. Masks and scores are over the tokens behind the exact ones.
-
-    def _reusable(self) -> Tensor:
-        mask = torch.zeros(len(self.quilt.ids), dtype=torch.bool)
-        for one in self.quilt.documents:
-            mask[one.start : one.stop] = True
-        return mask[self.quilt.exact :]
-
-    def _always(self) -> Tensor:
-        """Tokens that are computed whatever their score: those without KV, the last, the first of each document."""
-        mask = ~self._reusable()
-        mask[-1] = True  # its logits are what the prompt is computed for
-        for one in self.quilt.documents:
-            first = one.start - self.quilt.exact
-            mask[first : first + min(self.recipe.first_tokens, len(one))] = True
-        return mask
-
-    def _settled(self) -> Tensor:
-        """Documents that stand behind just what stood before them when they were computed: they are right already."""
-        mask = torch.zeros(len(self.quilt.ids), dtype=torch.bool)
-        for one in self.quilt.documents:
-            if self.quilt.ids[: one.start] == self._chunks.behind:
-                mask[one.start : one.stop] = True
-        return mask[self.quilt.exact :]
-
-    def _choose(self, scores: dict[str, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
-        """What is computed again, as ascending indices."""
-        reusable, settled = self._reusable(), self._settled()
-        taken = self._always()
-        count = max(0, budget(min(1.0, ratio), int(reusable.sum())) - int((taken & reusable).sum()))
-        allowed = torch.ones_like(taken)
-        if among is not None:
-            allowed[:] = False
-            allowed[among] = True
-        parts = self.recipe.parts
-        for part in parts:
-            share = count if part is parts[-1] else budget(part.share, count)
-            own = torch.where(settled, -torch.inf, scores[part.strategy])
-            best = choose(own, reusable & allowed & ~taken, share)
-            taken[best] = True
-            count -= len(best)
-        return taken.nonzero().flatten()
-
-    def _heads(self) -> Tensor:
-        """The earlier in its document, the better."""
-        score = torch.zeros(len(self.quilt.ids))
-        for one in self.quilt.documents:
-            score[one.start : one.stop] = -torch.arange(len(one), dtype=torch.float32)
-        return score[self.quilt.exact :]
-
-    def _deviations(self, stage: Stage, at: Sequence[int], stored: Sequence[LayerKV], layer: int) -> Tensor:
-        """How much values of one layer changed, of the tokens that the stage had; 0 of others."""
-        fresh = torch.cat([one.values for one in stage.kv[layer]]).cpu()
-        kept = torch.zeros((len(self.quilt.ids) - self.quilt.exact, *fresh.shape[1:]))
-        for one, values in zip(self.quilt.documents, (one.values for one in stored), strict=True):
-            kept[one.start - self.quilt.exact : one.stop - self.quilt.exact] = values.float()
-        score = torch.zeros(len(kept))
-        index = torch.tensor(at, dtype=torch.int64)
-        score[index] = deviations(fresh, kept[index], self._reusable()[index])
-        return score
-
     def _ratio(self) -> float:
         floor = self.recipe.load_floor
         if floor is None:
             return self.recipe.ratio
         loaded = min(one.layers_ready for one in self._found.values())
         return self._meter.ratio(loaded, self._layers, len(self.quilt.ids) - self.quilt.exact, floor)
+
+
+def _values(stage: Stage, layer: int) -> Tensor:
+    """What a stage's tokens wrote in one layer."""
+    return torch.cat([one.values for one in stage.kv[layer]]).cpu()
 
 
 def _at(chosen: Tensor, start: int) -> list[int]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tiny import write_tiny
 
 from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Row
-from kvilt.blend.blender import FAR_TOKENS, PROBE_TOKENS, Blending
+from kvilt.blend.blender import PROBE_TOKENS, Blending
+from kvilt.blend.choice import FAR_TOKENS
 from kvilt.blend.chunk import Chunks
 from kvilt.blend.recipe import Quilt, Recipe
 from kvilt.config import RunConfig

@@ -1,0 +1,92 @@
+"""Which tokens of a prompt with documents are computed again: scores of its tokens by strategy, and the best of them.
+
+Masks, scores and indices are over the tokens behind the exact ones. Refuses to know how scores' numbers come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..store.layer import LayerKV
+from .recipe import Quilt, Recipe, Strategy
+from .select import budget, choose, deviations
+
+# Attention goes to what stands near, whatever it says, and a late token costs more: at this position one counts half.
+FAR_TOKENS = 1000
+
+
+class Choice:
+    """The choices of one prompt."""
+
+    def __init__(self, quilt: Quilt, recipe: Recipe, behind: Sequence[int]) -> None:
+        """`behind` is what stood before documents when they were computed."""
+        self._quilt = quilt
+        self._recipe = recipe
+        self._behind = tuple(behind)
+        self.reusable = self._mask([(one.start, one.stop) for one in quilt.documents])
+
+    def of(self, scores: Mapping[Strategy, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
+        """What is computed again, as ascending indices."""
+        settled, taken = self._settled(), self._always()
+        count = max(0, budget(min(1.0, ratio), int(self.reusable.sum())) - int((taken & self.reusable).sum()))
+        allowed = torch.ones_like(taken)
+        if among is not None:
+            allowed[:] = False
+            allowed[among] = True
+        parts = self._recipe.parts
+        for part in parts:
+            share = count if part is parts[-1] else budget(part.share, count)
+            own = torch.where(settled, -torch.inf, scores[part.strategy])
+            best = choose(own, self.reusable & allowed & ~taken, share)
+            taken[best] = True
+            count -= len(best)
+        return taken.nonzero().flatten()
+
+    # Scores.
+
+    def heads(self) -> Tensor:
+        """The earlier in its document, the better."""
+        score = torch.zeros(len(self._quilt.ids))
+        for one in self._quilt.documents:
+            score[one.start : one.stop] = -torch.arange(len(one), dtype=torch.float32)
+        return score[self._quilt.exact :]
+
+    def attended(self, mass: Tensor) -> Tensor:
+        """What the question attends to, of all the prompt's tokens."""
+        return (mass / (1 + torch.arange(len(mass)) / FAR_TOKENS))[self._quilt.exact :]
+
+    def changed(self, fresh: Tensor, at: Sequence[int], stored: Sequence[LayerKV]) -> Tensor:
+        """How much values of one layer changed, of the tokens whose `fresh` ones are known; 0 of others."""
+        start = self._quilt.exact
+        kept = torch.zeros((len(self.reusable), *fresh.shape[1:]))
+        for one, layer in zip(self._quilt.documents, stored, strict=True):
+            kept[one.start - start : one.stop - start] = layer.values.float()
+        score = torch.zeros(len(kept))
+        index = torch.tensor(at, dtype=torch.int64)
+        score[index] = deviations(fresh, kept[index], self.reusable[index])
+        return score
+
+    # Masks.
+
+    def _mask(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        mask = torch.zeros(len(self._quilt.ids), dtype=torch.bool)
+        for start, stop in spans:
+            mask[start:stop] = True
+        return mask[self._quilt.exact :]
+
+    def _always(self) -> Tensor:
+        """Tokens that are computed whatever their score: those without KV, the last, the first of each document."""
+        first = self._recipe.first_tokens
+        mask = ~self.reusable | self._mask(
+            [(one.start, min(one.start + first, one.stop)) for one in self._quilt.documents]
+        )
+        mask[-1] = True  # its logits are what the prompt is computed for
+        return mask
+
+    def _settled(self) -> Tensor:
+        """Documents that stand behind just what stood before them when they were computed: they are right already."""
+        own = [one for one in self._quilt.documents if self._quilt.ids[: one.start] == self._behind]
+        return self._mask([(one.start, one.stop) for one in own])
