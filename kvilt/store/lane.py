@@ -73,7 +73,7 @@ class Lane:
         self._pending: dict[bytes, bool] = {}  # keys whose records wait to be written, and whether to retain them
         self._pending_bytes = 0
         self._writing = False
-        self._served_s = 0.0  # when a reader last finished something
+        self._served_s = 0.0  # when the tier last answered a reader
         self._closed = False
         self._threads: list[threading.Thread] = []
         metrics.set(UP, 1, tier=tier.name)
@@ -131,6 +131,8 @@ class Lane:
             if error.reason in UNWELL:
                 self._report(direction, False)
             raise
+        if direction == "read":
+            self._served_s = time.monotonic()
         self._report(direction, True)
         return result
 
@@ -217,7 +219,6 @@ class Lane:
                     return
                 work = heapq.heappop(self._reads)[2]
             self._safely(work)
-            self._served_s = time.monotonic()
             del work  # while this thread waits for more, it keeps no record in memory
 
     def _write_loop(self) -> None:

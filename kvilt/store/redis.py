@@ -68,6 +68,7 @@ class RedisReader:
         self._start = b""
         self._nbytes = -1
         self._asked = False
+        self._aborted = False
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +96,10 @@ class RedisReader:
             try:
                 if self._connection is None:
                     self._connection = self._line.take()
+                self._check()
                 for command in commands:
                     self._connection.send_command(*command)
+                self._check()  # sending connects: an abort just before had nothing to cut
                 answers = [self._connection.read_response() for _ in commands]
             except BaseException:
                 self._drop()
@@ -107,6 +110,14 @@ class RedisReader:
             return answers
 
     def abort(self) -> None:
+        self._aborted = True
+        self._cut()
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise StoreError("cancelled", "nobody waits for this record any more")
+
+    def _cut(self) -> None:
         if (connection := self._connection) is not None:
             with suppress(Exception):
                 connection.disconnect()
@@ -118,7 +129,7 @@ class RedisReader:
 
     def _drop(self) -> None:
         """After an error nobody knows what the next bytes would belong to."""
-        self.abort()
+        self._cut()
         self._connection = None
 
 

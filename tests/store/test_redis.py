@@ -430,3 +430,15 @@ def test_a_wrong_password_is_a_tier_that_is_down(kit: Any, redis_server: Any) ->
     assert error.value.reason == "down"
     assert "wrong" not in str(error.value)
     one.close()
+
+
+def test_a_reader_that_is_aborted_before_it_asks_does_not_wait(kit: Any, redis_server: Any, proxy: Any) -> None:
+    """There is no connection yet that could be cut, and a new one would wait as long as a read may take."""
+    proxy.bend = lambda _data: pytest.fail("nobody asks")
+    made = tier(proxy.url, read_timeout_s=60.0)
+    reader = made.open(b"k" * 32)
+    reader.abort()
+    with pytest.raises(StoreError) as error:
+        _ = reader.nbytes
+    assert error.value.reason == "cancelled"
+    made.close()

@@ -236,6 +236,20 @@ def test_a_tier_that_is_busy_with_others_is_not_taken_for_a_dead_one(kit: Any, f
         fake.reads.set()
 
 
+def test_a_read_that_fails_serves_nobody(kit: Any, fake: Shelfware) -> None:
+    """Else a tier that is slow for everybody would look busy, because those it kept waiting end after all."""
+    with kit.store(fake, limits=kit.patient) as store:
+        kit.put(store)
+        lane = store._lanes[0]
+        before_s = lane._served_s
+        fake.error = StoreError("timeout", "ordered")
+        assert not kit.open(store).hit()
+        assert lane._served_s == before_s
+        fake.error = None
+        assert kit.served(kit.open(store))
+        assert lane._served_s > before_s
+
+
 def test_headers_are_read_before_any_layer(kit: Any, fake: Shelfware) -> None:
     with kit.store(fake, limits=dataclasses.replace(kit.patient, readers=1)) as store:
         for seed in range(3):
