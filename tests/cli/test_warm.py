@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,14 @@ def test_no_more_is_computed_at_once_than_the_stores_queue_holds() -> None:
 
 
 def test_an_interrupt_leaves_what_was_stored(model: str, tmp_path: Path) -> None:
-    text = "\n---\n".join(f"{i} " + "word " * 180 for i in range(400))
+    text = "\n---\n".join(f"{i} " + "word " * 180 for i in range(600))
     (tmp_path / "many.txt").write_text(text)
     given = ["--model", model, "--threads", "1", "--store", str(tmp_path / "kv"), "--split", "---"]
     command = [sys.executable, "-m", "kvilt.cli.main", "warm", str(tmp_path / "many.txt"), *given]
     own = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not any((tmp_path / "kv").rglob("*.kv")):
         assert own.poll() is None, own.communicate()
+        time.sleep(0.005)  # looking all the time would take the core that it works on
     own.send_signal(signal.SIGINT)
     out, error = own.communicate(timeout=300)
     assert own.returncode == 130, error
@@ -199,7 +201,7 @@ def test_an_interrupt_leaves_what_was_stored(model: str, tmp_path: Path) -> None
     assert "kvilt: interrupted" in error
     stored = len(list((tmp_path / "kv").rglob("*.kv")))
     assert len(out.splitlines()) <= stored <= len(out.splitlines()) + AT_ONCE
-    assert stored < 400
+    assert stored < 600
     again = warm(model, tmp_path / "kv", tmp_path / "many.txt", "--split", "---", "--json")
     assert again.exit_code == 0, again.output
     assert sum(one["found"] for one in json.loads(again.stdout)["documents"]) == stored
