@@ -89,11 +89,13 @@ class Mending:
         mine = [one for one in self._runs if start <= one.first and one.stop <= stop]
         if not mine:
             return None
+        # Found once for all layers.
         places = [self._placing.some(self._starts[one.document] + one.who.tokens) for one in mine]
+        followers = [self._placing.here(one.who) for one in mine]
 
         def mend(layer: int, keys: Tensor, values: Tensor) -> None:
-            for one, place in zip(mine, places, strict=True):
+            for one, place, who in zip(mine, places, followers, strict=True):
                 own = slice(one.first - start, one.stop - start)
-                place.follow(layer, one.who, self._stored(one.document, layer), (keys[own], values[own]))
+                place.follow(layer, who, self._stored(one.document, layer), (keys[own], values[own]))
 
         return mend
