@@ -87,7 +87,8 @@ class Comparison:
     def run(self, part: Part) -> Request:
         """What computes a part."""
         asked = self.request
-        plain = Request(asked.prompt, None, priority=PRIORITY, tenant=asked.tenant, adapter=asked.adapter)
+        plain = Request(asked.prompt, None, priority=PRIORITY, tenant=asked.tenant, owner=asked.owner)
+        plain = replace(plain, adapter=asked.adapter)
         if part == "whole":
             return replace(plain, background=True)
         recipe = replace(self.trial.recipe, min_gain=0.0)

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine. Knows tokens and sampling; refuses to know text, tensors and KV."""
+"""What a caller asks of the engine. Knows tokens and sampling; refuses to know text and tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
+from ..kv.owner import owner_of
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 
@@ -27,6 +28,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # tokens that end a sample, besides the params' own
     priority: int = 0  # the lower, the sooner
     tenant: str = ""  # KV is found again only by the same tenant
+    owner: str = ""  # quotas and fair shares count by it, whatever its tenants; "": the owner of the tenant
     reuse: bool = True  # whether the prompt may begin with KV that others computed
     keep_kv: bool = False  # hand each sample's KV over when it ends
     behind: int = 0  # tokens of the prompt whose log-probabilities nobody wants: it continues them
@@ -37,6 +39,9 @@ class Request:
     adapter: Adapter = field(default_factory=Base)  # what it runs on
     discover: bool | None = None  # blend also documents that it does not name, if they are known; None: as the engine
     background: bool = False  # nobody waits for it: it is counted nowhere, and leaves no KV behind
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner", self.owner or owner_of(self.tenant))
 
     @property
     def samples(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from ..kv.owner import part_of
 from .refusal import Refused
 from .settings import ServeConfig
 
@@ -17,14 +18,16 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever a key belongs to. KV is shared, and handles are seen, only by the same tenant."""
+    """Whoever a key belongs to. KV is shared, and handles are seen, only by the same tenant; quotas are the key's."""
 
     tenant: str = ""
     is_admin: bool = False
 
     def salted(self, salt: str | None) -> Caller:
-        """The part of a tenant that only requests with this salt are: a tenant of its own, handles included."""
-        return self if salt is None else replace(self, tenant=_hidden(f"salt {self.tenant} {salt}".encode()))
+        """The part of a key that only requests with this salt are: KV and handles of its own, quotas of the key."""
+        if salt is None:
+            return self
+        return replace(self, tenant=part_of(self.tenant, _hidden(f"salt {self.tenant} {salt}".encode())))
 
 
 def check_host(headers: Mapping[str, str], config: ServeConfig) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
+from ..kv.owner import owner_of
 from .gate import Caller
 from .refusal import Refused
 from .settings import ServeConfig
@@ -14,19 +17,25 @@ _ENDING = ".kvilt"
 
 
 class Shelf:
-    """The files of one key. No path is ever made from anything but a checked name."""
+    """The files of one key, or of one salt of it; how many there may be counts for the whole key.
+
+    No path is ever made from anything but a checked name.
+    """
 
     def __init__(self, config: ServeConfig, caller: Caller) -> None:
         if config.kv_dir is None:
             raise Refused(400, "this server saves no KV; its owner can name a folder with --kv-dir", code="kv_dir_off")
         self._folder = config.kv_dir
         self._most = config.max_saved
-        self._prefix = f"{caller.tenant or 'open'}."
+        owner = owner_of(caller.tenant)
+        part = caller.tenant[len(owner) + 1 :]
+        self._owner = f"{owner or 'open'}."
+        self._prefix = f"{self._owner}{part}." if part else self._owner  # names have no dots
 
     def place(self, name: str) -> Path:
         """Where a file is written; refuses one more than a key may have."""
         path = self._path(name)
-        if not path.exists() and len(self.files()) >= self._most:
+        if not path.exists() and len(self._saved()) >= self._most:
             raise Refused(409, f"{self._most} files are saved and no more are allowed; delete some", code="kv_limit")
         self._folder.mkdir(parents=True, exist_ok=True)
         return path
@@ -40,14 +49,25 @@ class Shelf:
 
     def files(self) -> dict[str, int]:
         """Every name and its size in bytes."""
-        if not self._folder.is_dir():
-            return {}
-        mine = sorted(self._folder.glob(f"{self._prefix}*{_ENDING}"))
-        return {path.name[len(self._prefix) : -len(_ENDING)]: path.stat().st_size for path in mine if path.is_file()}
+        sizes = self._saved()
+        names = {file: file[len(self._prefix) : -len(_ENDING)] for file in sizes if file.startswith(self._prefix)}
+        return {name: sizes[file] for file, name in sorted(names.items()) if _NAME.fullmatch(name)}
 
     def delete(self, name: str) -> None:
         """Remove a file."""
         self.find(name).unlink(missing_ok=True)
+
+    def _saved(self) -> dict[str, int]:
+        """Every file of the key, whatever its salts, and its size in bytes."""
+        sizes: dict[str, int] = {}
+        if self._folder.is_dir():
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(self._owner) and entry.name.endswith(_ENDING):
+                        with suppress(FileNotFoundError):
+                            if entry.is_file(follow_symlinks=False):
+                                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

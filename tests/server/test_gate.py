@@ -14,9 +14,11 @@ import httpx
 import pytest
 from running import KEY, QUESTION, Running, until
 
+from kvilt.engine.request import Request
 from kvilt.errors import ParamError
 from kvilt.executor.executor import Executor
 from kvilt.server import gate
+from kvilt.server.gate import Caller
 from kvilt.server.settings import ServeConfig
 
 Start = Callable[..., Any]
@@ -72,6 +74,16 @@ def test_a_caller_without_keys_is_nobody_special() -> None:
     with pytest.raises(gate.Refused):
         gate.check_admin(gate.Caller())
     gate.check_admin(gate.Caller("", True))
+
+
+def test_salts_are_parts_of_a_key() -> None:
+    """KV is found by the salt; what is counted is counted for the key."""
+    for key in (Caller("a"), Caller()):
+        parts = [key.salted(salt) for salt in ("x", "y", "x/y", "")]
+        assert len({part.tenant for part in parts} | {key.tenant}) == 5
+        for part in parts:
+            assert Request([1], tenant=part.tenant).owner == key.tenant
+    assert Caller("a").salted("x").tenant != Caller("b").salted("x").tenant
 
 
 def test_routes_of_the_owner_need_the_admin_key(start: Start, executor: Executor) -> None:
