@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvilt.errors import (
     PoolExhausted,
     TemplateError,
 )
+from kvilt.text import stops
 
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
@@ -152,6 +153,20 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
     assert cut.finish_reason == "stop"
     kept = llm.generate("Count: 1, 2, 3,", max_tokens=20, stop="6", include_stop_str_in_output=True)
     assert kept.text == free[: free.index("6") + 1]
+
+
+def test_the_stop_strings_of_a_request_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    class Counted(stops.StopStrings):
+        def __init__(self, words: Sequence[str]) -> None:
+            super().__init__(words)
+            compiled.append(words)
+
+    monkeypatch.setattr(stops, "StopStrings", Counted)
+    done = llm.generate(["One", "Two", "Three", "Four"], max_tokens=2, n=4, temperature=1.0, stop=["never", "nowhere"])
+    assert len(done) == 4
+    assert compiled == [("never", "nowhere")]
 
 
 def test_stop_ids_and_ignore_eos(llm: LLM) -> None:

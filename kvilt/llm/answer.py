@@ -6,7 +6,6 @@ Listens to the engine; refuses to know prompts and who reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ..blend.blender import Report
@@ -15,9 +14,20 @@ from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
-from ..text.stops import StopChecker
+from ..text.stops import StopChecker, StopStrings
 from ..text.tokenizer import Tokenizer
 from .completion import Completion, FinishReason, Piece, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer must know of its question."""
+
+    tokenizer: Tokenizer
+    params: SamplingParams
+    ends: frozenset[int]  # ids that end a sample
+    prompt_tokens: int
+    stops: StopStrings | None = None  # shared by all samples
 
 
 class Text:
@@ -36,10 +46,11 @@ class Text:
         "token_ids",
     )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, ends: Collection[int]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, at_start=False)
-        self._checker = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._ends = ends
+    def __init__(self, asked: Asked) -> None:
+        params = asked.params
+        self._detokenizer = Detokenizer(asked.tokenizer, at_start=False)
+        self._checker = StopChecker(asked.stops, params.include_stop_str_in_output) if asked.stops else None
+        self._ends = asked.ends
         self._min_tokens = params.min_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -98,21 +109,11 @@ class Text:
         self.ended = event
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What an answer must know of its question."""
-
-    tokenizer: Tokenizer
-    params: SamplingParams
-    ends: frozenset[int]  # ids that end a sample
-    prompt_tokens: int
-
-
 class Answer:
     """All samples of one request. Written by whoever steps, read by whoever asked."""
 
     def __init__(self, asked: Asked) -> None:
-        self.samples = [Text(asked.tokenizer, asked.params, asked.ends) for _ in range(asked.params.n)]
+        self.samples = [Text(asked) for _ in range(asked.params.n)]
         self.stopped = False  # the reader wants no more; may be set from anywhere
         self.error: BaseException | None = None  # why it failed, if it did
         self._asked = asked

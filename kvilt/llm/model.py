@@ -17,6 +17,7 @@ from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
 from ..store.store import Store
 from ..text.chat import ChatTemplate
+from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
 from .answer import Asked
 from .blend import Documents, Pieces
@@ -67,6 +68,7 @@ class Model:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self.grammars = Grammars(tokenizer, self.stop_ids)
+        self._stops = StopCache()
         self._template: ChatTemplate | None = None
         self.documents = Documents(executor, tokenizer, store, None if behind is None else self._begins(behind))
 
@@ -133,7 +135,8 @@ class Model:
         own = frozenset() if params.ignore_eos else self.stop_ids
         grammar = self.grammars.compile(params.grammar)
         request = Request(ids, params, end_ids=own, grammar=grammar, **{"id": new_id(), **fields})
-        return request, Asked(self.tokenizer, params, own | {*params.stop_token_ids}, len(ids))
+        ends = own | {*params.stop_token_ids}
+        return request, Asked(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
         """These params with bad words as ids, each as it begins a text and as it follows a space."""

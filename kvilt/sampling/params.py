@@ -20,6 +20,7 @@ MAX_DRAFT_TOKENS = 32
 MAX_SAMPLES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_NGRAM = 64
@@ -117,7 +118,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, None, None)
         _whole("n", self.n, 1, MAX_SAMPLES)
-        self._set("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+        self._set("stop", _within("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS), MAX_STOP_BYTES))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         _flag("ignore_eos", self.ignore_eos)
         _flag("include_stop_str_in_output", self.include_stop_str_in_output)
@@ -284,6 +285,13 @@ def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, .
     """A tuple of strings; one string alone is a list of one."""
     given = (value,) if isinstance(value, str) else value
     return tuple(_text(name, text, most_chars) for text in _listed(name, given, "strings", most))
+
+
+def _within(name: str, texts: tuple[str, ...], most_bytes: int) -> tuple[str, ...]:
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if size > most_bytes:
+        raise ParamError(name, f"the strings may have {most_bytes} bytes in all, not {size}; shorten them")
+    return texts
 
 
 def _text(name: str, text: object, most_chars: int) -> str:

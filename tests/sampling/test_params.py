@@ -39,7 +39,10 @@ BAD = [
     *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1)],
     *[("logprobs", value) for value in (-1, MAX_LOGPROBS + 1, 1_000_000)],
     *[("n", value) for value in (0, -1, 1_000_000)],
-    *[("stop", value) for value in ("", [""], ["a", ""], [1], ["x"] * (MAX_STOPS + 1), ["x" * 10_000], 5, {"a"})],
+    *[
+        ("stop", value)
+        for value in ("", [""], ["a", ""], [1], ["x"] * (MAX_STOPS + 1), ["x" * 10_000], ["é" * 1000] * 9, 5, {"a"})
+    ],
     *[("stop_token_ids", value) for value in ([-1], [True], ["1"], [1.0], [2**40], list(range(10_000)), {1}, "12", 7)],
     *[
         ("logit_bias", value)
