@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from .refusal import Refused
+from .strict_json import MAX_VALUES, JSONRefused, TooManyValues, read_json
 
-MAX_DEPTH = 64
-MAX_KEYS = 4096  # of one object: an unknown one is an error of its own
-MAX_VALUES = 1 << 18  # checking them takes time in which nobody else is served
-_LARGE = 1 << 16  # bytes of a body that is worth a thread
-_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_ODD = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")  # a body without these has neither halves of pairs nor NUL
-_BAD = re.compile("[\x00\ud800-\udfff]")
-_MAX_DIGITS = 20
+_LARGE = 1 << 14  # bytes of a body that is worth a thread
 
 
 class Limited:
@@ -69,87 +60,16 @@ class StrictRequest(Request):
 
 
 def parse(body: bytes, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON text; refuses what parsers disagree on: twice the same key, NaN, numbers out of range."""
-    if body.count(b",") + body.count(b":") > 2 * max_values:
-        raise Refused(413, f"the body holds more than {max_values} values", code="too_many_values")
-    _check_depth(body)
+    """The value of a JSON body; refuses what parsers disagree on: twice the same key, NaN, numbers out of range."""
     try:
-        text = body.decode()
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_real, parse_constant=_constant
-        )
+        return read_json(body.decode(), max_values)
     except UnicodeDecodeError:
         raise _unreadable("it is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _unreadable(f"{error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise _too_deep() from None
-    if _ODD.search(body) and any(_BAD.search(text) for text in _strings(value)):
-        raise _unreadable("it holds a NUL or half of a surrogate pair, which is no text")
-    return value
+    except TooManyValues:
+        raise Refused(413, f"the body holds more than {max_values} values", code="too_many_values") from None
+    except JSONRefused as error:
+        raise _unreadable(str(error)) from None
 
 
 def _unreadable(why: str) -> Refused:
     return Refused(400, f"the body cannot be read as JSON: {why}", code="invalid_json")
-
-
-def _too_deep() -> Refused:
-    return _unreadable(f"it nests deeper than {MAX_DEPTH}")
-
-
-def _check_depth(body: bytes) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    depth = 0
-    for mark in _MARKS.finditer(body):
-        first = body[mark.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise _too_deep()
-        elif first in b"]}":
-            depth -= 1
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MAX_KEYS:
-        raise _unreadable(f"an object has more than {MAX_KEYS} keys")
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _unreadable(f"the key {twice[:64]!r} stands twice in one object")
-    return made
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS or not -(2**63) <= (value := int(digits)) < 2**63:
-        raise _unreadable("a whole number is out of range; 64 bits are possible")
-    return value
-
-
-def _real(digits: str) -> float:
-    value = float(digits)
-    if value - value != 0:
-        raise _unreadable("a number is out of range")
-    return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise _unreadable(f"{name} is no JSON")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a value, keys included; nesting was checked."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        yield from _each(value.values())
-    elif isinstance(value, list):
-        yield from _each(value)
-
-
-def _each(values: Any) -> Iterator[str]:
-    for value in values:
-        yield from _strings(value)

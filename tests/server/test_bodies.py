@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from running import QUESTION, Running
 
-from kvilt.server.body import MAX_DEPTH, MAX_VALUES, parse
+from kvilt.server.body import parse
 from kvilt.server.refusal import Refused
 from kvilt.server.schema.chat import ChatRequest
 from kvilt.server.schema.completion import CompletionRequest
+from kvilt.server.strict_json import MAX_DEPTH, MAX_VALUES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 NUMBER = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
