@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..batch import Last, Nothing
+from ..blend.blender import Blending
 from ..errors import PoolExhausted
 from .forward import Task
 from .gating import overheard
+from .isolation import contained, quietly
 from .plan import Detour, Work
 from .track import Track
 
@@ -43,12 +45,12 @@ class Blends:
     @property
     def due(self) -> bool:
         """Whether one of them could go on."""
-        return any(track.blending is None or track.blending.settled for track in self._waiting)
+        return any(track.blending is None or _settled(track.blending) for track in self._waiting)
 
     @property
     def patience_s(self) -> float | None:
         """Seconds after which one of them goes on in any case; None where nobody waits."""
-        return min((track.blending.patience_s for track in self._waiting if track.blending is not None), default=None)
+        return min((_patience_s(track.blending) for track in self._waiting if track.blending is not None), default=None)
 
     def attend(self) -> None:
         """Let those go on that can; without room a track goes back, until there is some."""
@@ -58,8 +60,8 @@ class Blends:
                 self._go_on(track)
             except PoolExhausted as error:  # another thread was quicker than the plan
                 self._give_back(track, error)
-            except Exception as error:
-                self._fail(track, error)
+            except BaseException as error:
+                self._fail(track, contained(error))
 
     def took(self, track: Track) -> int | None:
         """A row of a blending was run. With the last one all of the prompt is there: its tokens, else None.
@@ -115,6 +117,15 @@ def blend_twin(track: Track, parent: Track) -> None:
         detour = parent.sample.detour
         track.blending = parent.blending.twin()
         track.sample.detour = Detour(detour.start, detour.stop, detour.scratch)
+
+
+def _settled(blending: Blending) -> bool:
+    """Whether it can go on; one that fails to say so goes on, and fails there by itself."""
+    return quietly(lambda: blending.settled, True)
+
+
+def _patience_s(blending: Blending) -> float:
+    return quietly(lambda: blending.patience_s, 0.0)
 
 
 def _count(track: Track) -> None:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..metrics import Counter, Metrics
@@ -19,6 +20,7 @@ from ..speculative.drafter import Draft, Drafter, Story
 from ..speculative.pace import Pace
 from .event import Drafts
 from .forward import Done, Result, Task
+from .isolation import contained, quietly
 from .plan import Sample, StepPlan
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Drafting:
 
     def forget(self, course: Course) -> None:
         """A sample is over."""
-        self._drafter.forget(course.story)
+        quietly(partial(self._drafter.forget, course.story), None)
 
     def close(self) -> None:
         self._drafter.close()
@@ -87,8 +89,8 @@ class Drafting:
         self._ahead_s = {sample: ahead for sample, ahead in self._ahead_s.items() if sample in tracks}
         self._price = self._cost.price(len(draws))
         for track in draws:
-            if track.course is None and track.state is not None:
-                track.course = self._begin(track, track.state)
+            if track.course is None and track.state is not None and not track.undrafted:
+                track.course = self._try_begin(track, track.state)
             if (course := track.course) is not None:
                 course.draft = NO_DRAFT
                 course.pace.steps += 1
@@ -115,6 +117,16 @@ class Drafting:
     def _ahead(self, sample: Sample, price: Price) -> float:
         return self._ahead_s.get(sample, CREDIT * price.plain_s)
 
+    def _try_begin(self, track: Track, state: SampleState) -> Course | None:
+        """A sample's drafts; None if it wants none, or if its drafter fails: then it is drawn without any."""
+        try:
+            course = self._begin(track, state)
+        except BaseException as error:
+            contained(error)
+            course = None
+        track.undrafted = course is None
+        return course
+
     def _begin(self, track: Track, state: SampleState) -> Course | None:
         """A sample's drafts; None if it wants none."""
         asked, first = state.params.draft_tokens, track.job.first
@@ -133,8 +145,7 @@ class Drafting:
         if asked:
             drafts = self._drafts([course.story for _, course in asked], [count for count, _ in asked])
             for (count, course), draft in zip(asked, drafts, strict=True):
-                tokens = _sound(draft.tokens[:count], vocab_size, course.story.state.end_ids)
-                course.draft = replace(draft, tokens=tokens)
+                course.draft = _checked(draft, count, vocab_size, course.story.state.end_ids)
             if any(course.draft.tokens for _, course in asked):
                 self._cut([tracks[work.sample] for work in plan.work if work.draws])
             self._took(drafts, self._clock() - began_s)
@@ -168,10 +179,15 @@ class Drafting:
 
     def _drafts(self, stories: Sequence[Story], k: Sequence[int]) -> Sequence[Draft]:
         try:
-            return self._drafter.propose(stories, k)
-        except Exception:  # a cancel included: this step is drawn without drafts
+            drafts = self._drafter.propose(stories, k)
+            if len(drafts) == len(stories):
+                return drafts
+            _log.error("the drafter gave %d drafts for %d samples; this step has no drafts", len(drafts), len(stories))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a cancel included: this step is drawn without drafts
             _log.exception("the drafter failed; this step has no drafts")
-            return [NO_DRAFT] * len(stories)
+        return [NO_DRAFT] * len(stories)
 
     def stepped(self, plan: StepPlan, tasks: Sequence[Task | None], results: Sequence[Result | None]) -> None:
         """What a step of decodes took; other steps say nothing about the price of a draft."""
@@ -207,6 +223,15 @@ class Drafting:
         metrics.add(DRAFTS)
         metrics.add(DRAFTED, drafted)
         metrics.add(ACCEPTED, accepted)
+
+
+def _checked(draft: Draft, count: int, vocab_size: int, end_ids: frozenset[int]) -> Draft:
+    """A draft of at most `count` tokens that can be drawn; none where the drafter's answer is no draft."""
+    try:
+        return replace(draft, tokens=_sound(draft.tokens[:count], vocab_size, end_ids))
+    except Exception:
+        _log.exception("the drafter gave no draft; its sample has none in this step")
+        return NO_DRAFT
 
 
 def _sound(tokens: Sequence[int], vocab_size: int, end_ids: frozenset[int]) -> Sequence[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import TypeVar
 
 from ..blend.certificate import Certificate
 from ..blend.chunk import Chunks
@@ -27,6 +28,7 @@ from .event import Drafts, Ended, Listener, Progress, Reason, Token
 from .forward import Done, Failed, Result, Task, forward
 from .gating import Gating
 from .handles import HandleInfo
+from .isolation import contained, quietly
 from .job import Lent, make_job
 from .places import cache_for, forked, no_room
 from .plan import Admission, Sample, StepPlan, Work
@@ -37,6 +39,8 @@ from .telling import handed_over, hear, report_of
 from .track import Books, Job, Relief, Track
 from .view import EngineView, look
 from .warmth import Warmth
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -95,13 +99,14 @@ class Engine:
         try:
             if self._drafting is not None:
                 self._drafting.propose(plan, self._tracks, self._executor.spec.vocab_size)
-            tasks = [task_of(self._tracks[work.sample], work) for work in plan.work]
+            tasks = [self._task(work) for work in plan.work]
             results = self._forward(tasks)
             if self._drafting is not None:
-                self._drafting.stepped(plan, tasks, results)
+                quietly(partial(self._drafting.stepped, plan, tasks, results), None)
             drawn = [self._commit(work, result) for work, result in zip(plan.work, results, strict=True)]
             advances = self._scheduler.commit(plan, drawn)
-            self._tell(advances, results)
+            done = [result for result, tokens in zip(results, drawn, strict=True) if tokens is not None]
+            self._tell(advances, done)
         except Cancelled:
             raise
         except BaseException as error:
@@ -252,21 +257,36 @@ class Engine:
                 if self._drafting is not None:
                     self._drafting.wish(self._tracks)
                 plan = self._scheduler.plan()
-                self._arrange(plan)
+                self._books.end_failed(self._fail)
+                plan = self._arrange(plan)
                 if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):
                     return plan
         except BaseException as error:  # our mistake, or an interrupt: nobody's state can be trusted
             self.fail_all(error)
             raise
 
-    def _arrange(self, plan: StepPlan) -> None:
+    def _arrange(self, plan: StepPlan) -> StepPlan:
+        """Carry out what a plan needs before its work; returns the plan without requests that failed on the way."""
         for gone in plan.preempted:
-            self._preempt(self._tracks[gone.sample])
+            if (track := self._tracks.get(gone.sample)) is not None:
+                self._guarded(track, partial(self._preempt, track), None)
         for new in plan.admitted:
-            self._place(new)
-        if plan.starved is not None and not self._books.relief(True):
+            if (track := self._tracks.get(new.sample)) is not None:
+                self._guarded(track, partial(self._place, track, new), None)
+        if plan.starved in self._tracks and not self._books.relief(True):
             starved = self._tracks[plan.starved]
             self._end(starved, "error", no_room(starved, self._executor))
+        if all(work.sample in self._tracks for work in plan.work):
+            return plan
+        return replace(plan, work=tuple(work for work in plan.work if work.sample in self._tracks))
+
+    def _guarded(self, track: Track, action: Callable[[], T], otherwise: T) -> T:
+        """The result of a request's own part of a step; what that raises ends this request and no other."""
+        try:
+            return action()
+        except BaseException as error:
+            self._fail(track, contained(error))
+            return otherwise
 
     def _give_back(self, track: Track, error: PoolExhausted) -> None:
         """A sample without room for what it was promised waits for it again, unless nobody is left to wait for."""
@@ -293,9 +313,8 @@ class Engine:
         if track.trail is not None:
             track.trail.rewind()
 
-    def _place(self, new: Admission) -> None:
+    def _place(self, track: Track, new: Admission) -> None:
         """Give a sample the cache it begins with."""
-        track = self._tracks[new.sample]
         if track.blending is not None:
             track.blending.open()
         track.kv = cache_for(track, new.hit.tokens, self._executor)
@@ -310,6 +329,10 @@ class Engine:
 
     # Running.
 
+    def _task(self, work: Work) -> Task | None:
+        track = self._tracks[work.sample]
+        return self._guarded(track, partial(task_of, track, work), None)
+
     def _forward(self, tasks: Sequence[Task | None]) -> list[Result | None]:
         there = [i for i, task in enumerate(tasks) if task is not None]
         results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
@@ -318,39 +341,43 @@ class Engine:
 
     def _commit(self, work: Work, result: Result | None) -> Sequence[int] | None:
         """Advance a sample's cache; the tokens it drew, or None if its row was not done."""
-        track = self._tracks[work.sample]
+        if result is None or (track := self._tracks.get(work.sample)) is None:
+            return None
         match result:
-            case None:
-                return None
             case Failed(PoolExhausted() as error) if work.sample.blends:  # a document is not there after all
                 self._give_back(track, error)
                 return None
             case Failed(error):
                 self._fail(track, error)
                 return None
-            case Done(tokens, scores=scores):
-                assert track.kv is not None
-                if work.sample.blends:
-                    if (there := self._blends.took(track)) is not None:
-                        self._read(track, there)
-                    return tokens
-                accepted = tokens[:-1] if work.drafts else ()
-                stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
-                leaves = None if track.job.request.background else track.trail
-                if leaves is not None and work.start // size < stop // size:
-                    filled = partial(self._executor.prefixes.insert, trail=leaves)
-                track.kv.commit([[*track.ids[work.start : stop], *accepted]], filled=filled)
-                if track.course is not None and self._drafting is not None:
-                    self._drafting.took(track.course, len(accepted), self.metrics)
-                    if track.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
-                        track.kv.truncate(stop)
-                if work.sample.detour is not None and stop == work.sample.detour.start:
-                    self._blends.expect(track)
-                if work.start < work.sample.prompt:
-                    self._read(track, min(stop, work.sample.prompt))
-                if scores is not None and track.scoring is not None:
-                    hear(track.job, track.scoring.tell(track.ids, work.start, scores))
-                return tokens
+            case Done():
+                return self._guarded(track, partial(self._done, track, work, result), None)
+
+    def _done(self, track: Track, work: Work, result: Done) -> Sequence[int] | None:
+        """A row was computed: its cache grows by it, and features and listener are told."""
+        tokens, scores = result.tokens, result.scores
+        assert track.kv is not None
+        if work.sample.blends:
+            if (there := self._blends.took(track)) is not None:
+                self._read(track, there)
+            return tokens
+        accepted = tokens[:-1] if work.drafts else ()
+        stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
+        leaves = None if track.job.request.background else track.trail
+        if leaves is not None and work.start // size < stop // size:
+            filled = partial(self._executor.prefixes.insert, trail=leaves)
+        track.kv.commit([[*track.ids[work.start : stop], *accepted]], filled=filled)
+        if track.course is not None and self._drafting is not None:
+            self._drafting.took(track.course, len(accepted), self.metrics)
+            if track.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
+                track.kv.truncate(stop)
+        if work.sample.detour is not None and stop == work.sample.detour.start:
+            self._blends.expect(track)
+        if work.start < work.sample.prompt:
+            self._read(track, min(stop, work.sample.prompt))
+        if scores is not None and track.scoring is not None:
+            hear(track.job, track.scoring.tell(track.ids, work.start, scores))
+        return tokens
 
     def _read(self, track: Track, tokens: int) -> None:
         """So many tokens of a prompt are there; after a preemption this is no news until it goes beyond what was."""
@@ -364,7 +391,7 @@ class Engine:
         if isinstance(error, NumericsError) and track.trail is not None:
             self._executor.prefixes.forget(track.trail)  # the KV behind such logits may be no better
             if self._warmth is not None:
-                self._warmth.doubt(track)
+                quietly(partial(self._warmth.doubt, track), None)
         self._end(track, "error", error)
 
     # Telling.
@@ -373,7 +400,7 @@ class Engine:
         logprobs = iter([one for result in results if isinstance(result, Done) for one in result.logprobs])
         for one in advances:
             if one.parent is not None:
-                self._fork(self._tracks[one.parent], one.sample)
+                self._try_fork(one.parent, one.sample)
         self._counters.told(sum(one.token is not None for one in advances))
         now_s = self._clock()
         for one, after in zip_longest(advances, advances[1:]):
@@ -385,11 +412,22 @@ class Engine:
             if track is None:  # it was content before the last of several tokens
                 continue
             if event is not None:
-                over = self._drew(track, event, now_s)
+                over = self._guarded(track, partial(self._drew, track, event, now_s), False)
             if one.end is not None:
                 self._end(track, one.end)
             elif over:
                 self._end(track, "stop")
+
+    def _try_fork(self, parent: Sample, sample: Sample) -> None:
+        """Another sample behind a prompt; where that fails, the whole request does."""
+        track = self._tracks.get(parent)
+        if track is not None:
+            self._guarded(track, partial(self._fork, track, sample), None)
+        if sample not in self._tracks:
+            self._scheduler.drop(sample)
+            error = InputError("another sample of this request failed")
+            for other in list(track.job.live) if track is not None else ():
+                self._end(other, "error", error)
 
     def _fork(self, parent: Track, sample: Sample) -> None:
         """Another sample behind the prompt that `parent` has computed."""
@@ -405,11 +443,7 @@ class Engine:
         track.ids.append(event.token)
         track.state.advance(event.token)
         self._counters.drew(track, now_s)
-        try:
-            return track.job.listener.hear(event)
-        except Exception as error:
-            self._end(track, "error", error)
-            return False
+        return track.job.listener.hear(event)
 
     # Going.
 
@@ -438,11 +472,12 @@ class Engine:
         job.live.remove(track)
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
-        self._forget(track)
-        blended = report_of(track) if track.sample.index == 0 else None
+        quietly(partial(self._forget, track), None)
+        blended = quietly(partial(report_of, track), None) if track.sample.index == 0 else None
         if track.blending is not None:
-            track.blending.close()
-        kv = handed_over(track, self._executor) if job.request.keep_kv and reason != "error" else None
+            quietly(track.blending.close, None)
+        keeps = job.request.keep_kv and reason != "error"
+        kv = quietly(partial(handed_over, track, self._executor), None) if keeps else None
         if kv is None and track.kv is not None:
             track.kv.close()
         track.kv = None
@@ -453,7 +488,7 @@ class Engine:
             self._drafting.forget(track.course)
         computed = max(0, track.read - cached)
         hear(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
-        for index in range(1, unborn + 1):
+        for index in range(job.request.samples - unborn, job.request.samples):
             hear(job, Ended(index, reason, error=error))
         if not job.live:
             self._close(job, track, reason, error)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Last, Logits, Row, Scores
-from ..errors import Cancelled, KviltError, NumericsError
+from ..errors import NumericsError
 from ..executor.executor import Executor
 from ..sampling.accept import Run, accept
 from ..sampling.sampler import SampleState, TokenLogprobs
+from .isolation import INTERRUPTS, contained
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +56,11 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
     """The result of each task. Only a cancel goes through: it says nothing about any row."""
     try:
         logits = executor.run(Batch.of([task.row for task in tasks]))
-    except Cancelled:
+    except INTERRUPTS:
         raise
-    except Exception as error:
+    except BaseException as error:
         if len(tasks) == 1:
-            return [_failed(error)]
+            return [Failed(contained(error))]
         _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
@@ -77,15 +78,9 @@ def _heard(task: Task, logits: Logits, index: int, result: Result) -> Result:
     try:
         if task.hears is not None:
             task.hears(task.row, logits, index)
-    except Exception as error:
-        return _failed(error)
+    except BaseException as error:
+        return Failed(contained(error))
     return result
-
-
-def _failed(error: Exception) -> Failed:
-    if not isinstance(error, KviltError):  # nobody's input: whoever reads the log must find the place
-        _log.error("a row failed in a way it should not", exc_info=error)
-    return Failed(error)
 
 
 def _scored(scores: Scores | None) -> Result:
@@ -103,9 +98,11 @@ def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Res
     wide = logits if len(owners) == len(tasks) else logits[owners]
     try:
         drawn = executor.sample(wide, states, [tasks[i].position for i in owners])
-    except Exception as error:
+    except INTERRUPTS:
+        raise
+    except BaseException as error:
         if len(tasks) == 1:
-            return [_failed(error)]
+            return [Failed(contained(error))]
         return _apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
     tokens, results, at = drawn.tokens.tolist(), [], 0
     for task in tasks:
@@ -124,7 +121,9 @@ def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[R
         row += 1 + len(task.drafts)
     try:
         drawn = iter(accept(logits, [run for own in runs for run in own], executor.sample))
-    except Exception:  # perhaps behind a draft that is not accepted, where nothing would have been drawn
+    except INTERRUPTS:
+        raise
+    except BaseException:  # perhaps behind a draft that is not accepted, where nothing would have been drawn
         return [_alone(executor, own, logits) for own in runs]
     results: list[Result] = []
     for own in runs:
@@ -136,8 +135,8 @@ def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[R
 def _alone(executor: Executor, runs: Sequence[Run], logits: Tensor) -> Result:
     try:
         each = [one for run in runs for one in accept(logits, [run], executor.sample, at_once=False)]
-    except Exception as error:
-        return _failed(error)
+    except BaseException as error:
+        return Failed(contained(error))
     return Done([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs])
 
 

@@ -18,6 +18,7 @@ from ..blend.gate import Gate, Trial, compare, strategy_of
 from ..executor.lora import Hold
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .event import Ended, Event
+from .isolation import contained
 from .job import make_job
 from .plan import Sample
 from .request import Request
@@ -170,9 +171,17 @@ class Gating:
     # Between steps, in the thread that steps.
 
     def attend(self, house: House) -> None:
-        """Before a plan: let the comparison in turn go on, wait, begin or end."""
+        """Before a plan: let the comparison in turn go on, wait, begin or end. A failure ends the comparison alone."""
         if not self._queue:
             return
+        try:
+            self._take_turn(house)
+        except BaseException as error:
+            contained(error)
+            if self._queue:
+                self._drop(house, "failed")
+
+    def _take_turn(self, house: House) -> None:
         first, job = self._queue[0], self._job
         others = [track for track in self._tracks.values() if not track.job.request.background]
         if not all(map(_decodes, others)):

@@ -28,9 +28,10 @@ def forked(parent: Track, sample: Sample, executor: Executor) -> Track:
         trail = parent.trail.twin()
         trail.extend(ids, executor.layout.page_tokens)
         sample.keys = trail.keys
-    track = Track(sample, ids, parent.state.fork(sample.index), trail, kv=parent.kv.fork(), cached=sample.prompt)
+    track = Track(sample, ids, parent.state.fork(sample.index), trail, cached=sample.prompt)
     track.job = parent.job
     blend_twin(track, parent)
+    track.kv = parent.kv.fork()  # last: whatever fails before it holds no page
     return track
 
 

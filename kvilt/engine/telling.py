@@ -9,6 +9,7 @@ from ..errors import ModelClosed
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from .event import Ended, Event
+from .isolation import contained
 from .track import Job, Track
 
 _log = logging.getLogger(__name__)
@@ -18,8 +19,9 @@ def hear(job: Job, event: Event) -> None:
     """Tell a listener what it cannot answer."""
     try:
         job.listener.hear(event)
-    except Exception:
-        _log.exception("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
+    except BaseException as error:
+        contained(error)
+        _log.error("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
         if isinstance(event, Ended) and event.kv is not None:
             event.kv.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,10 +17,12 @@ from ..kv.trail import Trail
 from ..sampling.sampler import SampleState
 from .drafting import Course
 from .event import Listener
+from .isolation import contained
 from .plan import Hit, Sample
 from .request import Request
 from .scoring import Scoring
 
+T = TypeVar("T")
 # Frees KV that is only kept for later, if there is any; also what is pinned, if told so.
 Relief = Callable[[bool], bool]
 # Looks elsewhere for more of a prompt's beginning than was found here; False where nobody need wait for that.
@@ -65,6 +68,7 @@ class Track:
     read: int = 0  # tokens of the prompt whose KV was there at some time
     last_s: float = 0.0  # when it drew its latest token
     course: Course | None = None  # its drafts, once it wants some
+    undrafted: bool = False  # it wants no drafts, or its drafter failed
     watch: Callable[[Tensor], None] | None = None  # hears the logits [vocab] behind the prompt's last token, once
     job: Job = field(init=False)
 
@@ -77,6 +81,7 @@ class Books:
     tracks: Mapping[Sample, Track]
     relief: Relief
     seek: Seek | None = None
+    failed: list[tuple[Track, Exception]] = field(default_factory=list)  # while a plan was made
 
     def relieve(self) -> bool:
         """Let somebody who only keeps KV for later give some up; what is pinned stays."""
@@ -88,7 +93,28 @@ class Books:
 
     def hit(self, sample: Sample, most: int) -> Hit:
         """What a sample that begins would find: its lent cache, or what the index has of its tokens."""
+        return self._guarded(sample, lambda track: self._found(track, sample, most), Hit())
+
+    def seeks(self, sample: Sample, hit: Hit) -> bool:
+        """Whether more of its beginning is on its way from a store."""
+        seek = self.seek
+        return seek is not None and self._guarded(sample, lambda track: seek(track, hit), False)
+
+    def end_failed(self, fail: Callable[[Track, Exception], None]) -> None:
+        """End the requests whose questions failed; a plan cannot do that itself."""
+        failed, self.failed = self.failed, []
+        for track, error in failed:
+            fail(track, error)
+
+    def _guarded(self, sample: Sample, ask: Callable[[Track], T], otherwise: T) -> T:
         track = self.tracks[sample]
+        try:
+            return ask(track)
+        except BaseException as error:
+            self.failed.append((track, contained(error)))
+            return otherwise
+
+    def _found(self, track: Track, sample: Sample, most: int) -> Hit:
         if track.job.base is not None:
             return Hit(track.job.base.num_entries)
         if track.trail is None:
@@ -100,10 +126,6 @@ class Books:
         track.trail.extend(known, self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(track.trail, most)
         return Hit(found.tokens, found.idle)
-
-    def seeks(self, sample: Sample, hit: Hit) -> bool:
-        """Whether more of its beginning is on its way from a store."""
-        return self.seek is not None and self.seek(self.tracks[sample], hit)
 
     def shares_tail(self, sample: Sample) -> bool:
         """Whether another cache, or the index, sees the last page of a sample."""

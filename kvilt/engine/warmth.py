@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from ..errors import StoreMiss
@@ -23,6 +24,7 @@ from ..store.address import Address, page_addresses
 from ..store.loading import Loading
 from ..store.store import Store
 from .counters import RESTORED
+from .isolation import contained, quietly
 from .plan import Hit
 from .track import Track
 
@@ -76,7 +78,19 @@ class Warmth:
     # Looking.
 
     def seek(self, track: Track, hit: Hit) -> bool:
-        """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has."""
+        """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has.
+
+        A store that fails has nothing: the prompt is computed.
+        """
+        try:
+            return self._look(track, hit)
+        except BaseException as error:
+            contained(error)
+            self._seeks.pop(track, None)
+            track.sample.waits, track.sought = False, True
+            return False
+
+    def _look(self, track: Track, hit: Hit) -> bool:
         if track.sought or self._identity is None or track.trail is None or track.job.base is not None:
             return False
         if track.sample.scored or track.job.request.background:  # computed as a whole, or nobody's business
@@ -99,17 +113,17 @@ class Warmth:
     @property
     def due(self) -> bool:
         """Whether something has come, or somebody has waited long enough."""
-        return any(self._due(one) for one in self._seeks.values())
+        return any(quietly(partial(self._due, one), True) for one in self._seeks.values())
 
     @property
     def patience_s(self) -> float | None:
         """Seconds after which that is so in any case; None where nobody waits."""
-        return min((self._patience_s(one) for one in self._seeks.values()), default=None)
+        return min((quietly(partial(self._patience_s, one), 0.0) for one in self._seeks.values()), default=None)
 
     def attend(self) -> None:
         """Place what has come; prompts that got all there is, or waited long enough, go on."""
         for one in list(self._seeks.values()):
-            if not self._load(one):
+            if not quietly(partial(self._load, one), False):  # a store that fails is a store without the rest
                 self._end(one)
                 one.track.sought = True
 
@@ -188,7 +202,7 @@ class Warmth:
         del self._seeks[one.track]
         one.track.sample.waits = False
         for loading in one.coming:
-            loading.cancel()
+            quietly(loading.cancel, None)
         for track in self._queue:
             track.sample.waits = False  # asked again by the next plan
         self._queue.clear()

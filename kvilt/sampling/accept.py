@@ -63,9 +63,20 @@ def accept(logits: Tensor, runs: Sequence[Run], draw: Draw, at_once: bool = True
                 break
             left = [(run, one) for run, one in left if one.goes_on(run)]
     finally:  # also if a draw fails: states advance only when their owner commits
-        for run, count in zip(runs, begun, strict=True):
-            run.state.rollback(run.state.history.generated_tokens - count)
+        _roll_back(runs, begun)
     return drawn
+
+
+def _roll_back(runs: Sequence[Run], begun: Sequence[int]) -> None:
+    """Take every state back to where it began; one that cannot go back keeps no other from it."""
+    failures: list[BaseException] = []
+    for run, count in zip(runs, begun, strict=True):
+        try:
+            run.state.rollback(run.state.history.generated_tokens - count)
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def remembers(state: SampleState) -> bool:
