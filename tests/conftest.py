@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from absent import skip_without, told
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
@@ -42,7 +43,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def _dev(name: str) -> Path:
     path = DEV_WEIGHTS / name
     if not path.exists():
-        pytest.skip(f"development weights {name} are not here")
+        skip_without("development weights")
     return path
 
 
@@ -73,3 +74,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.skipped and os.environ.get("CI") and not excused and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped and how to get it."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [one.longrepr[2] if isinstance(one.longrepr, tuple) else str(one.longrepr) for one in reports]
+    if line := told(reasons):
+        terminalreporter.write_line(line)

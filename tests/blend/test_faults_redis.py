@@ -20,7 +20,7 @@ from kvilt.store.redis import Redis
 from kvilt.store.store import Limits, Store
 from kvilt.store.tier import Budget
 
-pytestmark = pytest.mark.needs("redis-server")
+pytestmark = pytest.mark.needs("redis")
 redis = pytest.importorskip("redis")
 
 CONFIG = RunConfig(kv_memory=1 << 22, backend="native", threads=1)

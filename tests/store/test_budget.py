@@ -116,7 +116,7 @@ def wait_a_millisecond() -> None:
     time.sleep(0.0015)
 
 
-@pytest.fixture(params=["ledger", "index", pytest.param("redis", marks=pytest.mark.needs("redis-server"))])
+@pytest.fixture(params=["ledger", "index", pytest.param("redis", marks=pytest.mark.needs("redis"))])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     match request.param:
         case "ledger":
@@ -233,7 +233,7 @@ def test_no_budget_is_ever_exceeded(
         books.index.close()
 
 
-@pytest.mark.needs("redis-server")
+@pytest.mark.needs("redis")
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(steps=[(0, "a", 0, False, True), (0, "a", 1, False, True)], total=9, tenant=9, retain=9)
 @given(steps=STEPS, total=BYTES, tenant=BYTES, retain=BYTES)

@@ -19,7 +19,7 @@ from kvilt.store.redis import Redis
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget, Usage
 
-pytestmark = pytest.mark.needs("redis-server")
+pytestmark = pytest.mark.needs("redis")
 redis = pytest.importorskip("redis")
 
 SECRET = b"the secret of the fleet"

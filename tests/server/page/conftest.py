@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from absent import skip_without
 from playwright.sync_api import expect, sync_playwright
 
 PATIENT_MS = 300_000  # machines that test may be slow, or stand still; nothing here depends on how fast they are
@@ -19,7 +20,7 @@ def browser() -> Iterator[Any]:
     """One browser for a module: while playwright runs, its thread can run no event loop of anybody else."""
     path = shutil.which("chromium")
     if path is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
+        skip_without("chromium")
     expect.set_options(timeout=PATIENT_MS)
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path)
