@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def desk(executor: Executor) -> Iterator[Desk]:
     made.driver.close()
 
 
-def until(true: Callable[[], bool], most_s: float = 20) -> None:
+def until(true: Callable[[], bool], most_s: float = 300) -> None:
     end = time.monotonic() + most_s
     while not true():
         assert time.monotonic() < end, "it did not come"
@@ -94,30 +95,37 @@ def test_requests_of_many_threads_share_steps_and_say_what_they_say_alone(execut
     for thread in threads:
         thread.join()
     for index, ask in enumerate(many):
-        assert ears[index].done.wait(30)
+        assert ears[index].done.wait(300)
         assert ears[index].tokens[0] == ask.alone(executor)
 
 
-def test_an_abort_ends_a_request_and_an_idle_driver_rests(desk: Desk) -> None:
+def test_an_abort_ends_a_request_and_an_idle_driver_rests(
+    executor: Executor, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
     ear = desk.ask(ENDLESS, id="a")
-    assert ear.begun.wait(10)
+    assert ear.begun.wait(300)
     desk.driver.abort("a")
-    assert ear.done.wait(10)
+    stuck.let_go.set()
+    assert ear.done.wait(300)
     assert ear.reasons == ["cancelled"]
     assert not desk.engine.ready
 
 
-def test_a_held_request_waits_for_its_reader(desk: Desk) -> None:
+def test_a_held_request_waits_for_its_reader(executor: Executor, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
     ear = desk.ask(ENDLESS, id="a")
-    assert ear.begun.wait(10)
+    assert ear.begun.wait(300)
     desk.driver.hold("a")
+    stuck.let_go.set()
     other = desk.ask(SHORT)
-    assert other.done.wait(10)
+    assert other.done.wait(300)
     said = len(ear.tokens[0])
-    assert desk.ask(SHORT).done.wait(10)
+    assert said < 400
+    assert desk.ask(SHORT).done.wait(300)
     assert len(ear.tokens[0]) == said
     desk.driver.resume("a")
-    assert ear.done.wait(20)
+    assert ear.done.wait(300)
     assert len(ear.tokens[0]) == 400
 
 
@@ -134,7 +142,7 @@ def test_a_stray_cancel_costs_a_step_and_nothing_else(
 
     monkeypatch.setattr(executor, "run", cancelled_twice)
     ear = desk.ask(SHORT)
-    assert ear.done.wait(10)
+    assert ear.done.wait(300)
     assert ear.tokens[0] == expected
 
 
@@ -144,30 +152,36 @@ def test_a_mistake_of_ours_ends_the_rows_of_its_step_and_the_loop_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(desk.engine._scheduler, "commit", lambda *_: 1 / 0)
         ear = desk.ask(SHORT)
-        assert ear.done.wait(10)
+        assert ear.done.wait(300)
         assert isinstance(ear.error, ZeroDivisionError)
     with monkeypatch.context() as patch:
         patch.setattr(desk.engine._scheduler, "plan", lambda: 1 / 0)
         ear = desk.ask(SHORT)
-        assert ear.done.wait(10)
+        assert ear.done.wait(300)
         assert isinstance(ear.error, ZeroDivisionError)
     until(lambda: "a step failed in a way it should not" in caplog.text)
     ear = desk.ask(SHORT)
-    assert ear.done.wait(10)
+    assert ear.done.wait(300)
     assert ear.reasons == ["length"]
 
 
-def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor) -> None:
+def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(executor, max_rows=1, max_waiting=2)
-    running = desk.ask(ENDLESS)
-    assert running.begun.wait(10)
-    waiting = [desk.ask(SHORT) for _ in range(2)]
-    until(lambda: desk.engine.waiting == 2)
     with executor.create_kv_cache() as kv:
         executor.prefill([5, 6], kv)
-        with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
-            desk.ask(SHORT, Lent(kv.fork()))
-    desk.driver.close()
+        own = kv.fork()
+    stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
+    running = desk.ask(ENDLESS)
+    assert running.begun.wait(300)
+    waiting = [desk.ask(SHORT) for _ in range(2)]
+    until(lambda: desk.engine.waiting == 2)
+    with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
+        desk.ask(SHORT, Lent(own))
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(desk.driver.close, 300)
+        until(desk.driver._closing.is_set)
+        stuck.let_go.set()
+        closing.result(300)
     assert all(isinstance(ear.error, Draining) for ear in (running, *waiting))
 
 
@@ -181,24 +195,28 @@ def test_draining_finishes_what_there_is_and_takes_nothing_new(executor: Executo
     assert desk.driver.drain(0)
 
 
-def test_draining_says_when_it_took_too_long(desk: Desk) -> None:
+def test_draining_says_when_it_took_too_long(executor: Executor, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck(executor, monkeypatch, looks=True)
     ear = desk.ask(ENDLESS)
     assert not desk.driver.drain(0.01)
-    desk.driver.close()
+    desk.driver.close(0)
+    stuck.let_go.set()
+    desk.driver.close(300)
     assert isinstance(ear.error, Draining)
 
 
 class Stuck:
-    """A forward that waits until it is let go, or until it is cancelled if it looks."""
+    """A forward that waits, after some steps, until it is let go, or until it is cancelled if it looks."""
 
-    def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch, looks: bool) -> None:
-        self.let_go, self._looks = threading.Event(), looks
+    def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch, looks: bool, steps: int = 0) -> None:
+        self.let_go, self._looks, self._steps = threading.Event(), looks, steps
         self._honest, self._executor = executor.run, executor
         monkeypatch.setattr(executor, "run", self)
 
     def __call__(self, batch: Batch) -> Logits:
+        self._steps -= 1
         with self._executor.call() as stop:
-            while not self.let_go.wait(0.005):
+            while self._steps < 0 and not self.let_go.wait(0.005):
                 if self._looks and stop.is_set():
                     raise Cancelled()
         return self._honest(batch)
@@ -207,18 +225,21 @@ class Stuck:
 def test_a_hung_step_is_cancelled_and_its_requests_fail(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = Desk(executor, step_timeout_s=0.05)
+    desk, rounds = watched(executor, monkeypatch)
     stuck = Stuck(executor, monkeypatch, looks=True)
     ear = desk.ask(SHORT)
-    assert ear.done.wait(10)
+    until(lambda: desk.driver._stepping)
+    rounds.make(7)
+    assert ear.done.wait(300)
     assert isinstance(ear.error, StepHung)
     assert len(desk.hung) >= 1
     assert "a step has taken more than 0.05 s" in caplog.text
     stuck.let_go.set()
     until(lambda: desk.driver.healthy)
     ear = desk.ask(SHORT)
-    assert ear.done.wait(10)
+    assert ear.done.wait(300)
     assert ear.reasons == ["length"]
+    rounds.end()
     desk.driver.close()
 
 
@@ -226,17 +247,20 @@ def test_a_step_that_hears_no_cancel_is_told_to_readers_and_newcomers(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    desk = Desk(executor, step_timeout_s=0.05)
+    desk, rounds = watched(executor, monkeypatch)
     stuck = Stuck(executor, monkeypatch, looks=False)
     ear = desk.ask(SHORT)
-    until(lambda: bool(desk.hung))
+    until(lambda: desk.driver._stepping)
+    rounds.make(7)
+    assert desk.hung != []
     assert not desk.driver.healthy
     assert not desk.driver.accepting
     with pytest.raises(StepHung, match=r"0\.05 s"):
         desk.ask(SHORT)
     stuck.let_go.set()
-    assert ear.done.wait(10), "it ended after all, and so did its request"
+    assert ear.done.wait(300), "it ended after all, and so did its request"
     until(lambda: desk.driver.healthy)
+    rounds.end()
     desk.driver.close()
 
 
@@ -255,30 +279,36 @@ class Rounds(threading.Event):
     def make(self, count: int) -> None:
         for _ in range(count):
             self._go.release()
-            assert self._back.acquire(timeout=10)
+            assert self._back.acquire(timeout=300)
 
     def end(self) -> None:
         self.set()
         self._go.release()
 
 
+def watched(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> tuple[Desk, Rounds]:
+    """A desk whose watchdog gives a step about five rounds, and makes them when the test says so."""
+    desk, rounds = Desk(executor, step_timeout_s=0.05), Rounds()
+    monkeypatch.setattr(desk.driver, "_closing", rounds)
+    assert rounds._back.acquire(timeout=300)
+    return desk, rounds
+
+
 def test_time_in_which_the_whole_process_stood_still_hangs_no_step(
     executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped by a signal or with its machine, the watchdog makes no rounds either, whatever clocks say then."""
-    desk, rounds = Desk(executor, step_timeout_s=0.05), Rounds()  # it makes four rounds in that time
-    monkeypatch.setattr(desk.driver, "_closing", rounds)
-    assert rounds._back.acquire(timeout=10)
+    desk, rounds = watched(executor, monkeypatch)
     stuck = Stuck(executor, monkeypatch, looks=True)
     ear = desk.ask(SHORT)
     until(lambda: desk.driver._stepping)
     rounds.make(4)
-    time.sleep(0.2)
+    time.sleep(0.1)  # twice as long as a step may take
     rounds.make(1)
     assert desk.driver.healthy
     assert desk.hung == []
     rounds.make(2)
-    assert ear.done.wait(10)
+    assert ear.done.wait(300)
     assert isinstance(ear.error, StepHung)
     stuck.let_go.set()
     rounds.end()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from tiny import write_tiny
 
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig, RunConfig
+from kvilt.errors import StepHung
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.text.tokenizer import Tokenizer
@@ -34,19 +40,32 @@ def nothing_left(executor: Executor) -> Iterator[None]:
     until(lambda: executor.pool.usage().used == 0, "giving everything back")
 
 
+class Gate(threading.Event):
+    """Steps wait for this event; it may clear itself before a given step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.last = 0, -1
+        self.set()
+
+    def step(self) -> None:
+        if self.steps == self.last:
+            self.clear()
+        self.wait(300)
+        self.steps += 1
+
+
 @pytest.fixture
-def slowed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def slowed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Steps wait for this event, once it is cleared."""
-    go = threading.Event()
-    go.set()
-    honest = executor.run
+    gate, honest = Gate(), executor.run
 
     def run(batch: Batch) -> Logits:
-        go.wait(30)
+        gate.step()
         return honest(batch)
 
     monkeypatch.setattr(executor, "run", run)
-    return go
+    return gate
 
 
 # Leaving.
@@ -54,47 +73,50 @@ def slowed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> threading.Eve
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("place", ["decode", "prefill", "queue"])
-@pytest.mark.parametrize("n", [3])
 def test_whoever_leaves_ends_their_request(
-    start: Start, executor: Executor, slowed: threading.Event, stream: bool, place: str, n: int
+    start: Start, executor: Executor, slowed: Gate, monkeypatch: pytest.MonkeyPatch, stream: bool, place: str
 ) -> None:
     """In the queue, in the prompt or in the answer: the request ends within a step, and once."""
     config = EngineConfig(step_tokens=32, max_rows=4)
-    asked = {**LONG, "stream": stream, "n": n}
-    with start(config) as server:
-        if place != "decode":
+    asked = {**LONG, "stream": stream, "n": 3}
+    with start(config) as server, ExitStack() as open_sockets:
+        aborted: list[Any] = []
+        honest = server.llm.engine.abort
+        monkeypatch.setattr(server.llm.engine, "abort", lambda job: (honest(job), aborted.append(job)))
+        if place == "decode":
+            slowed.last = 9
+        else:
             slowed.clear()
             asked["prompt"] = [5] * 300
-        others = [server.http(timeout=0.2) for _ in range(3 if place == "queue" else 0)]
-        threads = [threading.Thread(target=leave, args=(other, {**LONG, "n": 4})) for other in others]
-        for thread in threads:
-            thread.start()
-        until(lambda: server.llm.engine.requests == len(others))
-        leave(server.http(timeout=0.3), asked, read=place == "decode" and stream)
+        others = 3 if place == "queue" else 0
+        clients = [sent(server, {**LONG, "n": 4}, open_sockets) for _ in range(others)]
+        until(lambda: server.llm.engine.requests == others)
+        clients.append(sent(server, asked, open_sockets))
+        until(lambda: server.llm.engine.requests == others + 1)
+        if place == "decode":
+            until(lambda: not slowed.is_set(), "the ninth step")
+        if place == "decode" and stream:
+            assert clients[-1].recv(65536)
+        for client in clients:
+            client.close()
+        until(lambda: len(aborted) == others + 1, "the server's notice")
         slowed.set()
-        for thread in threads:
-            thread.join(30)
         until(lambda: server.llm.engine.requests == 0)
         until(lambda: executor.pool.usage().used == 0)
         with server.http() as http:
             assert http.post("/v1/completions", json=SHORT).status_code == 200
         reasons = server.llm.engine.metrics.snapshot()["kvilt_request_success_total"]["series"]
         counts = {one["labels"]["finished_reason"]: one["value"] for one in reasons}
-        assert counts["cancelled"] == 1 + len(others)
+        assert counts["cancelled"] == 1 + others
 
 
-def leave(http: httpx.Client, asked: dict[str, Any], read: bool = False) -> None:
-    """Ask, wait a moment or for the first token, and hang up."""
-    try:
-        with http.stream("POST", "/v1/completions", json=asked) as answer:
-            if read:
-                next(answer.iter_lines())
-            else:
-                answer.read()
-    except httpx.TimeoutException:
-        pass
-    finally:
-        http.close()
+def sent(server: Running, asked: dict[str, Any], open_sockets: ExitStack) -> socket.socket:
+    """A client that has asked and does not read yet."""
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    one = open_sockets.enter_context(closing(socket.create_connection(("127.0.0.1", server.port), timeout=300)))
+    one.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+    return one
 
 
 def test_a_client_that_stops_a_stream(server: Running) -> None:
@@ -108,10 +130,11 @@ def test_a_client_that_stops_a_stream(server: Running) -> None:
 # Too much.
 
 
-def test_a_full_queue_says_when_to_ask_again(start: Start, slowed: threading.Event) -> None:
+def test_a_full_queue_says_when_to_ask_again(start: Start, slowed: Gate) -> None:
     with start(EngineConfig(max_rows=1, max_waiting=1)) as server, server.http() as http:
         slowed.clear()
-        waiting = [threading.Thread(target=leave, args=(server.http(), SHORT)) for _ in range(2)]
+        post = partial(server.http().post, "/v1/completions", json=SHORT)
+        waiting = [threading.Thread(target=post) for _ in range(2)]
         waiting[0].start()
         until(lambda: server.llm.engine.requests == 1 and server.llm.engine.waiting == 0)
         waiting[1].start()
@@ -125,7 +148,7 @@ def test_a_full_queue_says_when_to_ask_again(start: Start, slowed: threading.Eve
             server.openai().completions.create(model="tiny", prompt="Hello")
         slowed.set()
         for thread in waiting:
-            thread.join(30)
+            thread.join(300)
         assert http.post("/v1/completions", json=SHORT).status_code == 200
 
 
@@ -148,7 +171,7 @@ def test_a_pool_that_is_too_small_preempts_and_says_the_same(tokenizer: Tokenize
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert len(answers) == 16
         assert [answers[0], answers[1]] == alone
         assert server.llm.engine.metrics.snapshot()["kvilt_num_preemptions_total"]["series"][0]["value"] > 0
@@ -183,7 +206,7 @@ def test_bad_logits_fail_their_request_alone(start: Start, executor: Executor, m
             streamed = other.post("/v1/completions", json={**SHORT, "prompt": [5, 99], "stream": True}).text
             assert '"error"' in streamed
             assert streamed.endswith("data: [DONE]\n\n")
-        thread.join(30)
+        thread.join(300)
         assert texts == [expected]
 
 
@@ -209,10 +232,14 @@ def test_an_error_in_a_stream_reaches_the_client(
             assert http.post("/v1/completions", json=SHORT).status_code == 200
 
 
-def test_a_step_that_hangs(start: Start, slowed: threading.Event) -> None:
-    with start(EngineConfig(step_timeout_s=0.2)) as server, server.http() as http:
+def test_a_step_that_hangs(start: Start, slowed: Gate) -> None:
+    with start() as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         slowed.clear()
-        hung = http.post("/v1/completions", json=SHORT)
+        asked = pool.submit(lambda: http.post("/v1/completions", json=SHORT))
+        driver = server.llm._driver
+        until(lambda: driver._stepping and server.llm.engine.requests == 1)
+        driver._trip(StepHung(0.2))  # what the watchdog does, when its rounds say so
+        hung = asked.result(300)
         assert hung.status_code == 503
         assert hung.json()["error"]["code"] == "step_hung"
         assert http.get("/health").json() == {"status": "hung"}
@@ -226,7 +253,7 @@ def test_a_step_that_hangs(start: Start, slowed: threading.Event) -> None:
 # Silence.
 
 
-def test_comments_come_while_nothing_is_said(start: Start, slowed: threading.Event) -> None:
+def test_comments_come_while_nothing_is_said(start: Start, slowed: Gate) -> None:
     with start(keep_alive_s=0.1) as server, server.http() as http:
         slowed.clear()
         with http.stream("POST", "/v1/completions", json={**SHORT, "stream": True}) as answer:
@@ -240,7 +267,7 @@ def test_comments_come_while_nothing_is_said(start: Start, slowed: threading.Eve
 # Ending.
 
 
-def test_a_server_that_ends_finishes_what_it_has(start: Start, slowed: threading.Event) -> None:
+def test_a_server_that_ends_finishes_what_it_has(start: Start, slowed: Gate) -> None:
     """Requests in progress, streaming or not, are served to their end; new ones are told to go elsewhere."""
     with start() as server:
         http, other = server.http(), server.http()
@@ -266,26 +293,31 @@ def test_a_server_that_ends_finishes_what_it_has(start: Start, slowed: threading
         assert refused.headers["connection"] == "close"
         slowed.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
         assert [answer.status_code for answer in done] == [200] * 4
         assert all(answer.text.count("[DONE]") == 1 or answer.json()["usage"] for answer in done)
 
 
-def test_requests_that_take_longer_than_the_grace_are_told(start: Start) -> None:
-    with start(grace_s=0.2) as server:
+def test_requests_that_take_longer_than_the_grace_are_told(start: Start, slowed: Gate) -> None:
+    with start(grace_s=3600) as server:
+        slowed.clear()
         answers: list[httpx.Response] = []
 
         def ask(stream: bool) -> None:
             with server.http() as http:
-                answers.append(http.post("/v1/completions", json={**LONG, "n": 64, "stream": stream}))
+                answers.append(http.post("/v1/completions", json={**LONG, "stream": stream}))
 
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
         until(lambda: server.llm.engine.requests == 2)
         server.end()
+        until(lambda: server.service.draining)
+        server.elapse(3601)
+        until(lambda: server.llm._driver._closing.is_set())
+        slowed.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
         assert sorted(answer.status_code for answer in answers) == [200, 503]
         (streamed,) = [answer for answer in answers if answer.status_code == 200]
         assert "draining" in streamed.text
