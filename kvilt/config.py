@@ -53,8 +53,8 @@ class EngineConfig:
     max_waiting: int = 1024  # requests that may wait; more are refused
     unread_tokens: int = 64  # tokens a client may leave unread before its request is held
     step_timeout_s: float = 120.0  # a step that takes longer counts as hung
-    max_handles: int = 256  # named KV handles of one tenant
-    handle_share: float = 0.5  # of all pages, what one tenant's handles may hold
+    max_handles: int = 256  # named KV handles of one owner: a key, whatever its salts
+    handle_share: float = 0.5  # of all pages, what one owner's handles may hold
     handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
     discover: bool = False  # blend known documents that prompts hold without naming them
     # Where a store outlives the process: the fewest missing tokens of a prompt that are worth looking for there. None:

@@ -15,6 +15,7 @@ from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan,
 from ..errors import InputError, StoreMiss
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
+from ..kv.owner import owner_of
 from ..store.layer import LayerKV
 from ..store.loading import Loading
 from .choice import Choice
@@ -328,7 +329,7 @@ class Blending:
 
     def _room(self) -> KVCache:
         if self._scratch is None:
-            self._scratch = self._executor.create_kv_cache()
+            self._scratch = self._executor.create_kv_cache(owner=owner_of(self._tenant))
             self._scratch.reserve(self.scratch_tokens)
         return self._scratch
 

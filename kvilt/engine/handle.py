@@ -8,21 +8,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..kv.cache import KVCache
+from ..kv.owner import owner_of
 from ..kv.row import BASE
 from ..store.note import Note
 
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """Tokens with an owner and a time to live, and their KV while there is room. Times are of this process's clock."""
+    """Tokens of a tenant with a time to live, and their KV while there is room. Times are of this process's clock."""
 
-    owner: str  # a tenant, hashed: notes tell no more, and who asks must be the same before and after a restart
+    tenant: str  # hashed: notes tell no more, and who asks must be the same before and after a restart
     ids: array[int]
     kv: KVCache | None
     expires_s: float
     used_s: float
     maker: str = BASE
     pinned_until_s: float = -math.inf
+
+    @property
+    def owner(self) -> str:
+        """By which quotas count, whatever its salts."""
+        return owner_of(self.tenant)
 
     def give_up(self) -> None:
         """Let the KV go; the tokens stay."""
@@ -39,7 +45,7 @@ class Handle:
         since_s = today_s - now_s
         pinned_s = self.pinned_until_s + since_s if self.pinned_until_s > now_s else None
         expires_s, used_s = self.expires_s + since_s, self.used_s + since_s
-        return Note(name, self.owner, self.ids[:], self.maker, expires_s, pinned_s, used_s)
+        return Note(name, self.tenant, self.ids[:], self.maker, expires_s, pinned_s, used_s)
 
 
 def noted(note: Note, now_s: float, today_s: float) -> Handle:

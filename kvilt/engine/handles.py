@@ -27,6 +27,7 @@ from ..kv.cache import KVCache, read_file
 from ..kv.codec import describe, pack, unpack
 from ..kv.file import write_whole
 from ..kv.identity import Identity
+from ..kv.owner import owner_of
 from ..kv.row import BASE, EXACT, made_by, maker_parts
 from ..metrics import Metrics
 from ..store.address import tenant_of
@@ -80,7 +81,7 @@ class Handles:
         self._clock = clock
         self._lock = threading.RLock()
         self._handles: OrderedDict[str, Handle] = OrderedDict()  # the least recently used first
-        self._expired: OrderedDict[str, str] = OrderedDict()  # id -> owner
+        self._expired: OrderedDict[str, str] = OrderedDict()  # id -> tenant, hashed
         self._notes = notes
         self._calendar = calendar
         if notes is not None:
@@ -89,10 +90,10 @@ class Handles:
     # Making.
 
     def check_room(self, tenant: str, tokens: int) -> None:
-        """Raise unless a tenant may have one more handle, of so many tokens: before they are computed."""
+        """Raise unless a tenant's owner may have one more handle, of so many tokens: before they are computed."""
         with self._lock:
             self._sweep()
-            owner = tenant_of(tenant)
+            owner = owner_of(tenant_of(tenant))
             there = sum(one.owner == owner for one in self._handles.values())
             if there >= self._config.max_handles:
                 raise HandleLimit("handles", there + 1, self._config.max_handles)
@@ -101,7 +102,7 @@ class Handles:
 
     @property
     def _share(self) -> int:
-        """Pages that one tenant's handles may hold."""
+        """Pages that one owner's handles may hold."""
         return max(1, int(self._executor.pool.pages * self._config.handle_share))
 
     def keep(self, tenant: str, kv: KVCache, ttl_s: float | None = None) -> HandleInfo:
@@ -143,7 +144,8 @@ class Handles:
             images, same = unpack(data, pool.layout, identity, capacity, accept_numerics=True), False
         if len(images) != 1 or images[0].embeds or max(images[0].ids, default=0) >= pool.token_limit:
             raise BlobError("rows", "a handle is one row of this model's tokens")
-        kv = KVCache.of_images(pool, [replace(images[0], origin=said.origin)], capacity) if same else None
+        image = replace(images[0], origin=said.origin)
+        kv = KVCache.of_images(pool, [image], capacity, owner_of(tenant)) if same else None
         return self._add(tenant, images[0].ids, kv, ttl_s, maker)
 
     # Asking.
@@ -162,8 +164,8 @@ class Handles:
         """All handles of a tenant, the least recently used first."""
         with self._lock:
             self._sweep()
-            owner = tenant_of(tenant)
-            return [self._info(name, one) for name, one in self._handles.items() if one.owner == owner]
+            hashed = tenant_of(tenant)
+            return [self._info(name, one) for name, one in self._handles.items() if one.tenant == hashed]
 
     def lend(self, tenant: str, handle: str) -> Loan:
         """What a request begins with."""
@@ -209,7 +211,7 @@ class Handles:
         """KV that was computed again. Takes the cache over; what does not fit the handle any more is dropped."""
         with self._lock:
             found = self._handles.get(handle)
-            if found is None or found.owner != tenant_of(tenant) or found.kv is not None or not found.fits(kv):
+            if found is None or found.tenant != tenant_of(tenant) or found.kv is not None or not found.fits(kv):
                 kv.close()
                 return
             found.kv = kv
@@ -222,6 +224,10 @@ class Handles:
             if found.kv is None:
                 raise InputError("the KV of this handle is not here; compute it first")
             kv = found.kv.fork()
+        return self.write(tenant, kv, path)
+
+    def write(self, tenant: str, kv: KVCache, path: str | os.PathLike[str]) -> int:
+        """Write the KV of a tenant's handle to a file; how many bytes it took. Takes the cache over."""
         with kv:
             identity = self._identity(tenant, kv.maker, kv.origin)
             with kv.pool.lock:
@@ -237,13 +243,26 @@ class Handles:
             self._drop(handle)
 
     def relieve(self, pinned: bool) -> bool:
-        """Give up the KV of the handle that was not used for longest; a pinned one only if told so."""
+        """Give up the KV of one handle: of the owner that has the most pages, the one not used for longest.
+
+        A pinned one only if told so, or where its owner has no others and more than its fair share of all pages.
+        """
         with self._lock:
             self._sweep()
-            held = [one for one in self._handles.values() if one.kv is not None]
-            unpinned = [one for one in held if not self._pinned(one)]
-            for one in unpinned or (held if pinned else []):
-                one.give_up()
+            held: dict[str, list[Handle]] = {}
+            for one in self._handles.values():
+                if one.kv is not None:
+                    held.setdefault(one.kv.owner, []).append(one)
+            pool = self._executor.pool
+            pages, fair = {owner: pool.held_by(owner) for owner in held}, pool.fair_share()
+            fullest = sorted(held, key=lambda owner: -pages[owner])
+            for owner in fullest:
+                loose = held[owner] if pages[owner] > fair else []
+                for one in [one for one in held[owner] if not self._pinned(one)] or loose:
+                    one.give_up()
+                    return True
+            for owner in fullest if pinned else ():
+                held[owner][0].give_up()
                 return True
             return False
 
@@ -280,7 +299,7 @@ class Handles:
             return self._info(handle, found)
 
     def _settle(self, newest: Handle) -> None:
-        """Keep a tenant's handles within its share of the pages: its own older ones give their KV up."""
+        """Keep an owner's handles within its share of the pages: its own older ones give their KV up."""
         mine = [one for one in self._handles.values() if one.owner == newest.owner and one.kv is not None]
         mine.sort(key=self._pinned)  # stable: unpinned first, each by last use
         while mine and pages_of([*mine, newest]) > self._share:
@@ -288,17 +307,17 @@ class Handles:
 
     def _find(self, tenant: str, handle: str) -> Handle:
         self._sweep()
-        found, owner = self._handles.get(handle), tenant_of(tenant)
-        if found is not None and found.owner == owner:
+        found, hashed = self._handles.get(handle), tenant_of(tenant)
+        if found is not None and found.tenant == hashed:
             return found
-        if self._expired.get(handle) == owner:
+        if self._expired.get(handle) == hashed:
             raise HandleExpired(handle)
         raise HandleUnknown(handle)
 
     def _sweep(self) -> None:
         now_s = self._clock()
         for handle in [name for name, one in self._handles.items() if one.expires_s <= now_s]:
-            self._expired[handle] = self._handles[handle].owner
+            self._expired[handle] = self._handles[handle].tenant
             self._drop(handle)
         while len(self._expired) > MOST_REMEMBERED:
             self._expired.popitem(last=False)
@@ -348,7 +367,7 @@ class Handles:
     # Notes.
 
     def _recall(self, notes: Notes) -> None:
-        """Know again what was noted, as far as its time is not over and a tenant may have so many."""
+        """Know again what was noted, as far as its time is not over and an owner may have so many."""
         now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
         notes.follow(self._note)
         self._handles.update((note.name, noted(note, now_s, today_s)) for note in notes.read())

@@ -16,7 +16,7 @@ def cache_for(track: Track, found: int, executor: Executor) -> KVCache:
         return track.job.base.fork()
     if track.trail is not None:
         return executor.prefixes.fork(track.trail, found, track.job.capacity)
-    return executor.create_kv_cache(capacity=track.job.capacity)
+    return executor.create_kv_cache(capacity=track.job.capacity, owner=track.job.request.owner)
 
 
 def forked(parent: Track, sample: Sample, executor: Executor) -> Track:

@@ -231,13 +231,13 @@ class Warmth:
             nbytes += 8 * len(page.tokens) + _HEADER_BYTES * self._layers  # what a record has besides, or a little less
             if used.total() + nbytes > budget.total_bytes or self._clock() >= deadline_s:
                 break
-            if used[page.scope.salt] + nbytes > budget.tenant:
+            if used[page.scope.owner] + nbytes > budget.tenant:
                 continue
             if queued_bytes + nbytes > limits.queue_bytes // 2 or queued >= limits.queue_records // 2:
                 self._store.flush(max(0.0, deadline_s - self._clock()))
                 queued_bytes, queued = 0, 0
             self._keep(page)
-            used[page.scope.salt] += nbytes
+            used[page.scope.owner] += nbytes
             queued_bytes, queued = queued_bytes + nbytes, queued + 1
         self._identity = None  # closing twice is fine
         _log.info("%d bytes of prefixes were given to the store", used.total())

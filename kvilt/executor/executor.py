@@ -161,13 +161,16 @@ class Executor:
 
     # Caches.
 
-    def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None) -> KVCache:
-        """An empty cache with this model's layout; `capacity` tokens per row, the context if not given."""
+    def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> KVCache:
+        """An empty cache with this model's layout; `capacity` tokens per row, the context if not given.
+
+        `owner` is for whom its pages are counted.
+        """
         self._check_open()
         asked = self._room if capacity is None else positive("capacity", capacity)
         if asked > self._max_context:
             raise ContextOverflow(asked, self._max_context)
-        return KVCache(self._pool, batch_size, asked)
+        return KVCache(self._pool, batch_size, asked, owner)
 
     def open_kv_cache(
         self,

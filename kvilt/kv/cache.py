@@ -50,12 +50,15 @@ def _both(one: PagePool, other: PagePool) -> Iterator[None]:
 class KVCache:
     """The keys and values of `batch_size` sequences. Close it, or use it as a context manager."""
 
-    def __init__(self, pool: PagePool, batch_size: int = 1, capacity: int | None = None) -> None:
+    def __init__(self, pool: PagePool, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> None:
+        """`owner` is for whom its pages are counted."""
         self._pool = pool
         self._capacity = pool.tokens if capacity is None else positive("capacity", capacity)
         if self._capacity > pool.tokens:
             raise ContextOverflow(self._capacity, pool.tokens, "kv_memory")
         self._rows = [CacheRow(pool) for _ in range(positive("batch_size", batch_size))]
+        for row in self._rows:
+            row.owner = owner
         self._finalizer = weakref.finalize(self, _forgotten, pool, self._rows)
         self._finalizer.atexit = False
 
@@ -99,6 +102,11 @@ class KVCache:
         return self._pool
 
     @property
+    def owner(self) -> str:
+        """For whom its pages are counted."""
+        return self._rows[0].owner
+
+    @property
     def closed(self) -> bool:
         return not self._finalizer.alive
 
@@ -136,7 +144,7 @@ class KVCache:
         needs = [row.pages_needed(count) for row, count in zip(rows, counts, strict=True)]
         if not any(map(any, needs)):
             return  # most steps of a decode: there is room in its last page
-        spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)])
+        spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)], self.owner)
         for row, count in zip(rows, counts, strict=True):
             row.reserve(count, spare)
         for group, pages in enumerate(spare):  # two rows shared a tail, and the first copy set the second free
@@ -216,7 +224,7 @@ class KVCache:
     @_one_event
     def deep_copy(self) -> KVCache:
         """The same content on pages of its own. Expensive; `fork` is what you usually want."""
-        return self._sibling(rows_from_images(self._pool, self._images()))
+        return self._sibling(rows_from_images(self._pool, self._images(), self.owner))
 
     @_one_event
     def close(self) -> None:
@@ -245,9 +253,9 @@ class KVCache:
         self._adopt(images)
 
     @classmethod
-    def of_images(cls, pool: PagePool, images: Sequence[RowImage], capacity: int) -> Self:
+    def of_images(cls, pool: PagePool, images: Sequence[RowImage], capacity: int, owner: str = "") -> Self:
         """A new cache with this content."""
-        kv = cls(pool, len(images), capacity)
+        kv = cls(pool, len(images), capacity, owner)
         try:
             kv._adopt(images)
         except BaseException:
@@ -264,7 +272,7 @@ class KVCache:
 
     @_one_event
     def _adopt(self, images: Sequence[RowImage]) -> None:
-        self._replace(rows_from_images(self._pool, images))
+        self._replace(rows_from_images(self._pool, images, self.owner))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `serialize()` to a file that is either complete or not there."""
@@ -308,15 +316,15 @@ class KVCache:
             row.close()
         self._rows[:] = rows
 
-    def _rows_like(self, rows: Sequence[CacheRow], owner: KVCache) -> list[CacheRow]:
+    def _rows_like(self, rows: Sequence[CacheRow], source: KVCache) -> list[CacheRow]:
         """Rows with the same content in this cache's pool: shared pages at home, copies from abroad."""
         self.rows()
         for row in rows:
             self.check_fits(row.length)
-        if owner._pool is self._pool:
+        if source._pool is self._pool:
             return [row.fork() for row in rows]
         (first, *rest) = rows
-        (copied,) = rows_from_images(self._pool, [first.image()])
+        (copied,) = rows_from_images(self._pool, [first.image()], self.owner)
         return [copied, *(copied.fork() for _ in rest)]
 
     def _check_kin(self, other: KVCache) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch
 
 from ..errors import PoolExhausted
 from ..ops.contract import Ops
+from .holdings import Holdings
 from .identity import Identity
 from .layout import KVLayout
 
@@ -63,10 +64,8 @@ class PagePool:
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._leases = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
-        self._kept: list[dict[int, str]] = [{} for _ in layout.groups]  # page -> for whom
-        # Kept pages that no cache holds, by whom they are kept for, in the order they were let go.
-        self._idle: list[dict[str, OrderedDict[int, None]]] = [{} for _ in layout.groups]
-        self._idle_pages = [0] * len(layout.groups)
+        self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
+        self._holdings = [Holdings() for _ in layout.groups]
         self.on_evict: Callable[[int, int], None] = _unheard
 
     @property
@@ -74,20 +73,23 @@ class PagePool:
         """Tokens a sequence could have if every page were its own."""
         return self.pages * self.layout.page_tokens
 
-    def take(self, counts: Sequence[int]) -> list[list[int]]:
-        """`counts[g]` pages of each group g, all of them or none."""
+    def take(self, counts: Sequence[int], owner: str = "") -> list[list[int]]:
+        """`counts[g]` pages of each group g for an owner, all of them or none."""
         with self.lock:
             self._settle()
             for count, there in zip(counts, self._takeable(), strict=True):
                 if count > there:
                     raise PoolExhausted(count, there, self.pages)
+            for holdings, count in zip(self._holdings, counts, strict=True):
+                holdings.grow(owner, count)
             for group, count in enumerate(counts):
                 while len(self._free[group]) < count:
                     self._evict(group)
             taken = [[free.pop() for _ in range(count)] for free, count in zip(self._free, counts, strict=True)]
-            for refs, pages in zip(self._refs, taken, strict=True):
+            for refs, holdings, pages in zip(self._refs, self._holdings, taken, strict=True):
                 for page in pages:
                     refs[page] = 1
+                    holdings.assign(page, owner)
             return taken
 
     def share(self, group: int, pages: Iterable[int]) -> None:
@@ -97,7 +99,7 @@ class PagePool:
             for page in pages:
                 assert refs[page] > 0 or page in kept, "a free page cannot be shared"
                 if refs[page] == 0:
-                    self._wake(group, page)
+                    self._holdings[group].wake(page)
                     self._limbo.pop((group, page), None)
                 refs[page] += 1
 
@@ -116,17 +118,18 @@ class PagePool:
     def keep(self, group: int, page: int, owner: str = "") -> None:
         """What this page holds is known to an index: nobody writes to it, and it stays until its room is needed.
 
-        Room is taken from the owner who has most of it idle, so that nobody can flush what others left.
+        Room is taken from the owner that has the most pages, idle or not, so that none can flush what others left.
         """
         with self.lock:
-            self._kept[group][page] = owner
+            self._kept[group].add(page)
+            self._holdings[group].move(page, owner)
 
     def unkeep(self, group: int, page: int) -> None:
         """The index forgets this page."""
         with self.lock:
-            if self._wake(group, page):
-                self._free[group].append(page)
-            del self._kept[group][page]
+            self._kept[group].remove(page)
+            if self._holdings[group].wake(page):
+                self._give_back(group, page)
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -162,13 +165,24 @@ class PagePool:
     def idle(self, group: int, pages: Iterable[int]) -> int:
         """How many of these pages are kept, but held by no cache."""
         with self.lock:
-            return sum(self._is_idle(group, page) for page in pages)
+            return sum(self._holdings[group].is_idle(page) for page in pages)
 
     def ages(self, group: int) -> dict[int, int]:
         """Of each page that is kept but held by no cache, how many of its owner's were let go after it."""
         with self.lock:
             self._settle()
-            return {page: age for mine in self._idle[group].values() for age, page in enumerate(reversed(mine))}
+            return {page: age for mine in self._holdings[group].idle() for age, page in enumerate(reversed(mine))}
+
+    def held_by(self, owner: str) -> int:
+        """Pages of an owner in the group where it has the most, those that no cache holds included."""
+        with self.lock:
+            self._settle()
+            return max(holdings.count(owner) for holdings in self._holdings)
+
+    def fair_share(self) -> int:
+        """Pages of one group for each owner that has any, if all have as many."""
+        with self.lock:
+            return self.pages // max(1, *(holdings.owners for holdings in self._holdings))
 
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that may be taken: those that hold nothing, and those kept though nobody holds them."""
@@ -183,43 +197,28 @@ class PagePool:
             used = [self.pages - there for there in self._takeable()]
             used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
             shared = sum(count > 1 for refs in self._refs for count in refs)
-            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(self._idle_pages))
+            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(self._idle_pages()))
+
+    def _idle_pages(self) -> list[int]:
+        return [holdings.idle_pages for holdings in self._holdings]
 
     def _takeable(self) -> tuple[int, ...]:
-        return tuple(len(free) + idle for free, idle in zip(self._free, self._idle_pages, strict=True))
+        return tuple(len(free) + idle for free, idle in zip(self._free, self._idle_pages(), strict=True))
 
     def _let_go(self, group: int, page: int) -> None:
-        """Nobody holds this page any more."""
-        owner = self._kept[group].get(page)
-        if owner is None:
-            self._free[group].append(page)
+        """No cache holds this page any more."""
+        if page in self._kept[group]:
+            self._holdings[group].rest(page)
         else:
-            self._idle[group].setdefault(owner, OrderedDict())[page] = None
-            self._idle_pages[group] += 1
+            self._give_back(group, page)
 
-    def _is_idle(self, group: int, page: int) -> bool:
-        owner = self._kept[group].get(page)
-        return owner is not None and page in self._idle[group].get(owner, ())
-
-    def _wake(self, group: int, page: int) -> bool:
-        """A page that was idle is so no longer; False if it was not."""
-        if not self._is_idle(group, page):
-            return False
-        owner = self._kept[group][page]
-        mine = self._idle[group][owner]
-        del mine[page]
-        if not mine:
-            del self._idle[group][owner]
-        self._idle_pages[group] -= 1
-        return True
+    def _give_back(self, group: int, page: int) -> None:
+        self._holdings[group].free(page)
+        self._free[group].append(page)
 
     def _evict(self, group: int) -> None:
-        """Free a page of the owner with most idle ones, the one that nobody has held for longest.
-
-        The index hears of it while the bytes are still there.
-        """
-        fullest: OrderedDict[int, None] = max(self._idle[group].values(), key=len)
-        page = next(iter(fullest))
+        """Free a page. The index hears of it while the bytes are still there."""
+        page = self._holdings[group].victim()
         self.on_evict(group, page)
         assert page not in self._kept[group], "an index that hears of an eviction forgets the page"
 

@@ -100,6 +100,7 @@ class PrefixIndex:
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
             row.adapter, row.adapted_from = maker_parts(trail.since.adapter)
+            row.owner = trail.scope.owner
             return KVCache.of_row(row, capacity)
 
     def branches(self, salt: str) -> list[Branch]:
@@ -235,7 +236,7 @@ class PrefixIndex:
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
             return False
         try:
-            rows += rows_from_images(self._pool, [image])
+            rows += rows_from_images(self._pool, [image], trail.scope.owner)
         except PoolExhausted:
             return False
         path = trail.twin()
@@ -272,7 +273,7 @@ class PrefixIndex:
             if known == GONE:
                 node.pages[group] = page
                 self._owners[group][page] = node
-                self._pool.keep(group, page, node.scope.salt)
+                self._pool.keep(group, page, node.scope.owner)
             else:
                 self._pool.share(group, [known])
                 self._pool.drop(group, [page])

@@ -50,7 +50,7 @@ class RowImage:
 class CacheRow:
     """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
 
-    __slots__ = ("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids", "origin", "tables", "version")
+    __slots__ = ("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids", "origin", "owner", "tables", "version")
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -61,6 +61,7 @@ class CacheRow:
         self.origin = EXACT  # how its KV was made
         self.adapter = BASE  # what it is made with, by content and scale, from position `adapted_from` on
         self.adapted_from = 0
+        self.owner = ""  # for whom it takes pages
         self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
 
     @property
@@ -200,6 +201,7 @@ class CacheRow:
         child.ids = self.ids[:]
         child.embeds = dict(self.embeds)
         child.firsts = list(self.firsts)
+        child.owner = self.owner
         child.origin, child.adapter, child.adapted_from = self.origin, self.adapter, self.adapted_from
         keep = self._pool.layout.pages_for(self.length)
         for g, table in enumerate(self.tables):
@@ -272,15 +274,18 @@ def held(table: list[int]) -> list[int]:
     return [page for page in table if page != GONE]
 
 
-def rows_from_images(pool: PagePool, images: Sequence[RowImage]) -> list[CacheRow]:
-    """New rows with the images' content on pages of their own, all of them or none."""
+def rows_from_images(pool: PagePool, images: Sequence[RowImage], owner: str = "") -> list[CacheRow]:
+    """New rows of an owner with the images' content on pages of their own, all of them or none."""
     layout = pool.layout
     counts = [
         sum(layout.pages_for(image.length) - image.firsts[g] // layout.page_tokens for image in images)
         for g in range(len(layout.groups))
     ]
-    spare = pool.take(counts)
-    return [_row_from_image(pool, image, spare) for image in images]
+    spare = pool.take(counts, owner)
+    rows = [_row_from_image(pool, image, spare) for image in images]
+    for row in rows:
+        row.owner = owner
+    return rows
 
 
 def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> CacheRow:

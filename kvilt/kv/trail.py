@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from .owner import owner_of
 from .row import made_by
 
 
@@ -19,6 +20,11 @@ class Scope:
 
     adapter: str = "base"
     salt: str = ""  # tenant
+
+    @property
+    def owner(self) -> str:
+        """For whom pages are counted, whatever the salt."""
+        return owner_of(self.salt)
 
     def key(self) -> bytes:
         """Where the chains of this scope begin; no two scopes share a beginning."""

@@ -99,13 +99,13 @@ class AsyncKV:
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
         """Write a handle to a file, computing its KV first if that had to give way; how many bytes it took."""
-        if not self._handles.info(tenant, handle).resident:
-            loan = self._handles.lend(tenant, handle)
-            if loan.kv is not None:
-                loan.kv.close()
+        loan = self._handles.lend(tenant, handle)
+        kv = loan.kv
+        if kv is None:
             kv = await self._compute(loan.tokens, tenant, self._handles.adapter_of(loan))
-            self._handles.fill(tenant, handle, kv)
-        return await asyncio.to_thread(self._handles.save, tenant, handle, path)
+            self._handles.fill(tenant, handle, kv.fork())
+        # What is written is ours: the handle may give its KV up meanwhile. A thread that has begun closes it itself.
+        return await asyncio.shield(asyncio.to_thread(self._handles.write, tenant, kv, path))
 
     async def restore(
         self, path: str | os.PathLike[str], *, tenant: str = "", ttl_s: float | None = None

@@ -18,6 +18,7 @@ import torch
 from ..errors import InputError
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
+from ..kv.owner import owner_of, part_of
 from ..kv.row import EMBEDDED, HASH_BYTES, Token
 
 FORMAT = 1  # of records; part of every key, so that a reader never finds records of another format
@@ -68,6 +69,11 @@ class Address:
     def tenant(self) -> str:
         return tenant_of(self.identity.salt)
 
+    @property
+    def owner(self) -> str:
+        """For whom a tier counts the record, whatever the salts of a key."""
+        return owner_of(self.tenant)
+
     def key_under(self, codec: bytes, secret: bytes) -> bytes:
         """The key with a codec and a secret mixed in, where there are any; without them, the key."""
         if not codec and not secret:
@@ -81,8 +87,12 @@ class Address:
 
 
 def tenant_of(salt: str) -> str:
-    """A name for a tenant that does not tell its salt."""
-    return _digest(b"tenant", salt.encode("utf-8", "surrogatepass")).hex()[:32]
+    """A name for a tenant that does not tell its salt; it still says which tenants have one owner."""
+    owner = owner_of(salt)
+    hidden = _digest(b"tenant", owner.encode("utf-8", "surrogatepass")).hex()[:32]
+    if owner == salt:
+        return hidden
+    return part_of(hidden, _digest(b"tenant", salt.encode("utf-8", "surrogatepass")).hex()[:32])
 
 
 def form_of(layout: KVLayout, dtype: torch.dtype | None = None) -> Form:

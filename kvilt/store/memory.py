@@ -74,7 +74,7 @@ class Memory:
     def put(self, key: bytes, entry: Entry, retain: bool) -> list[bytes] | None:
         """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""
         with self._lock:
-            gone = self._ledger.add(key, entry.address.tenant, entry.nbytes, retain)
+            gone = self._ledger.add(key, entry.address.owner, entry.nbytes, retain)
             if gone is None:
                 return None
             for one in gone:

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from ..errors import BlobError
 from ..kv.identity import Identity
+from ..kv.owner import owner_of
 from .address import FORMAT, Address, Form, Kind, LayerForm, tenant_of
 from .codecs import Codec, Data
 from .layer import LayerKV
@@ -64,7 +65,7 @@ class Header:
 class Facts:
     """What a tier must know of a record to count it."""
 
-    tenant: str
+    tenant: str  # by which quotas count: the owner of all its salts
     kind: str
     retain: bool = False
 
@@ -105,7 +106,7 @@ def peek(read: Read, nbytes: int) -> Facts:
     """Whose record this is, for an index; nothing of it is trusted beyond that."""
     head = _head(read, nbytes)
     fields = _json(head[PREFIX.size : -SEAL_BYTES])
-    return Facts(_text(fields, "tenant"), _text(fields, "kind"))
+    return Facts(owner_of(_text(fields, "tenant")), _text(fields, "kind"))
 
 
 def read_content(read: Read, header: Header, address: Address) -> None:

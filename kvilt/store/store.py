@@ -330,7 +330,7 @@ class Store:
             frames = [entry.frame(index) for index in range(len(entry.layers))]
             return pack(address, entry.codec, frames, terms.secret)
 
-        facts = Facts(address.tenant, address.kind.value, retain)
+        facts = Facts(address.owner, address.kind.value, retain)
         lane.write(Write(terms.key(address), entry.nbytes, facts, encode))
 
     def _content(self, lane: Lane, key: bytes, kind: Kind, identity: Identity) -> bytes | None:

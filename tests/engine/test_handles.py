@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from small import load_small
 from kvilt import Inputs
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import ENGINE_METRICS, HANDLES
+from kvilt.engine.handle import Handle, noted
 from kvilt.engine.handles import Handles
 from kvilt.errors import (
     BlobError,
@@ -27,7 +29,9 @@ from kvilt.errors import (
 )
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
+from kvilt.kv.owner import part_of
 from kvilt.metrics import Metrics
+from kvilt.store.address import tenant_of
 
 PAGES = 20
 TEXT = [i * 5 % 61 for i in range(70)]
@@ -193,6 +197,58 @@ def test_pages_are_given_up_for_requests_the_unpinned_first(executor: Executor, 
     assert [handles.relieve(True) for _ in range(2)] == [True, False]
     assert executor.pool.usage().used == 0
     assert list(handles.lend("a", pinned.id).tokens) == [2, *TEXT]
+
+
+def owned(executor: Executor, owner: str, tokens: list[int]) -> KVCache:
+    kv = executor.create_kv_cache(owner=owner)
+    executor.prefill(tokens, kv)
+    return kv
+
+
+def test_quotas_are_the_owners_whatever_its_salts(executor: Executor, handles: Handles) -> None:
+    """Four handles, and half of all pages, for a key and all its salts."""
+    parts = [part_of("a", str(n)) for n in range(6)]
+    made = [handles.keep(part, owned(executor, "a", [n, *TEXT])) for n, part in enumerate(parts[:4])]
+    with pytest.raises(HandleLimit, match="handles"):
+        handles.keep(parts[4], owned(executor, "a", TEXT))
+    with pytest.raises(HandleLimit, match="handles"):
+        handles.check_room("a", 1)
+    there = [handles.info(part, one.id).resident for part, one in zip(parts, made, strict=False)]
+    assert there == [False, True, True, True], "ten pages, three for each"
+    handles.keep("b", owned(executor, "b", TEXT))
+    with pytest.raises(HandleUnknown):
+        handles.info("a", made[0].id)
+    with pytest.raises(HandleUnknown):
+        handles.info(parts[1], made[0].id)
+
+
+def test_quotas_of_an_owner_outlive_the_process() -> None:
+    note = Handle(tenant_of(part_of("a", "x")), array("q", [1]), None, 10.0, 0.0).note("n", 0.0, 100.0)
+    back = noted(note, 0.0, 100.0)
+    assert back.tenant == tenant_of(part_of("a", "x")) != tenant_of("a")
+    assert back.owner == tenant_of("a")
+
+
+def test_the_owner_with_the_most_pages_gives_up_first(executor: Executor, handles: Handles) -> None:
+    quiet = handles.keep("a", owned(executor, "a", [7, *TEXT]))
+    loud = [handles.keep(part_of("b", str(n)), owned(executor, "b", [n, *TEXT])) for n in range(2)]
+    assert handles.relieve(False)
+    assert handles.info("a", quiet.id).resident, "though it was used before all others"
+    assert not handles.info(part_of("b", "0"), loud[0].id).resident
+
+
+def test_a_pin_holds_no_more_than_a_fair_share(executor: Executor, handles: Handles) -> None:
+    """`b` pins all it may have, and runs; what another owner left unpinned outlives that."""
+    quiet = handles.keep("a", owned(executor, "a", [7, *TEXT]))
+    loud = [handles.keep("b", owned(executor, "b", [n, *TEXT])) for n in range(3)]
+    for one in loud:
+        handles.pin("b", one.id, 50)
+    with owned(executor, "b", TEXT[:40]):
+        assert handles.relieve(False)
+    assert [handles.info("b", one.id).resident for one in loud] == [False, True, True]
+    assert handles.info("a", quiet.id).resident
+    assert handles.relieve(False)
+    assert not handles.info("a", quiet.id).resident, "within its fair share, what is pinned stays"
 
 
 def test_what_was_computed_again_must_still_fit(executor: Executor, handles: Handles) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from desk import BASE, SIZE, Desk, Line
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,73 +26,10 @@ from kvilt.errors import PoolExhausted
 from kvilt.kv import trail as trail_room
 from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import KVLayout, LayerGroup, Window
-from kvilt.kv.pool import PagePool
-from kvilt.kv.prefix import Evicted, Match, PrefixIndex
-from kvilt.kv.row import GONE, RowImage, Token, held
+from kvilt.kv.prefix import Evicted, Match
+from kvilt.kv.row import GONE, RowImage, held
 from kvilt.kv.trail import Scope, Trail
 from kvilt.ops.contract import PageShape
-
-SIZE = 4
-BASE = Scope()
-
-
-@dataclass(eq=False)
-class Line:
-    """A sequence as an engine has it: its cache, its way through the index, and what it must hold."""
-
-    cache: KVCache
-    trail: Trail
-    cells: list[Any]
-
-    @property
-    def tokens(self) -> list[Token]:
-        return [token for token, _ in self.cells]
-
-
-class Desk:
-    """A pool with an index, and an engine's few moves on them."""
-
-    def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[Evicted], None] | None = None):
-        self.scribe = scribe
-        self.pool: PagePool = scribe.pool(layout, pages)
-        self.index = PrefixIndex(self.pool, sink)
-
-    def cells(self, tokens: Sequence[Token], scope: Scope) -> list[Any]:
-        """What the one model of this pool computes: KV that depends on all tokens so far, and on the scope."""
-        return self.scribe.cells(tokens, salt=scope.key())
-
-    def begin(self, tokens: Sequence[int], scope: Scope = BASE, most: int | None = None) -> Line:
-        """A new sequence with whatever the index has of it."""
-        trail = Trail(scope)
-        trail.extend(tokens, SIZE)
-        most = len(tokens) - 1 if most is None else most
-        found = self.index.match(trail, most)
-        cache = self.index.fork(trail, most, self.pool.tokens)
-        assert cache.num_entries == found.tokens
-        line = Line(cache, trail, self.cells(tokens, scope)[: found.tokens])
-        self.scribe.check(cache, [line.cells])
-        return line
-
-    def extend(self, line: Line, tokens: Sequence[Token]) -> None:
-        new = self.scribe.cells(tokens, line.cells, line.trail.scope.key())
-        line.cache.reserve(len(new))
-        self.scribe.write(line.cache, [new])
-        line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.trail))
-        line.cells += new
-
-    def run(self, tokens: Sequence[int], scope: Scope = BASE) -> Line:
-        """A sequence from its beginning to its end; the pages it reused are in the cache's length before."""
-        line = self.begin(tokens, scope)
-        self.extend(line, tokens[line.cache.num_entries :])
-        return line
-
-    def once(self, tokens: Sequence[int], scope: Scope = BASE) -> None:
-        self.run(tokens, scope).cache.close()
-
-    def found(self, tokens: Sequence[int], scope: Scope = BASE, most: int = 1 << 30) -> int:
-        trail = Trail(scope)
-        trail.extend(tokens, SIZE)
-        return self.index.match(trail, most).tokens
 
 
 @pytest.fixture

@@ -224,6 +224,47 @@ def test_a_key_has_so_many_files_and_handles(start: Start, tmp_path: Path) -> No
         assert len(http.get("/v1/kv").json()["data"]) == 2
 
 
+def test_salts_do_not_multiply_what_a_key_may_have(start: Start, tmp_path: Path) -> None:
+    with start(EngineConfig(max_handles=2), api_keys=KEYS, kv_dir=tmp_path, max_saved=2) as server:
+        alice, bob = (server.http(headers={"authorization": f"Bearer {key}"}) for key in KEYS)
+        made = [alice.post(f"/v1/kv?cache_salt={salt}", json={"prompt": [5, 6]}).json() for salt in "xy"]
+        assert code(alice.post("/v1/kv?cache_salt=z", json={"prompt": [5, 6]})) == (409, "kv_limit")
+        assert code(alice.post("/v1/kv", json={"prompt": [5, 6]})) == (409, "kv_limit")
+        for salt, one in zip("xy", made, strict=True):
+            saved = alice.post(f"/v1/kv/{one['id']}/save?cache_salt={salt}", json={"name": "same"})
+            assert saved.status_code == 200
+        more = alice.post(f"/v1/kv/{made[0]['id']}/save?cache_salt=x", json={"name": "more"})
+        assert code(more) == (409, "kv_limit")
+        for salt, there in (("?cache_salt=x", ["same"]), ("?cache_salt=y", ["same"]), ("", [])):
+            assert [one["name"] for one in alice.get(f"/v1/kv/saved{salt}").json()["data"]] == there
+        assert len(list(tmp_path.iterdir())) == 2
+        foreign = alice.post("/v1/kv/restore", json={"name": "same"})
+        assert code(foreign) == (404, "kv_file_not_found"), "a key without a salt is not its salts"
+        assert alice.delete("/v1/kv/saved/same?cache_salt=y").status_code == 200
+        assert bob.post("/v1/kv", json={"prompt": [5, 6]}).status_code == 200
+
+
+def test_salted_requests_do_not_flush_another_keys_prefixes(start: Start, executor: Executor) -> None:
+    executor.prefixes.clear()
+    text = "Keys have a fair share of the pages, whatever they do. " * 30
+    asked = {**SHORT, "max_tokens": 1, "prompt": text}
+    with start(api_keys=KEYS) as server:
+        alice, bob = (server.http(headers={"authorization": f"Bearer {key}"}) for key in KEYS)
+
+        def cached() -> int:
+            usage = alice.post("/v1/completions", json=asked).json()["usage"]
+            found: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        cached()
+        before, pages = cached(), executor.pool.pages
+        rounds = 3 * pages * executor.layout.page_tokens // before
+        for n in range(rounds):
+            assert bob.post("/v1/completions", json={**asked, "cache_salt": str(n)}).status_code == 200
+        assert executor.prefixes.evictions > pages, "the pool was full several times over"
+        assert cached() == before > 0
+
+
 def test_expired_handles_say_so(server: Running, http: httpx.Client) -> None:
     made = http.post("/v1/kv", json={"prompt": [5, 6], "ttl_s": 0.05}).json()
     until(lambda: http.get(f"/v1/kv/{made['id']}").status_code == 410)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvilt.errors import InputError
 from kvilt.kv.identity import Identity
 from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
+from kvilt.kv.owner import part_of
 from kvilt.ops.contract import PageShape
 from kvilt.store.address import (
     LayerForm,
@@ -75,6 +76,17 @@ def test_kinds_forms_codecs_and_secrets_have_their_own_keys() -> None:
 def test_a_tenant_is_named_without_its_salt() -> None:
     assert "salt" not in tenant_of("salt")
     assert tenant_of("salt") != tenant_of("Salt")
+
+
+def test_salts_of_a_key_have_addresses_of_their_own_and_one_owner() -> None:
+    whole, one, other, foreign = (
+        chunk_address(dataclasses.replace(IDENTITY, salt=salt), [1], FORM)
+        for salt in ("a", part_of("a", "x"), "a/y", "b/x")
+    )
+    assert len({whole.key, one.key, other.key, foreign.key}) == 4
+    assert len({whole.tenant, one.tenant, other.tenant, foreign.tenant}) == 4
+    assert whole.owner == one.owner == other.owner == whole.tenant != foreign.owner
+    assert "a/x" not in one.tenant
 
 
 @given(st.lists(TOKEN, min_size=0, max_size=21), st.integers(0, 5))
