@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import WeightError
 
 _MAX_BYTES = 64 << 20
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -23,9 +25,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, field: str) -> dict[str, Any]:
-    """The JSON object in `raw`; no key may stand twice in one object."""
+    """The JSON object in `raw`; no key may stand twice in one object, and every text can be written again."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+        if _HALF.search(raw):
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise WeightError(field, f"is not sound JSON ({error})") from error
     if not isinstance(value, dict):

@@ -24,6 +24,7 @@ from .mapped import MappedFile
 from .stored import Stored
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS = 64
 
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -164,7 +165,7 @@ def _read_header(file: MappedFile) -> dict[str, _Entry]:
     if length > min(MAX_HEADER_BYTES, file.size - 8):
         raise WeightError("header length", f"{length} bytes cannot be right for {file.path.name} of {file.size}")
     described = parse_object(file.map[8 : 8 + length], "header")
-    described.pop("__metadata__", None)
+    _check_metadata(described.pop("__metadata__", {}))
     entries = {name: _read_entry(name, fields, file, 8 + length) for name, fields in described.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = 8 + length
@@ -177,21 +178,30 @@ def _read_header(file: MappedFile) -> dict[str, _Entry]:
     return ordered
 
 
+def _check_metadata(found: Any) -> None:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise WeightError("__metadata__", "must be an object of texts")
+
+
 def _read_entry(name: str, fields: Any, file: MappedFile, data_start: int) -> _Entry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise WeightError(name, "must be described by dtype, shape and data_offsets")
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in _SIZES:
-        raise WeightError(name, f"dtype {dtype!r} is not known")
+        raise WeightError(name, f"dtype {dtype!r:.80} is not known")
     shape, offsets = _naturals(name, fields["shape"]), _naturals(name, fields["data_offsets"])
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= file.size - data_start:
         raise WeightError(name, f"data_offsets {list(offsets)} do not lie in the file; it is damaged or cut short")
+    if prod(extent for extent in shape if extent) >= 1 << 60:  # an empty tensor has strides too
+        raise WeightError(name, f"has the impossible shape {list(shape)}")
     if prod(shape) * _SIZES[dtype] != offsets[1] - offsets[0]:
         raise WeightError(name, f"{dtype} {list(shape)} does not take {offsets[1] - offsets[0]} bytes")
     return _Entry(file, dtype, shape, data_start + offsets[0], data_start + offsets[1])
 
 
 def _naturals(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, list) and len(values) > MAX_DIMS:  # before they are multiplied
+        raise WeightError(name, f"{len(values)} dimensions are more than the {MAX_DIMS} that a tensor can have")
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise WeightError(name, "shape and data_offsets must be lists of whole numbers from 0 to 2^63 - 1")
     return tuple(values)
