@@ -91,7 +91,8 @@ def unpack(
     """The rows in these bytes, if every doubt about them is settled; otherwise a BlobError that names the field."""
     fields, payload = _open(data)
     _check_identity(fields.get("identity"), identity, accept_numerics)
-    if fields.get("layout") != layout.describe():
+    # Read as well as compared: to Python true and 1.0 equal 1, and no layout is written that way.
+    if fields.get("layout") != layout.describe() or _read_layout(fields["layout"]).describe() != layout.describe():
         raise BlobError("layout", "KV of another shape than this model's; it belongs to another model")
     rows = _row_headers(fields, layout, capacity, payload)
     images, at = [], 0

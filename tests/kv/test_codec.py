@@ -188,6 +188,8 @@ CRAFTED: list[tuple[str, str, Craft]] = [
     ("another window", "layout", _set("layout", "groups", 1, "reach", "tokens", to=7)),
     ("more heads", "layout", _set("layout", "groups", 0, "kv_heads", to=2)),
     ("other layers", "layout", _set("layout", "groups", 0, "layers", to=[0])),
+    ("a layer that is true, which equals 1", "layout.layers", _set("layout", "groups", 0, "layers", to=[True])),
+    ("heads that are 1.0, which equals 1", "layout.kv_heads", _set("layout", "groups", 0, "kv_heads", to=1.0)),
     ("no rows field", "rows", _drop("rows")),
     ("rows an object", "rows", _set("rows", to={"0": {}})),
     ("no row", "rows", _set("rows", to=[])),
