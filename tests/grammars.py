@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from jsonschema import Draft202012Validator, ValidationError, validators
 
-from kvilt.sampling.grammar import Compiler, Grammar, Matcher, masks
+from kvilt.sampling.grammar import Compiler, Grammar
+from kvilt.sampling.matcher import Matcher, masks
 
 END = 256
 BYTES = [bytes([i]) for i in range(256)] + [b"", b""]  # then the end of text, and a token that is no text

@@ -1,7 +1,7 @@
-"""Constraints compiled for a vocabulary, and matchers that follow samples through them token by token.
+"""Constraints compiled for a vocabulary, and the lexers that samples of one grammar share.
 
 The one module that imports llguidance. Refuses to know text and tokenizers: a vocabulary is bytes per token. Compiling
-is safe on any thread and may take a while; a matcher belongs to one sample and is used by one thread at a time.
+is safe on any thread and may take a while.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupported, InputError, Unsupported
+from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupported, Unsupported
 from .constraint import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex
 from .lark_check import checked_lark
+from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
 from .schema_check import checked
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-Bits = npt.NDArray[np.int32]  # [words]: bit i of word w is token 32 * w + i
+    from llguidance import LLMatcher as LLMatcher
+    from llguidance import LLTokenizer
 
 # Without forcing, a mask holds every token that the grammar allows, not only the library's favourite spelling.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -52,6 +51,9 @@ class Limits:
     states: int = 50_000
     symbols: int = 50_000
     cached: int = 32  # compiled grammars that are kept
+    mask_s: float = 0.010  # what masks of one grammar may take on average, in CPU seconds
+    mask_credit_s: float = 5.0  # and how far beyond that they may go in all
+    renew_s: float = 0.050  # a grammar that took longer to compile gets no second lexer while samples run
 
 
 class Compiler:
@@ -64,6 +66,9 @@ class Compiler:
         self.vocab_size = len(vocabulary)
         if not self.end_ids:
             raise Unsupported("grammars need a token that ends a text, and this vocabulary has none")
+        self.end_mask: Bits = np.zeros((self.vocab_size + 31) // 32, np.int32)
+        for token in self.end_ids:
+            self.end_mask[token // 32] |= np.array(1 << (token % 32), np.uint32).astype(np.int32)
         self._tokenizer = _library_vocabulary(vocabulary, self.end_ids)
         self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -81,8 +86,8 @@ class Compiler:
                 self._grammars.popitem(last=False)
         return grammar
 
-    def new_matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of the library at the beginning of a grammar, sharing nothing with others."""
+    def new_matcher(self, grammar: str) -> tuple[LLMatcher, float]:
+        """A matcher of the library at the beginning of a grammar, sharing nothing with others, and its CPU seconds."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -97,6 +102,15 @@ class Compiler:
         return _on_large_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits))
 
 
+@dataclass(eq=False, slots=True)
+class Lexer:
+    """A lexer of the library that samples share: a matcher at the beginning, and who has a place on it."""
+
+    start: LLMatcher
+    masks: int = 0  # made with it so far
+    users: weakref.WeakSet[Matcher] = field(default_factory=weakref.WeakSet)
+
+
 class Grammar:
     """One compiled constraint, from which samples get their matchers."""
 
@@ -107,157 +121,63 @@ class Grammar:
             self._text = library_text(constraint) + _OPTIONS
         except RecursionError:
             raise GrammarTooLarge(_name(constraint), "has too many parts one in another") from None
-        self._start = self.renew()
-        _check(self._start, _name(constraint))
+        self._lock = threading.Lock()
+        self._credit_s = compiler.limits.mask_credit_s
+        self._compile_s = 0.0
+        self._lexer: Lexer | None = None
+        _check(self.lexer().start, _name(constraint))
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning."""
-        return Matcher(self, self._start.deep_copy(), ())
+        return Matcher(self)
 
-    def renew(self) -> LLMatcher:
-        """A matcher of the library with a lexer of its own; later samples start from it too.
+    def lexer(self) -> Lexer:
+        """The lexer for samples that have none: the one that others use, or a new one.
 
-        Copies share one lexer, which counts the states that all of them ever needed against one limit.
+        Making one takes as long as compiling did, in the middle of a step: a grammar for which that is too long ends
+        with its first lexer, with GrammarFailed.
         """
-        self._start = self.compiler.new_matcher(self._text)
-        return self._start.deep_copy()
+        with self._lock:
+            if self._lexer is None:
+                if self._compile_s > self.compiler.limits.renew_s:
+                    raise GrammarFailed([0], "too many states, and the grammar is too large to start again")
+                start, self._compile_s = self.compiler.new_matcher(self._text)
+                self._lexer = Lexer(start)
+            return self._lexer
 
+    def drop(self, lexer: Lexer) -> None:
+        """Give up a lexer that is broken; samples that have a place on it find another one when they go on."""
+        with self._lock:
+            if self._lexer is lexer:
+                self._lexer = None
+        for matcher in list(lexer.users):
+            matcher.leave(lexer)
 
-class Matcher:
-    """Where one sample stands in its grammar: which tokens may come next, and whether it may end."""
-
-    __slots__ = ("_ends", "_failure", "_grammar", "_inner", "_tokens")
-
-    def __init__(self, grammar: Grammar, inner: LLMatcher, tokens: Iterable[int], ends: int = 0) -> None:
-        self._grammar = grammar
-        self._inner = inner
-        self._tokens = list(tokens)  # without the end tokens, which are only counted
-        self._ends = ends
-        self._failure = ""  # why it can go no further
+    def spend(self, seconds: float) -> None:
+        """Count what a mask took against what masks of this grammar may take on average."""
+        limits = self.compiler.limits
+        with self._lock:
+            self._credit_s = min(self._credit_s + limits.mask_s - seconds, limits.mask_credit_s)
 
     @property
-    def accepting(self) -> bool:
-        """Whether the text so far is whole, so that the sample may end here."""
-        return self._ends > 0 or (not self._failure and bool(self._inner.is_accepting()))
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing but an end token can follow."""
-        return self._ends > 0 or (bool(self._inner.is_stopped()) and self.accepting)
-
-    def fill(self, bits: Bits) -> None:
-        """Set the bits [words] of the tokens that may come next, and clear all others."""
-        bits[:] = 0
-        if self._ends:
-            for token in self._grammar.compiler.end_ids:
-                bits[token // 32] |= np.array(1 << (token % 32), np.uint32).astype(np.int32)
-            return
-        if not self._failure:
-            self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            if self._inner.is_error() and self._restart():
-                self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self._note_failure()
-        if self._failure:
-            raise GrammarFailed([0], self._failure)
-
-    def accept(self, token: int) -> None:
-        """Take in a token; one that the grammar does not allow here is refused, and nothing changes.
-
-        Where a limit is in the way the token counts as taken, and the next mask says so.
-        """
-        if token in self._grammar.compiler.end_ids:
-            if not self.accepting:
-                raise _not_allowed(token)
-            self._ends += 1
-            return
-        if self._ends or not self._consume(token):
-            raise _not_allowed(token)
-        self._tokens.append(token)
-
-    def rollback(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never been accepted."""
-        if not 0 <= count <= len(self._tokens) + self._ends:
-            raise InputError(f"{count} tokens cannot be taken back: {len(self._tokens) + self._ends} were accepted")
-        ends = min(count, self._ends)
-        kept = len(self._tokens) - (count - ends)
-        self._ends -= ends
-        back = len(self._tokens) - kept
-        del self._tokens[kept:]
-        if back and (self._failure or not self._inner.rollback(back)):
-            self._go_again()
-
-    def fork(self) -> Matcher:
-        """The same place in the same grammar, free to go its own way."""
-        other = Matcher(self._grammar, self._inner.deep_copy(), self._tokens, self._ends)
-        other._failure = self._failure
-        return other
-
-    def _consume(self, token: int) -> bool:
-        if not 0 <= token < self._grammar.compiler.vocab_size:
-            return False
-        if self._failure:
-            return True
-        taken = self._inner.try_consume_tokens([token])
-        if self._inner.is_error() and self._restart():
-            taken = self._inner.try_consume_tokens([token])
-        self._note_failure()
-        return bool(taken == 1 or self._failure)
-
-    def _restart(self) -> bool:
-        """Try again with a lexer of one's own, so that a limit others have used up does not end this sample."""
-        if not self._inner.get_error().startswith("lexer"):
-            return False  # only lexers are shared: whatever else is wrong would be wrong again
-        self._go_again()
-        return not self._failure
-
-    def _go_again(self) -> None:
-        self._inner = self._grammar.renew()
-        self._failure = ""
-        if self._inner.try_consume_tokens(self._tokens) != len(self._tokens):
-            self._note_failure()
-
-    def _note_failure(self) -> None:
-        if self._inner.is_error():
-            self._failure = _first_line(self._inner.get_error())
+    def overspent(self) -> str:
+        """Why no more masks are made: they take too long. Empty while they do not."""
+        limit_ms = self.compiler.limits.mask_s * 1000
+        return f"its masks take more than {limit_ms:g} ms on average" if self._credit_s < 0 else ""
 
 
-def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:
-    """Which tokens each matcher allows [rows, vocab_size] bool; GrammarFailed names all rows that have no answer."""
-    known = matchers[0]._grammar.compiler.vocab_size
-    bits = np.empty((len(matchers), (known + 31) // 32), np.int32)
-    failed: list[int] = []
-    reason = ""
-    for row, matcher in enumerate(matchers):
-        try:
-            matcher.fill(bits[row])
-        except GrammarFailed as error:
-            failed.append(row)
-            reason = error.reason
-    if failed:
-        raise GrammarFailed(failed, reason)
-    return _unpacked(bits, min(known, vocab_size), vocab_size)
-
-
-def _unpacked(bits: npt.NDArray[np.int32], known: int, vocab_size: int) -> Tensor:
-    """Bits [rows, words] as booleans [rows, vocab_size]; ids past the vocabulary are padding and never allowed."""
-    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=known, bitorder="little").view(np.bool_)
-    if known < vocab_size:
-        allowed = np.pad(allowed, ((0, 0), (0, vocab_size - known)))
-    return torch.from_numpy(allowed)
-
-
-def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
+def _on_large_stack(make: Callable[[], LLMatcher]) -> tuple[LLMatcher, float]:
     """Run the library's compiler where it may go deep: it follows chains of rules by recursion, at 8 KB a rule.
 
     On a usual stack a schema of a thousand references would end the process. The size is for the longest chain that the
     limits on texts and schemas let through; only what is used of it is real.
     """
-    made: list[LLMatcher] = []
+    made: list[tuple[LLMatcher, float]] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(make())
+            made.append((make(), time.thread_time()))
         except BaseException as error:  # a panic of the library is no Exception
             failed.append(error)
 
@@ -327,17 +247,17 @@ def _check(matcher: LLMatcher, where: str) -> None:
     if matcher.is_error():
         raise _refusal(matcher.get_error(), where)
     if warnings := matcher.get_grammar_warnings():
-        raise GrammarUnsupported(where, "warning", _first_line(warnings[0]))
+        raise GrammarUnsupported(where, "warning", first_line(warnings[0]))
     first = matcher.deep_copy()
     mask = first.compute_bitmask()
     if first.is_error():
-        raise GrammarTooLarge(where, f"cannot be followed within its limits: {_first_line(first.get_error())}")
+        raise GrammarTooLarge(where, f"cannot be followed within its limits: {first_line(first.get_error())}")
     if not any(mask):
         raise GrammarError(where, "no token of this vocabulary can begin it, so nothing satisfies it")
 
 
 def _refusal(message: str, where: str) -> GrammarError:
-    reason = _first_line(message)
+    reason = first_line(message)
     lower = _DRAWING.split(message, maxsplit=1)[0].lower()
     for sign, keyword, advice in (
         ("oneof constraints", "oneOf", "is supported only where its branches cannot overlap; use anyOf"),
@@ -357,13 +277,3 @@ def _refusal(message: str, where: str) -> GrammarError:
     if "unsatisfiable" in lower:
         return GrammarError(where, f"nothing satisfies it: {reason}")
     return GrammarError(where, f"is broken: {reason}")
-
-
-def _first_line(message: str) -> str:
-    """What the library says, without its drawings and the place in a text that kvilt wrote."""
-    line = message.split("\n", 1)[0]
-    return line.split("failed to compile JSON schema: ", 1)[-1].strip()[:200]
-
-
-def _not_allowed(token: int) -> InputError:
-    return InputError(f"the grammar does not allow token {token} here; draw tokens with this state's own mask")

@@ -21,8 +21,8 @@ from ..ops.contract import Reductions, RowLogprobs
 from ..ops.logprobs import row_logprobs
 from .bans import BadWords
 from .draw import argmax, draw
-from .grammar import Matcher, masks
 from .history import History
+from .matcher import Matcher, masks
 from .noise import fold_seed, row_key
 from .params import SamplingParams
 from .transforms import Touched, add_bias_, ban_, confine_, penalize_

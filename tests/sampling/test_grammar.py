@@ -27,7 +27,8 @@ from kvilt.sampling.constraint import (
     Lark,
     Regex,
 )
-from kvilt.sampling.grammar import Compiler, Limits, Matcher, masks
+from kvilt.sampling.grammar import Compiler, Limits
+from kvilt.sampling.matcher import Matcher, masks
 from kvilt.sampling.params import SamplingParams
 from kvilt.text import tokenizer as tokenizers
 

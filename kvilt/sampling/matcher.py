@@ -1,0 +1,218 @@
+"""Matchers: where samples stand in their grammar, which tokens may come next, and masks of several at once.
+
+Refuses to know how grammars are written and compiled. A matcher belongs to one sample and is used by one thread at a
+time.
+
+Samples of one grammar share a lexer of the library, which builds states as they are needed. A lexer that goes over a
+limit is broken for all of its samples at once. Masks report that, but taking in a token does not: the library then
+answers as if the grammar did not allow the token. So a sample whose mask was made before another sample broke the lexer
+had a token refused that its own mask allowed. Therefore masks are the only answers that are believed here. A sample
+whose lexer is broken takes in its tokens again on another one, and fails only where a new lexer is not enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import GrammarFailed, InputError
+
+if TYPE_CHECKING:
+    from .grammar import Grammar, Lexer, LLMatcher
+
+Bits = npt.NDArray[np.int32]  # [words]: bit i of word w is token 32 * w + i
+
+_SHARED_LIMIT = "too many states"  # the library's word for the limit that samples reach together
+_DISAGREES = "the library does not take in the tokens that it allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A place in a grammar, as the library has it, on a lexer."""
+
+    lexer: Lexer
+    place: LLMatcher
+
+
+class Matcher:
+    """Where one sample stands in its grammar: which tokens may come next, and whether it may end."""
+
+    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_stand", "_tokens")
+
+    def __init__(self, grammar: Grammar, tokens: Iterable[int] = (), ends: int = 0) -> None:
+        self._grammar = grammar
+        self._tokens = list(tokens)  # without the end tokens, which are only counted
+        self._ends = ends
+        self._failure = ""  # why it can go no further
+        self._mask: Bits | None = None  # of this place, once it is known; never written to again
+        self._stand: Stand | None = None  # behind the tokens; None until it is needed
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text so far is whole, so that the sample may end here."""
+        return self._ends > 0 or self._allows(self._grammar.compiler.end_ids[0])
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but an end token can follow."""
+        return self._ends > 0 or bool(np.array_equal(self._allowed(), self._grammar.compiler.end_mask))
+
+    def fill(self, bits: Bits) -> None:
+        """Set the bits [words] of the tokens that may come next, and clear all others."""
+        bits[:] = self._grammar.compiler.end_mask if self._ends else self._allowed()
+        if self._failure and not self._ends:
+            raise GrammarFailed([0], self._failure)
+
+    def accept(self, token: int) -> None:
+        """Take in a token; one that the grammar does not allow here is refused, and nothing changes.
+
+        A token that this matcher's own mask allowed is never refused: where a limit is in the way it counts as taken,
+        and the next mask says so.
+        """
+        if token in self._grammar.compiler.end_ids:
+            if not self.accepting:
+                raise _not_allowed(token)
+            self._ends += 1
+            return
+        if self._ends or not self._take(token):
+            raise _not_allowed(token)
+        self._tokens.append(token)
+        self._mask = None
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens, as if they had never been accepted."""
+        if not 0 <= count <= len(self._tokens) + self._ends:
+            raise InputError(f"{count} tokens cannot be taken back: {len(self._tokens) + self._ends} were accepted")
+        ends = min(count, self._ends)
+        self._ends -= ends
+        back = count - ends
+        if not back:
+            return
+        del self._tokens[len(self._tokens) - back :]
+        self._mask = None
+        if self._failure or self._stand is None or not self._stand.place.rollback(back):
+            self._stand, self._failure = None, ""
+
+    def fork(self) -> Matcher:
+        """The same place in the same grammar, free to go its own way."""
+        other = Matcher(self._grammar, self._tokens, self._ends)
+        other._failure, other._mask = self._failure, self._mask
+        if self._stand is not None:
+            other._move(Stand(self._stand.lexer, self._stand.place.deep_copy()))
+        return other
+
+    def leave(self, lexer: Lexer) -> None:
+        """Let go of a lexer that is broken, and of its memory; the sample finds another one when it goes on."""
+        if self._stand is not None and self._stand.lexer is lexer:
+            self._stand = None
+
+    def _take(self, token: int) -> bool:
+        if not 0 <= token < self._grammar.compiler.vocab_size:
+            return False
+        stand = self._here()
+        if stand is None:
+            return True
+        if stand.place.try_consume_tokens([token]) == 1:
+            return True
+        allowed = self._allows(token)
+        if allowed:
+            self._grammar.drop(stand.lexer)
+            self._replay([*self._tokens, token])
+        return allowed or bool(self._failure)
+
+    def _allows(self, token: int) -> bool:
+        return bool(self._allowed()[token // 32] >> (token % 32) & 1)
+
+    def _allowed(self) -> Bits:
+        """The mask of this place [words]; nothing is allowed where there is a failure."""
+        if self._mask is None:
+            mask = np.zeros_like(self._grammar.compiler.end_mask)
+            began = time.thread_time()
+            self._compute(mask)
+            self._grammar.spend(time.thread_time() - began)
+            self._failure = self._failure or self._grammar.overspent
+            self._mask = np.zeros_like(mask) if self._failure else mask
+        return self._mask
+
+    def _compute(self, mask: Bits) -> None:
+        while (stand := self._here()) is not None:
+            place, lexer = stand.place, stand.lexer
+            place.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if not place.is_error():
+                lexer.masks += 1
+                return
+            error = place.get_error()
+            if error.startswith("lexer"):
+                self._grammar.drop(lexer)
+            own = lexer.masks == 0 and len(lexer.users) == 1  # nothing is on it but this sample's tokens
+            if own or _SHARED_LIMIT not in error:
+                self._failure = first_line(error)
+
+    def _here(self) -> Stand | None:
+        """Where this sample stands; one that stands nowhere takes in its tokens again. None: it has failed."""
+        if self._stand is None and not self._failure:
+            self._replay(self._tokens)
+        return None if self._failure else self._stand
+
+    def _replay(self, tokens: Sequence[int]) -> None:
+        """Stand behind tokens that were allowed: on the lexer that others use or, where it breaks, on a new one."""
+        failure = ""
+        for _ in range(2):
+            try:
+                lexer = self._grammar.lexer()
+            except GrammarFailed as error:
+                failure = error.reason
+                break
+            place = lexer.start.deep_copy()
+            if place.try_consume_tokens(list(tokens)) == len(tokens):
+                self._move(Stand(lexer, place))
+                return
+            failure = first_line(place.get_error()) or _DISAGREES
+            self._grammar.drop(lexer)
+        self._stand, self._failure = None, failure
+
+    def _move(self, stand: Stand) -> None:
+        self._stand = stand
+        stand.lexer.users.add(self)
+
+
+def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:
+    """Which tokens each matcher allows [rows, vocab_size] bool; GrammarFailed names all rows that have no answer."""
+    compiler = matchers[0]._grammar.compiler
+    bits = np.empty((len(matchers), len(compiler.end_mask)), np.int32)
+    failed: list[int] = []
+    reason = ""
+    for row, matcher in enumerate(matchers):
+        try:
+            matcher.fill(bits[row])
+        except GrammarFailed as error:
+            failed.append(row)
+            reason = error.reason
+    if failed:
+        raise GrammarFailed(failed, reason)
+    return _unpacked(bits, min(compiler.vocab_size, vocab_size), vocab_size)
+
+
+def _unpacked(bits: npt.NDArray[np.int32], known: int, vocab_size: int) -> Tensor:
+    """Bits [rows, words] as booleans [rows, vocab_size]; ids past the vocabulary are padding and never allowed."""
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=known, bitorder="little").view(np.bool_)
+    if known < vocab_size:
+        allowed = np.pad(allowed, ((0, 0), (0, vocab_size - known)))
+    return torch.from_numpy(allowed)
+
+
+def first_line(message: str) -> str:
+    """What the library says, without its drawings and the place in a text that kvilt wrote."""
+    line = message.split("\n", 1)[0]
+    return line.split("failed to compile JSON schema: ", 1)[-1].strip()[:200]
+
+
+def _not_allowed(token: int) -> InputError:
+    return InputError(f"the grammar does not allow token {token} here; draw tokens with this state's own mask")
