@@ -31,10 +31,12 @@ class ParamError(InputError):
 class ContextOverflow(InputError):
     """A sequence does not fit; `setting` names what limits it, `max_context` or `kv_memory`."""
 
-    def __init__(self, tokens: int, limit: int, setting: str = "max_context") -> None:
+    def __init__(self, tokens: int, limit: int, setting: str = "max_context", *, at_least: bool = False) -> None:
+        """`at_least`: the rest of the text was not counted."""
         holder = "the KV memory" if setting == "kv_memory" else "the context"
+        needed = f"at least {tokens}" if at_least else f"{tokens}"
         super().__init__(
-            f"room for {tokens} tokens is needed and {holder} holds {limit}; shorten the prompt or raise {setting}"
+            f"room for {needed} tokens is needed and {holder} holds {limit}; shorten the prompt or raise {setting}"
         )
         self.tokens = tokens
         self.limit = limit

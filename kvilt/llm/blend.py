@@ -99,10 +99,10 @@ class Documents:
                 self._own.close()
             self._own = self._chunks = None
 
-    def ids(self, text: str | Sequence[int]) -> list[int]:
-        """The tokens of a document or of any part of a prompt but the first."""
+    def ids(self, text: str | Sequence[int], taken: int = 0) -> list[int]:
+        """The tokens of a document or of any part of a prompt but the first, behind `taken` others."""
         if isinstance(text, str):
-            return self._tokenizer.encode(text, add_special=False)
+            return self._tokenizer.encode(text, add_special=False, limit=self._executor.max_context, taken=taken)
         return read_ids(text, self._executor.spec.vocab_size)
 
     def check_alone(self, name: str, tokens: int) -> None:
@@ -123,13 +123,13 @@ class Documents:
             raise InputError("give at least two parts: what stands first, any documents, and the question")
         first, *rest = parts
         begin = [*self._tokenizer.head, *self.ids(first)] if isinstance(first, str) else self.ids(first)
-        segments = [begin, *map(self.ids, rest)]
+        segments = self._behind(begin, rest)
         flags = [False, *[True] * (len(segments) - 2), not recipe.last_segment]
         return self._pieces(segments, flags, recipe)
 
     def before(self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
         """Documents, and a prompt behind them."""
-        segments = [list(self._tokenizer.head), *map(self.ids, documents), self.ids(prompt)]
+        segments = self._behind(self._tokenizer.head, [*documents, prompt])
         return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
 
     def between(
@@ -137,9 +137,19 @@ class Documents:
     ) -> Pieces:
         """Documents between the pieces of a chat prompt, of which there is one more."""
         segments: list[Sequence[int]] = [pieces[0]]
+        taken = sum(map(len, pieces))
         for document, piece in zip(documents, pieces[1:], strict=True):
-            segments += [self.ids(document), piece]
+            segments += [self.ids(document, taken), piece]
+            taken += len(segments[-2])
         return self._pieces(segments, [index % 2 == 1 for index in range(len(segments))], recipe)
+
+    def _behind(self, begin: Sequence[int], texts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        """The tokens of texts one behind the other; none is tokenized behind the end of the context."""
+        segments, taken = [begin], len(begin)
+        for text in texts:
+            segments.append(self.ids(text, taken))
+            taken += len(segments[-1])
+        return segments
 
     def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> Pieces:
         quilt = Quilt.of(segments, documents)

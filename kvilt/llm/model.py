@@ -82,7 +82,7 @@ class Model:
     def prompt_ids(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """The tokens of a prompt; `begins` is False where it continues earlier text."""
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special=begins)
+            ids = self.tokenizer.encode(prompt, add_special=begins, limit=self.executor.max_context)
         else:
             ids = read_ids(prompt, self.executor.spec.vocab_size)
         if not ids:
@@ -93,7 +93,10 @@ class Model:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
     ) -> list[int]:
         """The tokens of a conversation, up to where an answer begins; without `answers`, up to the last message."""
-        return self.chat_template.encode(self.tokenizer, messages, tools=tools, add_generation_prompt=answers)
+        most = self.executor.max_context
+        return self.chat_template.encode(
+            self.tokenizer, messages, tools=tools, add_generation_prompt=answers, limit=most
+        )
 
     def chat_pieces(
         self,
@@ -103,7 +106,8 @@ class Model:
         recipe: Recipe,
     ) -> Pieces:
         """A conversation with documents where its template puts them, else before the last user's text."""
-        pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools)
+        most = self.executor.max_context
+        pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools, limit=most)
         return self.documents.between(pieces, documents, recipe)
 
     def _begins(self, behind: Behind) -> list[int]:
@@ -111,7 +115,10 @@ class Model:
         if not behind:
             raise ParamError("behind", "is empty; leave it out, or give the text or messages that prompts begin with")
         if isinstance(behind, str):
-            return [*self.tokenizer.head, *self.tokenizer.encode(behind, add_special=False)]
+            return [
+                *self.tokenizer.head,
+                *self.tokenizer.encode(behind, add_special=False, limit=self.executor.max_context),
+            ]
         asked = [*behind, {"role": "user", "content": "?"}]  # documents stand before the question, whatever it is
         return self.chat_template.encode_around(self.tokenizer, asked, 1)[0]
 

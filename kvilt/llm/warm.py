@@ -14,7 +14,7 @@ from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..engine.request import Request
 from ..engine.track import Job
-from ..errors import InputError
+from ..errors import ContextOverflow, InputError, ParamError
 from ..sampling.params import SamplingParams
 from .answer import Asked
 from .model import Chosen, Model, Prompt
@@ -126,7 +126,10 @@ class Warming:
             self._on_progress(done, sum(map(len, self._unique)))
 
     def _read(self, index: int, text: Prompt) -> Ids:
-        ids = tuple(self._model.documents.ids(text))
+        try:
+            ids = tuple(self._model.documents.ids(text))
+        except ContextOverflow as error:
+            raise ParamError(f"documents.{index}", f"has at least {error.tokens} tokens; {error.limit} fit") from error
         self._model.documents.check_alone(f"documents.{index}", len(ids))
         return ids
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import TemplateError
+from ..errors import ContextOverflow, InputError, TemplateError
 from .budget import Limits
+from .pipeline import clean
 from .specials import SpecialTexts
-from .tokenizer import Tokenizer, clean
+from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _Values = dict[str, Any]
@@ -80,11 +82,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        limit: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt as ids: special tokens where the template wrote them, all other text as it is."""
-        guard = self._guard(self._values(messages, tools, documents, kwargs), tokenizer.texts)
-        return tokenizer.encode_parts(_parts(tokenizer, guard, self._rendered(guard, add_generation_prompt)))
+        """The prompt as ids: special tokens where the template wrote them, all other text as it is.
+
+        More than `limit` ids raise ContextOverflow, before the template runs where the messages alone are too long.
+        """
+        room = _Room.of(self._limits, tokenizer, limit)
+        guard = self._guard(self._values(messages, tools, documents, kwargs, room), tokenizer.texts)
+        parts = _parts(tokenizer, guard, self._rendered(guard, add_generation_prompt))
+        return tokenizer.encode_parts(parts, limit=limit)
 
     def encode_after(
         self,
@@ -124,12 +132,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        limit: int | None = None,
     ) -> list[list[int]]:
         """The ids before, between and behind so many documents, which are encoded by themselves.
 
-        They stand where the template puts documents or, if it knows none, before the last user's content.
+        They stand where the template puts documents or, if it knows none, before the last user's content. `limit` as
+        in `encode`, for each part.
         """
-        values = self._values(messages, tools, None, {})
+        values = self._values(messages, tools, None, {}, _Room.of(self._limits, tokenizer, limit))
         free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
         marks = [mark for mark, _ in zip(free, range(places), strict=False)]
         if len(marks) < places:
@@ -140,7 +150,7 @@ class ChatTemplate:
             piece, _, text = text.partition(mark)
             pieces.append(piece)
         split = [_parts(tokenizer, guard, piece) for piece in (*pieces, text)]
-        return [tokenizer.encode_parts(parts if not i else ["", *parts]) for i, parts in enumerate(split)]
+        return [tokenizer.encode_parts(parts if not i else ["", *parts], limit=limit) for i, parts in enumerate(split)]
 
     def _marked(
         self, tokenizer: Tokenizer, values: _Values, marks: Sequence[str], add_generation_prompt: bool
@@ -150,7 +160,7 @@ class ChatTemplate:
             own = {**values, "documents": [{"title": "", "text": mark, "content": mark} for mark in marks]}
             guard = self._guard(own, tokenizer.texts)
             text = self._rendered(guard, add_generation_prompt)
-            if [char for char in text if char in marks] == list(marks):
+            if _found(text, marks) == list(marks):
                 return guard, text
         asked = [message for message in values["messages"] if message["role"] == "user"]
         if not asked or not isinstance(asked[-1].get("content"), str):
@@ -158,11 +168,18 @@ class ChatTemplate:
         asked[-1]["content"] = "".join(f"{mark}\n" for mark in marks) + asked[-1]["content"]  # in our own copy
         guard = self._guard(values, tokenizer.texts)
         text = self._rendered(guard, add_generation_prompt)
-        if [char for char in text if char in marks] != list(marks):
+        if _found(text, marks) != list(marks):
             raise TemplateError("the chat template does not show the last user message as it is")
         return guard, text
 
-    def _values(self, messages: Sequence[Message], tools: Any, documents: Any, kwargs: Mapping[str, Any]) -> _Values:
+    def _values(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        documents: Any,
+        kwargs: Mapping[str, Any],
+        room: _Room | None = None,
+    ) -> _Values:
         """What the template will see, checked and copied."""
         self._check_keywords(kwargs)
         values = {
@@ -171,7 +188,7 @@ class ChatTemplate:
             "tools": _checked_objects(tools, "tools"),
             "documents": _checked_objects(documents, "documents"),
         }
-        return _copied(values, self._limits)
+        return _copied(values, room or _Room.of(self._limits))
 
     def _guard(self, values: _Values, texts: SpecialTexts | None = None) -> _Guard:
         return _Guard(values, texts or self._texts, self._used)
@@ -224,6 +241,11 @@ def _parts(tokenizer: Tokenizer, guard: _Guard, text: str) -> list[str | int]:
     """Rendered text cut at the special tokens the template wrote, with the user's own characters back in place."""
     parts = tokenizer.texts.split(text)
     return [part if isinstance(part, int) else guard.restore(part) for part in parts]
+
+
+def _found(text: str, marks: Sequence[str]) -> list[str]:
+    """The marks in a text, in its order."""
+    return re.findall(f"[{re.escape(''.join(marks))}]", text) if marks else []
 
 
 def _free(taken: frozenset[str]) -> Iterator[str]:
@@ -289,20 +311,41 @@ def _checked_objects(values: Any, name: str) -> list[Any] | None:
     return list(values)
 
 
-def _copied(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """The values rebuilt out of plain JSON types, within the limits."""
-    left = [limits.text_chars, limits.items]
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How much messages may hold: as much as a template may, and no more than could ever fit a context."""
+
+    chars: int
+    items: int
+    tokens: int | None = None  # the context, where it is what sets `chars`
+
+    @classmethod
+    def of(cls, limits: Limits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> _Room:
+        if tokenizer is None or tokens is None or tokens >= limits.text_chars:
+            return cls(limits.text_chars, limits.items)
+        most = tokenizer.most_bytes(tokens)
+        return cls(min(limits.text_chars, most), limits.items, tokens if most < limits.text_chars else None)
+
+    def overflow(self) -> InputError:
+        if self.tokens is None:
+            return TemplateError(f"the messages hold more than {self.chars} characters")
+        return ContextOverflow(self.tokens + 1, self.tokens, at_least=True)
+
+
+def _copied(values: dict[str, Any], room: _Room) -> dict[str, Any]:
+    """The values rebuilt out of plain JSON types, as far as there is room for them."""
+    left = [room.chars, room.items]
 
     def copy(value: Any, depth: int) -> Any:
         left[1] -= 1
         if left[1] < 0 or depth > _MAX_DEPTH:
-            raise TemplateError(f"the messages hold more than {limits.items} values or nest deeper than {_MAX_DEPTH}")
+            raise TemplateError(f"the messages hold more than {room.items} values or nest deeper than {_MAX_DEPTH}")
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):
             left[0] -= len(value)
             if left[0] < 0:
-                raise TemplateError(f"the messages hold more than {limits.text_chars} characters")
+                raise room.overflow()
             return clean(str.__str__(value))
         if isinstance(value, Mapping):
             return {_key(key): copy(inner, depth + 1) for key, inner in value.items()}

@@ -5,21 +5,19 @@ Refuses to know models and chats; special tokens in text given to `encode` are p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, KviltError, TokenizerError
+from ..errors import ContextOverflow, InputError, KviltError, TokenizerError
+from .pipeline import Pipeline, clean
 from .specials import SpecialTexts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Core
 
     from .vocabulary import Vocabulary
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,8 @@ class Tokenizer:
     special: Mapping[str, int]  # control tokens by their text
     named: Mapping[str, str]  # bos_token, eos_token, ... as templates call them
     chat_template: str | None
-    core: Core = field(repr=False)  # cuts plain text; never yields a control token
-    inner: Core = field(repr=False)  # the same for text that follows a special token
+    core: Pipeline = field(repr=False)  # cuts plain text; never yields a control token
+    inner: Pipeline = field(repr=False)  # the same for text that follows a special token
     spell: Callable[[int], bytes] = field(repr=False)
     lookup: Callable[[str], int | None] = field(repr=False)
     texts: SpecialTexts = field(repr=False)
@@ -42,24 +40,36 @@ class Tokenizer:
     drops_space: bool = False  # the first space of a decoded text was added by encode
     _special_text: Mapping[int, str] = field(default_factory=dict, repr=False)
 
-    def encode(self, text: str | bytes, add_special: bool = True) -> list[int]:
-        """Ids of `text`, in which special tokens are plain text; broken UTF-8 becomes U+FFFD."""
-        ids = _ids(self.core, clean(text))
-        return [*self.head, *ids, *self.tail] if add_special else ids
+    def encode(
+        self, text: str | bytes, add_special: bool = True, *, limit: int | None = None, taken: int = 0
+    ) -> list[int]:
+        """Ids of `text`, in which special tokens are plain text; broken UTF-8 becomes U+FFFD.
+
+        More than `limit` ids, with `taken` before them, raise ContextOverflow: by the length alone where that shows it.
+        """
+        if not add_special:
+            return self.core.ids(text, limit, taken)
+        return [*self.head, *self.core.ids(text, limit, taken + len(self.head) + len(self.tail)), *self.tail]
 
     def encode_with_specials(self, text: str) -> list[int]:
         """Ids of a text whose author may write special tokens, as a chat template does; adds none by itself."""
         return self.encode_parts(self.texts.split(clean(text)))
 
-    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Ids of plain texts and ready ids in turn; the texts hold no special tokens."""
+    def encode_parts(self, parts: Sequence[str | int], *, limit: int | None = None) -> list[int]:
+        """Ids of plain texts and ready ids in turn; the texts hold no special tokens. `limit` as in `encode`."""
         ids: list[int] = []
         for i, part in enumerate(parts):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids.extend(_ids(self.inner if i else self.core, clean(part)))
+                ids.extend((self.inner if i else self.core).ids(part, limit, len(ids)))
+        if limit is not None and len(ids) > limit:
+            raise ContextOverflow(len(ids), limit)
         return ids
+
+    def most_bytes(self, tokens: int) -> int:
+        """The bytes that so many tokens can hold; a longer text is refused by its length."""
+        return self.core.sizes.most_bytes(tokens)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -88,22 +98,18 @@ class Tokenizer:
         return found
 
 
-def make_tokenizer(**parts: Any) -> Tokenizer:
+def make_tokenizer(core: Core, inner: Core, **parts: Any) -> Tokenizer:
     """A tokenizer from its parts, with the tables that follow from them."""
-    special = parts["special"]
+    special, spell, size = parts["special"], parts["spell"], parts["vocab_size"]
+
+    def spelled() -> Iterable[bytes]:
+        return map(spell, range(size))
+
+    parts["core"] = parts["inner"] = Pipeline(core, spelled)
+    if inner is not core:
+        parts["inner"] = Pipeline(inner, spelled)
     parts.setdefault("texts", SpecialTexts(special))
     return Tokenizer(**parts, _special_text={i: text for text, i in special.items()})
-
-
-def clean(text: str | bytes) -> str:
-    """`text` as a string that UTF-8 can write: invalid bytes and lone surrogates become U+FFFD."""
-    if isinstance(text, bytes):
-        return text.decode("utf-8", "replace")
-    if not isinstance(text, str):
-        raise InputError(f"text must be a string, not {type(text).__name__}")
-    if _SURROGATE.search(text) is None:
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def from_file(path: Path | str) -> Tokenizer:
@@ -166,19 +172,3 @@ def _wanted(add: bool, token_id: int | None, name: str) -> tuple[int, ...]:
     if token_id is None:
         raise TokenizerError(f"tokenizer.ggml.add_{name}_token is true and the file names no {name} token")
     return (token_id,)
-
-
-def _ids(core: Core, text: str) -> list[int]:
-    """Plain text to ids; other threads run meanwhile."""
-    if not text:
-        return []
-    try:
-        # The batch call lets go of the interpreter lock and keeps no offsets, unlike `encode`.
-        ids: list[int] = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the regular expression engine is no Exception
-        raise InputError(
-            f"a text of {len(text)} characters cannot be tokenized ({error}); shorten its runs of white space"
-        ) from error
-    return ids

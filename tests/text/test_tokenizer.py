@@ -133,7 +133,7 @@ def test_pathological_text_takes_linear_time(smollm2: Tokenizer, text: str) -> N
 
 
 def test_a_panic_of_the_regular_expressions_is_a_typed_error(capfd: pytest.CaptureFixture[str]) -> None:
-    tokenizer = from_metadata(_bpe("qwen2"))
+    tokenizer = from_metadata(bpe_metadata("qwen2"))
     with pytest.raises(InputError, match="white space"):
         tokenizer.encode(" " * 12_000_000 + "x")
     capfd.readouterr()  # the library writes a trace of its own
@@ -223,7 +223,7 @@ def test_qwen2_text_comes_back_composed(qwen2: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("pre", sorted(PRE_RULES))
 def test_every_pre_rule_keeps_every_byte(pre: str) -> None:
-    tokenizer = from_metadata(_bpe(pre))
+    tokenizer = from_metadata(bpe_metadata(pre))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == (_composed(text) if PRE_RULES[pre].nfc else text)
 
@@ -248,16 +248,16 @@ def test_pre_rules_cut_where_the_published_tokenizers_do(pre: str, words: list[s
 
 
 def test_llama3_takes_whole_words_and_starts_with_bos() -> None:
-    metadata = _bpe("llama-bpe", extra=["abc"])
+    metadata = bpe_metadata("llama-bpe", extra=["abc"])
     metadata["tokenizer.ggml.bos_token_id"] = metadata["tokenizer.ggml.tokens"].index("<|end|>")
     tokenizer = from_metadata(metadata)
     assert tokenizer.encode("abc") == [tokenizer.bos_id, tokenizer.id_of("abc")]
-    assert len(from_metadata(_bpe("gpt-2", extra=["abc"])).encode("abc")) == 3  # no merge leads there
+    assert len(from_metadata(bpe_metadata("gpt-2", extra=["abc"])).encode("abc")) == 3  # no merge leads there
 
 
 def test_an_unknown_pre_rule_is_refused_by_name() -> None:
     with pytest.raises(TokenizerError, match=r"'klingon'.*llama-bpe"):
-        from_metadata(_bpe("klingon"))
+        from_metadata(bpe_metadata("klingon"))
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def test_an_unknown_pre_rule_is_refused_by_name() -> None:
     ],
 )
 def test_damaged_vocabularies_are_refused(field: str, value: Any, message: str) -> None:
-    metadata = {**_bpe("gpt-2"), f"tokenizer.ggml.{field}": value}
+    metadata = {**bpe_metadata("gpt-2"), f"tokenizer.ggml.{field}": value}
     with pytest.raises(TokenizerError, match=message):
         from_metadata(metadata)
 
 
 def test_tokens_that_are_no_utf8_keep_their_bytes() -> None:
-    metadata = _bpe("gpt-2", extra=[b"\xe4\xbd".decode("utf-8", "surrogateescape")])
+    metadata = bpe_metadata("gpt-2", extra=[b"\xe4\xbd".decode("utf-8", "surrogateescape")])
     tokenizer = from_metadata({**metadata, "tokenizer.ggml.add_bos_token": False})
     odd = metadata["tokenizer.ggml.tokens"].index("\udce4\udcbd")
     assert tokenizer.token_bytes(odd) == b"\xe4\xbd"
@@ -315,7 +315,7 @@ def test_damaged_spm_vocabularies_are_refused(
         from_metadata({**small_spm[1], f"tokenizer.ggml.{field}": full})
 
 
-def _bpe(pre: str, extra: list[str] | None = None) -> dict[str, Any]:
+def bpe_metadata(pre: str, extra: list[str] | None = None) -> dict[str, Any]:
     """A byte-level vocabulary of single bytes, one merge, and one control token."""
     from kvilt.text.assemble import ByteAlphabet
 

@@ -30,7 +30,8 @@ def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
     if (asked.prompt is None) == (asked.messages is None):
         raise InputError("give a prompt or messages to tokenize, one of them")
     if asked.messages is None:
-        ids = llm.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+        most = llm.executor.max_context
+        ids = llm.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens, limit=most)
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
         ids = llm.chat_ids(messages_of(asked.messages), tools, asked.add_generation_prompt)
