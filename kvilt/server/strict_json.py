@@ -8,7 +8,7 @@ Refuses to know HTTP.
 from __future__ import annotations
 
 import re
-from json.decoder import JSONDecodeError, scanstring
+from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_DEPTH = 64
