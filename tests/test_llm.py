@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -71,6 +72,59 @@ def test_a_stream_left_early_gives_its_pages_back(llm: LLM) -> None:
     next(stream)
     assert llm.executor.pool.usage().used > 0
     stream.close()  # type: ignore[attr-defined]
+    assert llm.executor.pool.usage().used == 0
+
+
+def test_a_stream_is_closed_by_its_block_and_closing_twice_is_fine(llm: LLM) -> None:
+    with llm.stream("Once upon a time", max_tokens=50) as stream:
+        next(iter(stream))
+        assert llm.executor.pool.usage().used > 0
+    assert llm.executor.pool.usage().used == 0
+    assert list(stream) == []
+    stream.close()
+    with pytest.raises(InputError, match="closed before its end"):
+        _ = stream.completion
+    with llm.stream("Once upon a time", max_tokens=3, keep_kv=True) as whole:
+        list(whole)
+    done = whole.completion
+    assert done.kv is not None
+    assert done.kv.num_entries > 0, "what was read to its end is the caller's"
+    done.kv.close()
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_a_stream_that_was_never_read_gives_back_what_it_was_lent(llm: LLM, how: str) -> None:
+    with llm.prefill("Once upon a time") as kv:
+        stream = llm.stream(" there was", kv=kv, max_tokens=5)
+    assert llm.executor.pool.usage().used > 0, "it holds a fork"
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    else:
+        del stream
+        gc.collect()
+    assert llm.executor.pool.usage().used == 0
+
+
+def test_a_stream_that_another_thread_reads_is_closed_there(llm: LLM) -> None:
+    """Closing from outside never waits for a step, and the reader ends after the one in progress."""
+    stream, reading, closed = llm.stream("Once upon a time", max_tokens=200, ignore_eos=True), [], threading.Event()
+    run = llm.executor.run
+
+    def close_inside(batch: Batch) -> Logits:
+        if len(reading) == 2 and not closed.is_set():
+            closer = threading.Thread(target=stream.close)
+            closer.start()
+            closer.join()
+            closed.set()
+        return run(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.executor, "run", close_inside)
+        for piece in stream:
+            reading.append(piece)  # noqa: PERF402
+    assert closed.is_set()
+    assert 2 <= len(reading) <= 4
     assert llm.executor.pool.usage().used == 0
 
 

@@ -69,7 +69,7 @@ class Counters:
     seen: tuple[object, ...] = ()  # what the gauges say
 
     def stepped(self) -> None:
-        """How full everything is after a step; most steps of a decode change nothing of it."""
+        """How full everything is after a step, or the end of a request; most steps of a decode change nothing of it."""
         free = self.pool.free_pages()
         if (now := (free, self.scheduler.running, self.scheduler.waiting)) == self.seen:
             return

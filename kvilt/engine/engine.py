@@ -499,6 +499,7 @@ class Engine:
             del self._jobs[job.request.id]
         if not job.request.background:
             self._counters.ended(job, last, reason, error)
+        self._counters.stepped()  # no step may follow: gauges must not say that it is still there
 
 
 def _no_relief(_pinned: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,6 +56,7 @@ class Asking:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
         question = prepare()
         results: list[Completion] = []
+        begun = False
 
         def result() -> Completion:
             if not results:
@@ -65,14 +66,20 @@ class Asking:
         def stop() -> None:
             question.answer.stopped = True
 
-        def pieces() -> Iterator[Piece]:
+        def leave() -> None:
+            if not begun:
+                self._leave([question])
+
+        def pieces() -> Generator[Piece, None, None]:
+            nonlocal begun
+            begun = True
             with self._holding([question]):
                 self._engine.add(question.job, held=True)
                 while found := self._piece(question):
                     yield from found
                 results.append(question.answer.completion())
 
-        return Stream(pieces(), result, stop)
+        return Stream(pieces(), result, stop, leave)
 
     def _piece(self, question: Question) -> list[Piece]:
         """The next text of a stream, after as many steps as that takes; empty at its end.
@@ -113,8 +120,12 @@ class Asking:
         try:
             yield
         except BaseException:
-            for question in questions:
-                question.answer.abandon()
-                self._engine.abort(question.job)
-            self._wheel.settle()
+            self._leave(questions)
             raise
+
+    def _leave(self, questions: Sequence[Question]) -> None:
+        """Nobody wants these answers any more. May be called by a finalizer."""
+        for question in questions:
+            question.answer.abandon()
+            self._engine.abort(question.job)
+        self._wheel.settle()

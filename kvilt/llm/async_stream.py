@@ -47,9 +47,13 @@ class AsyncStream:
         """Draw no more; what there is can still be read, and `completion` has it."""
         self._outlet.stop()
 
-    async def aclose(self) -> None:
-        """Leave: the request ends within one step, and its KV goes back."""
+    def close(self) -> None:
+        """Leave: the request ends within one step, and its KV goes back. Waits for nothing; twice is fine."""
         self._left()
+
+    async def aclose(self) -> None:
+        """The same, for those who await."""
+        self.close()
 
     async def __aenter__(self) -> Self:
         return self

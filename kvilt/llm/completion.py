@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
@@ -72,15 +73,30 @@ class Piece(str):
 
 
 class Stream:
-    """Pieces of text as they are certain; after the last one `completion` has the rest."""
+    """Pieces of text as they are certain; after the last one `completion` has the rest.
 
-    def __init__(self, pieces: Iterator[Piece], result: Callable[[], Completion], stop: Callable[[], None]) -> None:
+    Close it, or use it as a context manager, unless it is read to its end.
+    """
+
+    def __init__(
+        self,
+        pieces: Generator[Piece, None, None],
+        result: Callable[[], Completion],
+        stop: Callable[[], None],
+        leave: Callable[[], None],
+    ) -> None:
+        """`leave` ends a request that is not wanted any more; it does nothing once the first piece was asked for."""
         self._pieces = pieces
         self._result = result
         self._stop = stop
+        self._left = weakref.finalize(self, leave)
+        self._left.atexit = False
 
     def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
 
     @property
     def completion(self) -> Completion:
@@ -95,3 +111,20 @@ class Stream:
         May be called from a signal's callback or another thread.
         """
         self._stop()
+
+    def close(self) -> None:
+        """Leave: the request ends within one step, its KV goes back, and there is no completion. Twice is fine.
+
+        While another thread reads, it stops there as with `stop`.
+        """
+        try:
+            self._pieces.close()
+        except ValueError:  # another thread is inside
+            self._stop()
+        self._left()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

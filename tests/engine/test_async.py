@@ -33,6 +33,7 @@ from kvilt.errors import (
 )
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.llm.async_stream import AsyncStream
 from kvilt.llm.outlet import Outlet, Post
 from kvilt.store.disk import Disk
 from kvilt.store.store import Limits, Store
@@ -491,6 +492,51 @@ def test_the_verbs_of_handles(executor: Executor, play: Callable[..., None], tmp
         for given in ({}, {"prompt": "x", "messages": QUESTION}):
             with pytest.raises(InputError, match="give one of them"):
                 await model.kv.create(**given)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_saving_a_handle_that_gives_way_meanwhile_saves_it(
+    executor: Executor, play: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: bool
+) -> None:
+    """Its KV is here, or was just computed, and has to go before it is written: the file is the same."""
+
+    async def scene(model: AsyncLLM) -> None:
+        made = await model.kv.create([5] * 50)
+        await model.kv.save(made.id, tmp_path / "kv")
+        if not resident:
+            assert model._handles.relieve(True)
+        write, relieved = model._handles.write, []
+
+        def write_late(*args: Any) -> int:
+            relieved.append(model._handles.relieve(True))
+            return write(*args)
+
+        monkeypatch.setattr(model._handles, "write", write_late)
+        assert await model.kv.save(made.id, tmp_path / "again") > 0
+        assert relieved == [True]
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "kv").read_bytes()
+        await model.kv.delete(made.id)
+
+    play(scene)
+
+
+def test_a_stream_that_is_closed_frees_its_request(executor: Executor, play: Callable[..., None]) -> None:
+    async def scene(model: AsyncLLM) -> None:
+        async def quiet() -> None:
+            while model.engine.requests or executor.pool.usage().used:
+                await asyncio.sleep(0.001)
+
+        for leave in (AsyncStream.close, AsyncStream.stop):
+            stream = await model.stream("Once upon a time", max_tokens=200, ignore_eos=True)
+            await anext(stream)
+            leave(stream)
+            leave(stream)
+            await quiet()
+        async with await model.stream("Once upon a time", max_tokens=200, ignore_eos=True) as stream:
+            await anext(stream)
+        await quiet()
 
     play(scene)
 

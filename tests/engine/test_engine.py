@@ -637,6 +637,22 @@ def test_what_happens_is_counted_under_known_names(executor: Executor, engine: E
     assert value(engine, counters.QUEUED) == 2
 
 
+def test_gauges_are_true_where_no_step_follows(executor: Executor, engine: Engine) -> None:
+    """Whatever ends the last request ends what is shown of it: an abort between two steps, or an end of everything."""
+    for leave in (
+        lambda: (engine.abort("a"), engine.abort("b"), engine.attend()),
+        lambda: engine.fail_all(InputError("the end")),
+    ):
+        for name in "ab":
+            start(engine, LONG, id=name)
+        engine.step()
+        assert value(engine, counters.RUNNING) + value(engine, counters.WAITING) == 2
+        leave()
+        assert (value(engine, counters.RUNNING), value(engine, counters.WAITING)) == (0, 0)
+        assert value(engine, counters.KV_USAGE) == 0
+        assert value(engine, counters.KV_BYTES, tier="memory") == 0
+
+
 NAMES = (
     "num_requests_running",
     "num_requests_waiting",
