@@ -9,13 +9,13 @@ import hashlib
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
+
+from ..kv.file import write_whole
 
 _log = logging.getLogger(__name__)
 _FORMAT, _VERSION = "kvilt blend certificates", 1
@@ -166,18 +166,8 @@ class CertificateFile:
                 _log.warning("certificates cannot be written to %s: %s", self._path, error)
 
     def _put(self, data: bytes) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        write_whole(self._path, data)
 
 
 def _packed(certificates: Sequence[Certificate]) -> bytes:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
 from ..errors import AdapterUnknown
+from ..kv.owner import owner_of
 from ..llm import AsyncLLM
 from ..metrics import Metrics
 from ..text.parse import parser_for
@@ -20,6 +22,7 @@ from .counters import SERVER_METRICS
 from .gate import Caller
 from .refusal import Refused
 from .settings import ServeConfig
+from .shelf import sweep_saved
 from .voice import marks_of
 
 
@@ -35,6 +38,8 @@ class Service:
         self.metrics = Metrics(SERVER_METRICS)
         self.draining = False
         self._in_progress = 0
+        self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        sweep_saved(config)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -67,6 +72,10 @@ class Service:
         """Refuse an adapter the name of the model itself, which requests could not tell from it."""
         if name in self.config.names:
             raise Refused(400, f"lora_name: {name[:64]!r} is the model's own name", param="lora_name", code="bad_name")
+
+    def saving(self, caller: Caller) -> asyncio.Lock:
+        """Held while a key saves a file: one at a time, so that none is counted before it is there."""
+        return self._saving.setdefault(owner_of(caller.tenant), asyncio.Lock())
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:

@@ -41,10 +41,11 @@ class ServeConfig:
     max_tools: int = 128
     max_documents: int = 1024
     max_saved: int = 64  # files of one key
+    max_saved_bytes: int = 8 << 30  # once a key's files have so many, no more are saved
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
-        for name in ("body_bytes", "connections", "prompts", "messages", "tools", "documents", "saved"):
+        for name in ("body_bytes", "connections", "prompts", "messages", "tools", "documents", "saved", "saved_bytes"):
             _whole(f"max_{name}", getattr(self, f"max_{name}"), 1, None)
         for name in ("header", "body", "write", "idle"):
             _seconds(f"{name}_timeout_s", getattr(self, f"{name}_timeout_s"))

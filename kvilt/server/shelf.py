@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
+from ..kv.file import sweep
 from ..kv.owner import owner_of
 from .gate import Caller
 from .refusal import Refused
@@ -14,6 +16,15 @@ from .settings import ServeConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _ENDING = ".kvilt"
+_HASH = "[0-9a-f]{32}"
+_SAVED = rf"\.(open|{_HASH})(\.{_HASH})?\.{_NAME.pattern}{re.escape(_ENDING)}\."  # before a temporary file's own name
+_log = logging.getLogger(__name__)
+
+
+def sweep_saved(config: ServeConfig) -> None:
+    """Remove what a server that was killed while it saved has left; called when one starts."""
+    if config.kv_dir is not None and (count := sweep(config.kv_dir, _SAVED)):
+        _log.warning("%d files were left in the folder of saved KV by a server that was killed; they are gone", count)
 
 
 class Shelf:
@@ -26,7 +37,7 @@ class Shelf:
         if config.kv_dir is None:
             raise Refused(400, "this server saves no KV; its owner can name a folder with --kv-dir", code="kv_dir_off")
         self._folder = config.kv_dir
-        self._most = config.max_saved
+        self._most, self._most_bytes = config.max_saved, config.max_saved_bytes
         owner = owner_of(caller.tenant)
         part = caller.tenant[len(owner) + 1 :]
         self._owner = f"{owner or 'open'}."
@@ -35,8 +46,12 @@ class Shelf:
     def place(self, name: str) -> Path:
         """Where a file is written; refuses one more than a key may have."""
         path = self._path(name)
-        if not path.exists() and len(self._saved()) >= self._most:
+        others = self._saved()
+        others.pop(path.name, None)
+        if len(others) >= self._most:
             raise Refused(409, f"{self._most} files are saved and no more are allowed; delete some", code="kv_limit")
+        if sum(others.values()) >= self._most_bytes:
+            raise Refused(409, f"saved files have {self._most_bytes} bytes or more; delete some", code="kv_limit")
         self._folder.mkdir(parents=True, exist_ok=True)
         return path
 

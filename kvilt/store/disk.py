@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import BlobError, StoreError
+from ..kv.file import sweep
 from .codecs import Data
-from .files import Files, explained, sweep
+from .files import Files, explained
 from .index import Index, Row
 from .record import Facts, peek
 from .tier import Budget, Usage

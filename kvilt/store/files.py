@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
-import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import StoreError
+from ..kv.file import create_temporary
 
-_TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
 _REASONS = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "disk_full",
@@ -66,11 +63,9 @@ class Files:
 
     def write_whole(self, path: Path, pieces: Sequence[bytes], scratch: Path) -> None:
         """The pieces under that name, on the disk to stay, or a StoreError and no trace."""
-        temporary = scratch / f"{secrets.token_hex(16)}.tmp"
         with explained():
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd, temporary = create_temporary(scratch)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # until the file has its name: who finds it unlocked may sweep it
                 for piece in pieces:
                     self.write(fd, piece)
                 self.sync(fd)
@@ -108,27 +103,3 @@ class Files:
     def unlink(self, path: Path) -> None:
         with explained():
             path.unlink(missing_ok=True)
-
-
-def sweep(scratch: Path) -> int:
-    """Remove what writers that died left behind, and nothing else that may be there; how many."""
-    swept = 0
-    with suppress(OSError):
-        for path in scratch.iterdir():
-            swept += _TEMPORARY.fullmatch(path.name) is not None and _sweep_one(path)
-    return swept
-
-
-def _sweep_one(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-        return True
-    except OSError:
-        return False  # its writer lives
-    finally:
-        os.close(fd)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from running import QUESTION, Running, until
 from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.executor.executor import Executor
+from kvilt.kv.file import create_temporary
+from kvilt.server.gate import tenant_of
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]
@@ -263,6 +267,31 @@ def test_salted_requests_do_not_flush_another_keys_prefixes(start: Start, execut
             assert bob.post("/v1/completions", json={**asked, "cache_salt": str(n)}).status_code == 200
         assert executor.prefixes.evictions > pages, "the pool was full several times over"
         assert cached() == before > 0
+
+
+def test_saved_bytes_of_a_key_are_bounded_also_while_it_saves_many_at_once(start: Start, tmp_path: Path) -> None:
+    with start(kv_dir=tmp_path, max_saved=2) as server, server.http() as http:
+        at = f"/v1/kv/{http.post('/v1/kv', json={'prompt': [5, 6]}).json()['id']}/save"
+        with ThreadPoolExecutor(6) as threads:
+            saved = list(threads.map(lambda n: http.post(at, json={"name": f"n{n}"}).status_code, range(6)))
+        assert sorted(saved) == [200, 200, 409, 409, 409, 409]
+        assert len(list(tmp_path.iterdir())) == 2
+    with start(kv_dir=tmp_path, max_saved_bytes=1) as server, server.http() as http:
+        at = f"/v1/kv/{http.post('/v1/kv', json={'prompt': [5, 6]}).json()['id']}/save"
+        assert code(http.post(at, json={"name": "more"})) == (409, "kv_limit")
+
+
+def test_a_server_that_starts_sweeps_what_a_killed_one_left(start: Start, tmp_path: Path) -> None:
+    key = tenant_of(KEYS[0])
+    left = [f".{key}.mine.kvilt.{'0' * 32}.tmp", f".{key}.{key}.salted.kvilt.{'1' * 32}.tmp"]
+    left.append(f".open.x.kvilt.{'2' * 32}.tmp")
+    others = [f"{key}.mine.kvilt", f".{'0' * 32}.tmp", f".foreign.mine.kvilt.{'0' * 32}.tmp", f".{key}.mine.kvilt.tmp"]
+    for name in (*left, *others):
+        (tmp_path / name).write_bytes(b"private")
+    fd, living = create_temporary(tmp_path, ".open.y.kvilt.")  # of another server that saves to the same folder
+    with start(api_keys=KEYS, kv_dir=tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {*others, living.name}
+    os.close(fd)
 
 
 def test_expired_handles_say_so(server: Running, http: httpx.Client) -> None:

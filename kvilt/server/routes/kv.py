@@ -117,11 +117,12 @@ async def pin(handle: str, asked: PinRequest, service: Here, caller: Owner) -> R
 async def save(handle: str, asked: SaveRequest, service: Here, caller: Owner) -> Response:
     """Write a handle's KV to a file."""
     await service.llm.kv.info(handle, tenant=caller.tenant)  # before a file is thought of
-    path = await asyncio.to_thread(Shelf(service.config, caller).place, asked.name)
-    try:
-        size = await service.llm.kv.save(handle, path, tenant=caller.tenant)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-            raise Refused(503, "the folder of saved KV cannot be written to now", code="kv_dir_full") from error
-        raise
+    async with service.saving(caller):
+        path = await asyncio.to_thread(Shelf(service.config, caller).place, asked.name)
+        try:
+            size = await service.llm.kv.save(handle, path, tenant=caller.tenant)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+                raise Refused(503, "the folder of saved KV cannot be written to now", code="kv_dir_full") from error
+            raise
     return json_response({"name": asked.name, "bytes": size})
