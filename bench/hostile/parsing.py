@@ -15,8 +15,20 @@ COMPLETIONS = "/v1/completions"
 
 def said(answers: Iterable[Answer]) -> str:
     """How often which status came."""
-    names = Counter(str(answer.status or answer.why) for answer in answers)
+    names = Counter(_name(answer) for answer in answers)
     return ", ".join(f"{count}x {name}" for name, count in sorted(names.items()))
+
+
+def _name(answer: Answer) -> str:
+    error = answer.json.get("error") if 400 <= answer.status else None
+    return f"{answer.status} {error.get('code') or ''}".strip() if error else str(answer.status or answer.why)
+
+
+def shaped(prompt: str, tokens: int, kind: str, value: object, **more: object) -> dict[str, object]:
+    """A request whose answer has a format; a grammar ends by itself."""
+    asked = body(prompt, tokens, response_format={"type": kind, kind: value}, **more)
+    del asked["ignore_eos"]
+    return asked
 
 
 async def at_once(site: Site, count: int, path: str, content: object) -> str:
@@ -28,7 +40,7 @@ async def at_once(site: Site, count: int, path: str, content: object) -> str:
 
 async def regex(site: Site) -> str:
     pattern = "[a-z ]*[aeiou][a-z ]{18}[aeiou][a-z ]*"
-    asked = body("once upon a time", 96, n=16, temperature=1.0, response_format={"type": "regex", "regex": pattern})
+    asked = shaped("once upon a time", 96, "regex", pattern, n=16, temperature=1.0)
     return await at_once(site, 2, COMPLETIONS, asked)
 
 
@@ -50,9 +62,9 @@ async def json_honest_8m(site: Site) -> str:
     return await at_once(site, 2, COMPLETIONS, body(text[:7_900_000], 4))
 
 
-async def _left(site: Site, kind: str, value: object, format_name: str) -> str:
+async def _left(site: Site, kind: str, value: object) -> str:
     """Six of them at once by clients that leave after a moment, then one that waits."""
-    asked = body("x", 8, response_format={"type": format_name, kind: value})
+    asked = shaped("x", 8, kind, value)
     site.attacker.timeout_s = 3
     answers = await asyncio.gather(*(site.attacker.post(COMPLETIONS, asked) for _ in range(6)))
     site.attacker.timeout_s = site.seconds
@@ -60,19 +72,17 @@ async def _left(site: Site, kind: str, value: object, format_name: str) -> str:
 
 
 async def lark_and(site: Site) -> str:
-    joined = " & ".join(f"/(.*a.{{{i % 9 + 1}}}b)+/" for i in range(130))
-    return await _left(site, "lark", f"start: A\nA: {joined}", "lark")
+    joined = " & ".join(f"/[^{chr(97 + i % 26)}]*b.*/" for i in range(130))
+    return await _left(site, "lark", f"start: A\nA: {joined}")
 
 
 async def all_of(site: Site) -> str:
     schema = {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i % 20 + 1}}}"} for i in range(130)]}
-    return await _left(site, "json_schema", {"name": "x", "schema": schema}, "json_schema")
+    return await _left(site, "json_schema", {"name": "x", "schema": schema})
 
 
 async def lark_80k(site: Site) -> str:
-    return await at_once(
-        site, 2, COMPLETIONS, body("x", 4, response_format={"type": "lark", "lark": 'start: "' + '\\"' * 40_000})
-    )
+    return await at_once(site, 2, COMPLETIONS, shaped("x", 4, "lark", 'start: "' + '\\"' * 40_000))
 
 
 async def stops(site: Site) -> str:
