@@ -5,8 +5,9 @@ python bench/soak.py [--model smollm2-q4_1] [--requests 100000] [--minutes 60] [
 
 Clients with twenty keys chat, complete, stream, leave streams half way, make, fork, cut, save and delete handles, ask
 about documents, call tools, follow grammars and send what is wrong. Some greedy answers are asked for again afterwards,
-one at a time, of a fresh server and each under a salt of its own, so that nothing is reused. Memory, pages, handles, files,
-descriptors and threads are sampled; over the second half none may grow. Exit status 1 says that something did not hold.
+one at a time, of a fresh server and each under a salt of its own, so that nothing is reused. Memory, pages, handles,
+files, descriptors and threads are sampled; over the second half none may grow. Exit status 1 says that something did
+not hold.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def said(answers: Iterable[Answer]) -> str:
 
 
 def _name(answer: Answer) -> str:
-    error = answer.json.get("error") if 400 <= answer.status else None
+    error = answer.json.get("error") if answer.status >= 400 else None
     return f"{answer.status} {error.get('code') or ''}".strip() if error else str(answer.status or answer.why)
 
 

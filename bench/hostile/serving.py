@@ -23,29 +23,32 @@ _SIGN = " is served at "
 class Serving:
     """A server that runs."""
 
-    process: subprocess.Popen[bytes]
+    pid: int
     host: str
     port: int
-    log: Path
-    folder: Path  # of its saved KV and its store
+    folder: Path  # of its log and its saved KV
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        """Whether it runs; a child that ended and was not waited for does not."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
 
     def rss_bytes(self) -> int:
-        """Memory of the server and of every process it started, without what they share counted twice by name."""
-        return sum(_rss(pid) for pid in family(self.process.pid))
+        """Memory of the server and of every process it started, pages that they share counted for each."""
+        return sum(_rss(pid) for pid in family(self.pid))
 
     def threads(self) -> int:
         with suppress(OSError):
-            return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+            return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
         return 0
 
     def files(self) -> int:
         """Open descriptors."""
         with suppress(OSError):
-            return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+            return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
         return 0
 
 
@@ -91,7 +94,7 @@ def serving(
         try:
             split = urlsplit(_address(process, log))
             assert split.hostname and split.port
-            yield Serving(process, split.hostname, split.port, log, home)
+            yield Serving(process.pid, split.hostname, split.port, home)
         finally:
             _end(process)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the fuzzers are scripts beside the package, not part of it
+sys.path.append(str(ROOT))  # the fuzzers are scripts beside the package, not part of it
 
 from fuzz.target import Finding, Target, TooSlow  # noqa: E402
 from fuzz.worker import Trial, import_target, inputs, search  # noqa: E402
