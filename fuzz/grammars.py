@@ -15,7 +15,8 @@ from typing import Any
 
 from kvilt.errors import GrammarFailed, KviltError
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
-from kvilt.sampling.grammar import Compiler, Grammar, Matcher, masks
+from kvilt.sampling.grammar import Compiler, Grammar
+from kvilt.sampling.matcher import Matcher, masks
 
 from .driver import main
 from .target import Finding, Target, label
