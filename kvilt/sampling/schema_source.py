@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -169,7 +169,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _float(text: str) -> float:
     value = float(text)
-    if Decimal(text) != Decimal(repr(value)):  # also where it became infinite
+    try:
+        exact = Decimal(text) == Decimal(repr(value))  # not where it became infinite either
+    except InvalidOperation:  # an exponent that no decimal has
+        exact = False
+    if not exact:
         raise GrammarTooLarge("json_schema", f"the number {text[:40]} has more digits than a float holds")
     return value
 

@@ -270,6 +270,8 @@ LARGE = {
     "minimum": '{"minimum": 1e30}',
     "digits": '{"minimum": 0.1234567890123456789}',
     "infinity": '{"maximum": 1e999}',
+    "exponents": '{"maximum": 1e99999999999999999999}',
+    "small exponents": '{"maximum": 1e-99999999999999999999}',
     "decimals": '{"maximum": 1e-20}',
     "multiples": '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}',
     "repetitions": '{"pattern": "(a{1000}){1000}"}',
