@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from torch import Tensor
 
 from ..errors import ModelNotFound, Unsupported, WeightError
 from .files import PICKLES
 from .json_file import read_object
+from .module_pattern import ModulePattern, Visits
 from .safetensors import SafetensorsFiles
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 4096
+MAX_PATTERNS = 4096
 MAX_INVOCATION_TOKENS = 4096
 
 # Fields that say how an adapter was trained or begun, and nothing about what it computes.
@@ -44,10 +45,6 @@ _READ = frozenset(
 )  # fmt: skip
 # Ways to begin that leave the base model as it is; the others move a part of its weights into the adapter.
 _BEGUN = (True, False, None, "gaussian", "eva", "orthogonal")
-# Keys of patterns are regular expressions in PEFT. These few signs are enough for real ones, and none of them can make
-# a search take long.
-_PATTERN = re.compile(r"\^?(?:[\w\-]|\\\.|\.(?![*+?{])|\\d\+?|\[0-9\]\+?|\(|\)(?![*+?{])|\|)*\$?", re.ASCII)
-
 T = TypeVar("T")
 Half = Literal["down", "up", "magnitude"]
 _HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
@@ -63,24 +60,38 @@ _HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
+class Patterns(Generic[T]):
+    """Values by patterns of module names; the first that fits counts."""
+
+    entries: tuple[tuple[ModulePattern, T], ...] = ()
+
+    def value(self, module: str, otherwise: T) -> T:
+        visits = Visits()
+        for pattern, value in self.entries:
+            if pattern.matches(module, visits):
+                return value
+        return otherwise
+
+
+@dataclass(frozen=True, slots=True)
 class PeftConfig:
     """What an adapter's configuration says about its mathematics."""
 
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # by pattern, the first that fits
-    alphas: Mapping[str, float]
+    ranks: Patterns[int]
+    alphas: Patterns[float]
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     dora: bool = False  # each output has a magnitude of its own
 
     def rank_of(self, module: str) -> int:
-        return _matched(self.ranks, module, self.rank)
+        return self.ranks.value(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What the product of a module is multiplied with."""
         rank = self.rank_of(module)
-        return _matched(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return self.alphas.value(module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +192,8 @@ def read_config(fields: Mapping[str, Any]) -> PeftConfig:
         rank=_rank("r", fields.get("r", 8)),
         alpha=_number("lora_alpha", fields.get("lora_alpha", 8)),
         rslora=_flag("use_rslora", fields.get("use_rslora", False)),
-        ranks={key: _rank(f"rank_pattern.{key}", value) for key, value in _patterns(fields, "rank_pattern").items()},
-        alphas={
-            key: _number(f"alpha_pattern.{key}", value) for key, value in _patterns(fields, "alpha_pattern").items()
-        },
+        ranks=_patterns(fields, "rank_pattern", _rank),
+        alphas=_patterns(fields, "alpha_pattern", _number),
         invocation=_invocation(fields.get("alora_invocation_tokens")),
         dora=_flag("use_dora", fields.get("use_dora") or False),
     )
@@ -223,22 +232,20 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _patterns(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, Any], T]) -> Patterns[T]:
     found = fields.get(name) or {}
     if not isinstance(found, dict):
         raise WeightError(name, "must be an object")
-    for key in found:
-        if len(key) > 256 or _PATTERN.fullmatch(key) is None or not _compiles(key):
-            raise WeightError(name, f"the pattern {key[:64]!r} is not one that kvilt matches")
-    return found
+    if len(found) > MAX_PATTERNS:
+        raise WeightError(name, f"has {len(found)} patterns; at most {MAX_PATTERNS} are supported")
+    return Patterns(tuple((_pattern(name, key), read(f"{name}.{key[:64]}", value)) for key, value in found.items()))
 
 
-def _compiles(key: str) -> bool:
+def _pattern(name: str, key: str) -> ModulePattern:
     try:
-        re.compile(key)
-    except re.error:
-        return False
-    return True
+        return ModulePattern(key)
+    except Unsupported as error:
+        raise WeightError(name, str(error)) from error
 
 
 def _invocation(tokens: Any) -> tuple[int, ...]:
@@ -249,14 +256,6 @@ def _invocation(tokens: Any) -> tuple[int, ...]:
     if not 0 < len(tokens) <= MAX_INVOCATION_TOKENS:
         raise WeightError("alora_invocation_tokens", f"must have 1 to {MAX_INVOCATION_TOKENS} tokens")
     return tuple(tokens)
-
-
-def _matched(values: Mapping[str, T], module: str, otherwise: T) -> T:
-    """The value of the first pattern that fits the end of a module's name."""
-    for key, value in values.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return otherwise
 
 
 # The tensors.
