@@ -166,10 +166,10 @@ class Engine:
         """Who is asked for pages before a request has to give way or fails."""
         self._books.relief = relief
 
-    def view(self, tenant: str, handles: Sequence[HandleInfo] = ()) -> EngineView:
+    def view(self, tenant: str, handles: Sequence[HandleInfo] = (), most: int | None = None) -> EngineView:
         """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
         tracks = [*self._tracks.values(), *[job.first for job in list(self._arriving)]]
-        return look(self._executor, [one for one in tracks if not one.job.request.background], tenant, handles)
+        return look(self._executor, [one for one in tracks if not one.job.request.background], tenant, handles, most)
 
     def certificates(self) -> list[Certificate]:
         """What a quality gate has learnt of blending, if there is one."""

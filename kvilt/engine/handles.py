@@ -339,15 +339,15 @@ class Handles:
         return one.pinned_until_s > self._clock()
 
     def _info(self, handle: str, one: Handle) -> HandleInfo:
-        groups = self._executor.layout.groups
-        pages = one.kv.pages() if one.kv is not None else ()
+        layout = self._executor.layout
+        held = one.kv.row(0).held_pages() if one.kv is not None else ()
         return HandleInfo(
             id=handle,
             tokens=len(one.ids),
             resident=one.kv is not None,
             pinned=self._pinned(one),
             expires_in_s=one.expires_s - self._clock(),
-            kv_bytes=sum(len(each) * group.shape.page_bytes for each, group in zip(pages, groups, strict=False)),
+            kv_bytes=sum(n * group.shape.page_bytes for n, group in zip(held, layout.groups, strict=False)),
             maker=one.maker,
         )
 

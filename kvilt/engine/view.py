@@ -5,7 +5,7 @@ Reads only, from any thread. Refuses to know text, and to show one tenant what a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,18 +55,25 @@ class EngineView:
     samples: tuple[SampleView, ...]
     prefixes: tuple[Branch, ...]  # parents before children
     handles: tuple[HandleInfo, ...] = ()
+    omitted: int = 0  # samples, prefixes and handles that there are besides
 
 
-def look(executor: Executor, tracks: Iterable[Track], tenant: str, handles: Iterable[HandleInfo] = ()) -> EngineView:
-    """What there is now. Holds the pool meanwhile, so that pages do not change hands while they are counted."""
-    with executor.pool.lock:
-        mine = [track for track in tracks if track.job.request.tenant == tenant]
-        return EngineView(
-            pages=_pages(executor),
-            samples=tuple(_sample(executor, track) for track in mine),
-            prefixes=tuple(executor.prefixes.branches(tenant)),
-            handles=tuple(handles),
-        )
+def look(
+    executor: Executor,
+    tracks: Iterable[Track],
+    tenant: str,
+    handles: Sequence[HandleInfo] = (),
+    most: int | None = None,
+) -> EngineView:
+    """What there is now, `most` of each kind. Holds the pool only while it counts pages; steps need it too."""
+    mine = [track for track in tracks if track.job.request.tenant == tenant]
+    with executor.pool.lock:  # pages do not change hands while they are counted
+        pages = _pages(executor)
+        samples = tuple(_sample(executor, track) for track in mine[:most])
+        known = executor.prefixes.runs(tenant, most)
+    prefixes = tuple(executor.prefixes.branch(run) for run in known.runs)
+    omitted = len(mine) - len(samples) + known.omitted + len(handles) - len(handles[:most])
+    return EngineView(pages, samples, prefixes, tuple(handles[:most]), omitted)
 
 
 def _pages(executor: Executor) -> PagesView:
@@ -95,7 +102,7 @@ def _sample(executor: Executor, track: Track) -> SampleView:
         computed=sample.computed,
         cached=track.cached or 0,
         pages=len(pages),
-        shared_pages=sum(executor.pool.caches(group, page) > 1 for group, page in pages),
+        shared_pages=executor.pool.shared(pages),
     )
 
 

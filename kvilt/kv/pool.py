@@ -62,7 +62,7 @@ class PagePool:
         self.lock = threading.RLock()  # verbs of caches hold it too, so that each is one event to every thread
         # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
-        self._leases = 0
+        self._leases = self._shared = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
         self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
         self._holdings = [Holdings() for _ in layout.groups]
@@ -102,6 +102,7 @@ class PagePool:
                     self._holdings[group].wake(page)
                     self._limbo.pop((group, page), None)
                 refs[page] += 1
+                self._shared += refs[page] == 2
 
     def drop(self, group: int, pages: Iterable[int]) -> None:
         """One handle fewer holds these pages; the last one frees them."""
@@ -110,6 +111,7 @@ class PagePool:
             for page in pages:
                 assert refs[page] > 0, "a page was dropped more often than it was held"
                 refs[page] -= 1
+                self._shared -= refs[page] == 1
                 if refs[page] == 0 and self._leases:
                     self._limbo[group, page] = None
                 elif refs[page] == 0:
@@ -156,6 +158,12 @@ class PagePool:
             self._settle()
             return self._refs[group][page] + (page in self._kept[group])
 
+    def shared(self, pages: Iterable[tuple[int, int]]) -> int:
+        """How many of these pages, each with its group, more than one cache holds."""
+        with self.lock:
+            self._settle()
+            return sum(self._refs[group][page] > 1 for group, page in pages)
+
     def caches(self, group: int, page: int) -> int:
         """How many caches hold a page."""
         with self.lock:
@@ -196,8 +204,7 @@ class PagePool:
             self._settle()
             used = [self.pages - there for there in self._takeable()]
             used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
-            shared = sum(count > 1 for refs in self._refs for count in refs)
-            return PoolUsage(self.pages * len(used), sum(used), shared, used_bytes, sum(self._idle_pages()))
+            return PoolUsage(self.pages * len(used), sum(used), self._shared, used_bytes, sum(self._idle_pages()))
 
     def _idle_pages(self) -> list[int]:
         return [holdings.idle_pages for holdings in self._holdings]

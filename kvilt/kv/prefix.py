@@ -44,6 +44,26 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Nodes one behind the other, and what was counted of them; their tokens do not change any more."""
+
+    nodes: tuple[Node, ...]
+    parent: str | None
+    start: int
+    pages: int
+    hits: int
+    caches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What is known of a tenant, parents before children, and how many more there are of what is known of these."""
+
+    runs: tuple[Run, ...]
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """Known pages one behind the other, up to where others branch off or nothing is known any more."""
 
@@ -68,6 +88,7 @@ class PrefixIndex:
         self.on_evict = on_evict  # hears of pages that are about to be lost
         self._size = pool.layout.page_tokens
         self._nodes: dict[bytes, Node] = {}
+        self._roots: dict[str, dict[bytes, Node]] = {}  # by tenant
         self._owners: list[dict[int, Node]] = [{} for _ in pool.layout.groups]  # by page
         self.evictions = 0
         pool.on_evict = self._page_evicted
@@ -105,30 +126,38 @@ class PrefixIndex:
 
     def branches(self, salt: str) -> list[Branch]:
         """All that is known of one tenant, as a tree: parents before children."""
-        with self._pool.lock:
-            roots = [node for node in self._nodes.values() if node.parent is None and node.scope.salt == salt]
-            open_ends: deque[tuple[Node, str | None, int]] = deque((node, None, 0) for node in roots)
-            found: list[Branch] = []
-            while open_ends:
-                node, parent, start = open_ends.popleft()
-                run = [node]
-                while len(run[-1].children) == 1:
-                    run.extend(run[-1].children.values())
-                found.append(branch := self._branch(run, parent, start))
-                behind = start + len(run) * self._size
-                open_ends.extend((child, branch.id, behind) for child in run[-1].children.values())
-            return found
+        return [self.branch(run) for run in self.runs(salt).runs]
 
-    def _branch(self, run: Sequence[Node], parent: str | None, start: int) -> Branch:
-        first = [(group, page) for group, page in enumerate(run[0].pages) if page != GONE]
-        return Branch(
-            id=run[0].key[:16].hex(),
+    def runs(self, salt: str, most: int | None = None) -> Runs:
+        """The same, `most` of them, without their tokens: all that needs the pool's lock."""
+        with self._pool.lock:
+            roots = self._roots.get(salt, {}).values()
+            open_ends: deque[tuple[Node, str | None, int]] = deque((node, None, 0) for node in roots)
+            found: list[Run] = []
+            while open_ends and (most is None or len(found) < most):
+                node, parent, start = open_ends.popleft()
+                nodes = [node]
+                while len(nodes[-1].children) == 1:
+                    nodes.extend(nodes[-1].children.values())
+                found.append(self._run(tuple(nodes), parent, start))
+                behind = start + len(nodes) * self._size
+                open_ends.extend((child, _name(node), behind) for child in nodes[-1].children.values())
+            return Runs(tuple(found), len(open_ends))
+
+    def branch(self, run: Run) -> Branch:
+        """A run with its tokens; needs no lock."""
+        first = run.nodes[0]
+        tokens = tuple(self._tokens(run.nodes))
+        return Branch(_name(first), run.parent, first.scope.adapter, run.start, tokens, run.pages, run.hits, run.caches)
+
+    def _run(self, nodes: tuple[Node, ...], parent: str | None, start: int) -> Run:
+        first = [(group, page) for group, page in enumerate(nodes[0].pages) if page != GONE]
+        return Run(
+            nodes=nodes,
             parent=parent,
-            adapter=run[0].scope.adapter,
             start=start,
-            tokens=tuple(self._tokens(run)),
-            pages=sum(page != GONE for node in run for page in node.pages),
-            hits=run[0].hits,
+            pages=sum(page != GONE for node in nodes for page in node.pages),
+            hits=nodes[0].hits,
             caches=max((self._pool.caches(group, page) for group, page in first), default=0),
         )
 
@@ -263,6 +292,8 @@ class PrefixIndex:
         self._nodes[key] = node
         if trail.node is not None:
             trail.node.children[key] = node
+        else:
+            self._roots.setdefault(scope.salt, {})[key] = node
         return node
 
     def _adopt(self, row: CacheRow, at: int, node: Node) -> None:
@@ -361,12 +392,22 @@ class PrefixIndex:
             del self._nodes[one.key]
         if node.parent is not None:
             del node.parent.children[node.key]
+            return
+        roots = self._roots[node.scope.salt]
+        del roots[node.key]
+        if not roots:
+            del self._roots[node.scope.salt]
 
     def _release(self, node: Node, group: int) -> None:
         page = node.pages[group]
         node.pages[group] = GONE
         del self._owners[group][page]
         self._pool.unkeep(group, page)
+
+
+def _name(node: Node) -> str:
+    """What the branch that begins with a node is called."""
+    return node.key[:16].hex()
 
 
 def _is_child(node: Node, parent: Node | None, content: bytes, scope: Scope) -> bool:

@@ -82,6 +82,11 @@ class CacheRow:
         """Positions that may be written now: [length, reserved)."""
         return len(self.tables[0]) * self._pool.layout.page_tokens
 
+    def held_pages(self) -> list[int]:
+        """How many pages of each group it holds."""
+        size = self._pool.layout.page_tokens
+        return [len(table) - first // size for table, first in zip(self.tables, self.firsts, strict=True)]
+
     def tokens(self) -> list[Token]:
         """The exact tokens this row holds."""
         return [self.embeds[i] if token == EMBEDDED else token for i, token in enumerate(self.ids)]

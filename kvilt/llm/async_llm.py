@@ -224,9 +224,12 @@ class AsyncLLM(Model):
         """End a request by its id within one step."""
         self._driver.abort(request_id)
 
-    def view(self, tenant: str = "") -> EngineView:
-        """What a tenant has here at this moment: samples in progress, prefixes, handles, and the pages of all."""
-        return self.engine.view(tenant, self._handles.owned(tenant))
+    def view(self, tenant: str = "", most: int | None = None) -> EngineView:
+        """What a tenant has here at this moment: samples in progress, prefixes, handles, and the pages of all.
+
+        Of samples, prefixes and handles `most` of each, if that is given.
+        """
+        return self.engine.view(tenant, self._handles.owned(tenant), most)
 
     def certificates(self) -> list[Certificate]:
         """What a quality gate has learnt of each recipe; nothing without one."""

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,8 @@ from .gate import Caller
 from .refusal import Refused
 from .settings import ServeConfig
 from .shelf import sweep_saved
+from .snapshots import Snapshots
+from .state import state_of
 from .voice import marks_of
 
 
@@ -39,6 +42,7 @@ class Service:
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.snapshots = Snapshots(partial(state_of, llm))
         sweep_saved(config)
         self._idle = asyncio.Event()
         self._idle.set()

@@ -5,31 +5,35 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import orjson
+
 from ..engine.handles import HandleInfo
 from ..engine.view import EngineView
 from ..errors import HandleError
 from ..kv.prefix import Branch
-from .gate import Caller
-from .service import Service
+from ..llm import AsyncLLM
 
 _SHOWN_TOKENS = 64
+MOST_SHOWN = 512  # samples, prefixes and handles, of each
 
 
-def state_of(service: Service, caller: Caller) -> dict[str, Any]:
-    """The caller's part of the KV memory, and how full all of it is."""
-    view = service.llm.view(caller.tenant)
-    return {
+def state_of(llm: AsyncLLM, tenant: str) -> bytes:
+    """A tenant's part of the KV memory, and how full all of it is, as JSON."""
+    view = llm.view(tenant, MOST_SHOWN)
+    state = {
         "pages": dataclasses.asdict(view.pages),
         "samples": [dataclasses.asdict(sample) for sample in view.samples],
-        "prefixes": [_prefix(service, branch) for branch in view.prefixes],
-        "handles": [{**dataclasses.asdict(one), "prefix": _leaf(service, caller, view, one)} for one in view.handles],
+        "prefixes": [_prefix(llm, branch) for branch in view.prefixes],
+        "handles": [{**dataclasses.asdict(one), "prefix": _leaf(llm, tenant, view, one)} for one in view.handles],
+        "omitted": view.omitted,
     }
+    return orjson.dumps(state)
 
 
-def _leaf(service: Service, caller: Caller, view: EngineView, handle: HandleInfo) -> str | None:
+def _leaf(llm: AsyncLLM, tenant: str, view: EngineView, handle: HandleInfo) -> str | None:
     """The last known prefix that a handle begins with: those of the same branch share its pages."""
     try:
-        ids = service.llm.kv.tokens(handle.id, tenant=caller.tenant)
+        ids = llm.kv.tokens(handle.id, tenant=tenant)
     except HandleError:
         return None  # gone since it was seen
     size, found = view.pages.page_tokens, None
@@ -39,8 +43,8 @@ def _leaf(service: Service, caller: Caller, view: EngineView, handle: HandleInfo
     return found
 
 
-def _prefix(service: Service, branch: Branch) -> dict[str, Any]:
+def _prefix(llm: AsyncLLM, branch: Branch) -> dict[str, Any]:
     """A branch with its beginning as text; all of its tokens would be too many."""
     first = [token for token in branch.tokens[:_SHOWN_TOKENS] if isinstance(token, int)]
     rest = {name: getattr(branch, name) for name in ("id", "parent", "adapter", "start", "pages", "hits", "caches")}
-    return {**rest, "tokens": len(branch.tokens), "text": service.llm.tokenizer.decode(first, skip_special=False)}
+    return {**rest, "tokens": len(branch.tokens), "text": llm.tokenizer.decode(first, skip_special=False)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from small import PAGES, Ask, asks, finish, start
@@ -93,3 +94,38 @@ def test_looking_while_others_step_sees_no_nonsense_and_changes_nothing(executor
         watcher.join()
     assert not wrong and seen[0] > 0
     assert [ear.tokens[0] for ear in ears] == [ask.alone(executor) for ask in many]
+
+
+def test_a_view_holds_the_pool_only_to_count(
+    executor: Executor, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are read without the lock that steps need, and other tenants' prefixes are not even looked at."""
+    for tenant in ("", "other"):
+        start(engine, LONG, tenant=tenant)
+        finish(engine)
+    read, tokens = [], executor.prefixes._tokens
+
+    def reading(nodes: Any) -> Any:
+        read.append((len(nodes), executor.pool.lock._is_owned()))
+        return tokens(nodes)
+
+    monkeypatch.setattr(executor.prefixes, "_tokens", reading)
+    (branch,) = engine.view("").prefixes
+    assert read == [(len(branch.tokens) // executor.layout.page_tokens, False)]
+    assert engine.view("nobody").prefixes == ()
+    assert len(read) == 1
+
+
+def test_a_view_shows_no_more_than_it_is_asked_for(executor: Executor, engine: Engine) -> None:
+    for n in range(4):
+        start(engine, Ask(tuple(range(n, n + 40)), SamplingParams(max_tokens=1)))
+        finish(engine)
+    for n in range(4):
+        start(engine, LONG, id=f"waits-{n}")
+    whole, some = engine.view(""), engine.view("", most=3)
+    assert (len(whole.prefixes), len(whole.samples), whole.omitted) == (4, 4, 0)
+    assert (some.prefixes, some.samples) == (whole.prefixes[:3], whole.samples[:3])
+    assert some.omitted == 2
+    for n in range(4):
+        engine.abort(f"waits-{n}")
+    engine.attend()

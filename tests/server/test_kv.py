@@ -383,3 +383,37 @@ def test_the_state_shows_what_a_key_has(start: Start, executor: Executor, monkey
             assert running["prompt_tokens"] == 1
             assert bob.get("/v1/kv/state").json()["samples"] == []
             go.set()
+        assert state["omitted"] == 0
+
+
+def test_many_pollers_share_few_snapshots(start: Start, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is built, forty more ask: they get the next one, and it is one."""
+    built, begun, go, look = [], threading.Event(), threading.Event(), executor.prefixes.runs
+
+    def slow(*args: Any) -> Any:
+        built.append(threading.current_thread())
+        begun.set()
+        assert go.wait(30)
+        return look(*args)
+
+    monkeypatch.setattr(executor.prefixes, "runs", slow)
+    with start(api_keys=KEYS) as server, server.http(headers={"authorization": f"Bearer {KEYS[0]}"}) as alice:
+        snapshots, asked = server.service.snapshots, server.service.snapshots.get
+        count = 0
+
+        async def counted(tenant: str) -> bytes:
+            nonlocal count
+            count += 1
+            return await asked(tenant)
+
+        monkeypatch.setattr(snapshots, "get", counted)
+        with ThreadPoolExecutor(41) as threads:
+            first = threads.submit(alice.get, "/v1/kv/state")
+            assert begun.wait(30)
+            others = [threads.submit(alice.get, "/v1/kv/state") for _ in range(40)]
+            until(lambda: count == 41)
+            assert alice.get("/health").status_code == 200, "nobody else waits for it"
+            go.set()
+            assert all(one.result().status_code == 200 for one in (first, *others))
+        assert len(built) == 2
+        assert all(thread is not server.loop for thread in built)

@@ -158,6 +158,7 @@ class KVState(Shown):
     samples: list[Running]
     prefixes: list[Prefix]
     handles: list[Holding]
+    omitted: int  # samples, prefixes and handles beyond 512 of each
 
 
 class Certificate(Shown):
