@@ -124,7 +124,16 @@ def env_threads() -> int | None:
 
 def env_api_keys() -> list[str]:
     """KVILT_API_KEY: a server's keys, separated by commas, for those who want them in no command line."""
-    return [key for each in os.environ.get("KVILT_API_KEY", "").split(",") if (key := each.strip())]
+    given = os.environ.get("KVILT_API_KEY")
+    keys = [key for each in (given or "").split(",") if (key := each.strip())]
+    if given is not None and not keys:
+        raise ParamError("KVILT_API_KEY", "is set and holds no key; write keys into it, or unset it")
+    return keys
+
+
+def env_admin_key() -> str | None:
+    """KVILT_ADMIN_KEY: the key of routes for the owner of a server."""
+    return os.environ.get("KVILT_ADMIN_KEY", "").strip() or None
 
 
 def env_store_redis() -> str | None:

@@ -43,7 +43,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli.serve": frozenset({"uvloop"}),
     "kvilt.cli.bench_serve_plot": frozenset({"matplotlib"}),
     "kvilt.cli.blend_plot": frozenset({"matplotlib"}),
-    "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "orjson"}),
+    "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
     "kvilt.server.spans": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),

@@ -137,9 +137,14 @@ SERVER = Group(
             "host": Option(str, "127.0.0.1", "Where to listen; 0.0.0.0 is everywhere."),
             "port": Option(int, 8000, "0 takes any free one."),
             "served_model_name": Option(list[str], (), "What the model is called in requests; may be repeated."),
-            "api_key": Option(list[str], (), "A key that clients must send; may be repeated. Also KVILT_API_KEY."),
-            "api_key_file": Option(str | None, None, "A file with keys, one on a line."),
-            "admin_key": Option(str | None, None, "The key of routes for the owner."),
+            "api_key": Option(
+                list[str], (), "A key that clients must send, seen by every user in the list of processes."
+            ),
+            "api_key_file": Option(str | None, None, "A file with keys, one on a line. Also KVILT_API_KEY."),
+            "admin_key": Option(str | None, None, "The owner's key, seen by every user in the list of processes."),
+            "admin_key_file": Option(str | None, None, "A file with the owner's key. Also KVILT_ADMIN_KEY."),
+            "metrics_port": Option(int | None, None, "Serve /metrics there without a key; 0 takes any free port."),
+            "metrics_host": Option(str, "127.0.0.1", "Where to listen for that."),
             "allowed_host": Option(list[str], (), "A host name of this server; may be repeated."),
             "cors_origin": Option(list[str], (), "A page's origin that may ask; may be repeated."),
             "kv_dir": Option(str | None, None, "The folder where KV handles are saved; default: in that of --store."),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, GateConfig, env_api_keys
+from ..config import EngineConfig, GateConfig, env_admin_key, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
 from .progress import bars
@@ -17,6 +17,11 @@ from .store import behind, opened
 if TYPE_CHECKING:
     from ..server.listen import Listener
     from ..server.settings import ServeConfig
+
+VISIBLE_KEYS = (
+    "every user of this machine sees keys of the command line in the list of processes; "
+    "use --api-key-file and --admin-key-file, or KVILT_API_KEY and KVILT_ADMIN_KEY"
+)
 
 
 def serve(
@@ -33,6 +38,8 @@ def serve(
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
         print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
+    if options["api_key"] or options["admin_key"]:
+        print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]
     with opened(store) as kept:
         with bars() as shown:
@@ -50,6 +57,10 @@ def _ready(listener: Listener) -> None:
     config = listener.service.config
     host = f"[{config.host}]" if ":" in config.host else config.host
     print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
+    if listener.metrics is not None:
+        print(
+            f"metrics are at http://{config.metrics_host}:{listener.metrics.port}/metrics", file=sys.stderr, flush=True
+        )
 
 
 def settings_of(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
@@ -61,11 +72,21 @@ def settings_of(model: str, options: dict[str, Any], store: str | None = None) -
 
     names = tuple(options["served_model_name"]) or (default_name(model),)
     keys = (*options["api_key"], *read_keys(options["api_key_file"]), *env_api_keys())
-    same = ("host", "port", "admin_key", "grace_s", "max_body_bytes", "max_connections", "keep_alive_s")
+    same = (
+        "host",
+        "port",
+        "metrics_host",
+        "metrics_port",
+        "grace_s",
+        "max_body_bytes",
+        "max_connections",
+        "keep_alive_s",
+    )
     saved = options["kv_dir"] or (None if store is None else Path(store).expanduser() / "handles")
     return ServeConfig(
         names=names,
         api_keys=tuple(dict.fromkeys(keys)),
+        admin_key=admin_key(options["admin_key"], options["admin_key_file"]),
         allowed_hosts=tuple(options["allowed_host"]),
         cors_origins=tuple(options["cors_origin"]),
         kv_dir=None if saved is None else Path(saved),
@@ -99,15 +120,28 @@ def default_name(model: str) -> str:
     return Path(name).stem if "/" in name and not model.startswith("hf:") else name
 
 
-def read_keys(path: str | None) -> list[str]:
-    """Keys from a file, one on a line; # begins a comment."""
+def admin_key(given: str | None, path: str | None) -> str | None:
+    """The owner's key, from one of the places where it may stand."""
+    found = [key for key in (given, *read_keys(path, "admin_key_file"), env_admin_key()) if key is not None]
+    if len(set(found)) > 1:
+        raise ParamError("admin_key", f"is given {len(set(found))} times; there is one")
+    return found[0] if found else None
+
+
+def read_keys(path: str | None, option: str = "api_key_file") -> list[str]:
+    """Keys from a file, at least one: each is a whole line. Empty lines, and those that begin with #, are none."""
     if path is None:
         return []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ParamError("api_key_file", f"{path!r} cannot be read: {error}") from None
-    return [key for line in lines if (key := line.partition("#")[0].strip())]
+        raise ParamError(option, f"{path!r} cannot be read: {error}") from None
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise ParamError(option, f"{path!r} holds no key; write one on a line, or leave the option out")
+    if any(len(key.split()) > 1 for key in keys):
+        raise ParamError(option, f"{path!r} has a line with blanks in it; a key is a whole line, and so is a comment")
+    return keys
 
 
 def _log_to_stderr(level: str) -> None:

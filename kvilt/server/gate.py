@@ -104,6 +104,16 @@ def check_admin(caller: Caller) -> None:
         raise Refused(403, "this route needs the admin key, which is set with --admin-key", code="admin_only")
 
 
+def check_metrics(caller: Caller, config: ServeConfig) -> None:
+    """Refuse what all keys do to everybody but the owner; without keys there is one tenant, which sees itself."""
+    if config.api_keys and not caller.is_admin:
+        raise Refused(
+            403,
+            "/metrics tells what every key does: it needs the admin key, or a port of its own (--metrics-port)",
+            code="admin_only",
+        )
+
+
 def _digest(key: str) -> bytes:
     """Equal lengths, so that comparing takes the same time for all keys."""
     return hashlib.sha256(b"kvilt key " + key.encode("utf-8", "surrogatepass")).digest()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import signal
+import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
 from ..llm import AsyncLLM
 from .app import make_app
+from .metrics_app import make_metrics_app
 from .service import Service
 from .settings import ServeConfig
 from .wire import protocol_of
@@ -19,6 +23,41 @@ from .wire import protocol_of
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_WORDS_S = 2.0
+_METRICS_CONNECTIONS = 64
+_QUIET: dict[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+}
+
+
+class MetricsListener(uvicorn.Server):
+    """/metrics on a port of its own, for as long as the server it belongs to."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        config = dataclasses.replace(service.config, max_connections=_METRICS_CONNECTIONS)
+        made = uvicorn.Config(
+            make_metrics_app(service),
+            host=config.metrics_host,
+            port=port,
+            http=protocol_of(config),
+            timeout_graceful_shutdown=1,
+            **_QUIET,
+        )
+        super().__init__(made)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are for the server."""
+        yield
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it does."""
+        return _port(self)
 
 
 class Listener(uvicorn.Server):
@@ -32,18 +71,27 @@ class Listener(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 http=protocol_of(config),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
                 timeout_keep_alive=int(config.idle_timeout_s) or 1,
                 timeout_graceful_shutdown=5,
+                **_QUIET,
             )
         )
         self.service = service
+        port = config.metrics_port
+        self.metrics = None if port is None else MetricsListener(service, port)
         self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen until it ends, on both ports if there are two."""
+        if self.metrics is None:
+            await super().serve(sockets)
+            return
+        beside = asyncio.ensure_future(self.metrics.serve())
+        try:
+            await super().serve(sockets)
+        finally:
+            self.metrics.should_exit = True
+            await beside
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -82,8 +130,12 @@ class Listener(uvicorn.Server):
     @property
     def port(self) -> int:
         """Where it listens, once it does."""
-        port: int = self.servers[0].sockets[0].getsockname()[1]
-        return port
+        return _port(self)
+
+
+def _port(server: uvicorn.Server) -> int:
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
 
 
 async def serve(llm: AsyncLLM, config: ServeConfig, on_ready: Callable[[Listener], None] = lambda _: None) -> None:
@@ -99,7 +151,7 @@ async def serve(llm: AsyncLLM, config: ServeConfig, on_ready: Callable[[Listener
 
 
 async def _tell(listener: Listener, on_ready: Callable[[Listener], None]) -> None:
-    while not listener.started:
+    while not listener.started or (listener.metrics is not None and not listener.metrics.started):
         await asyncio.sleep(0.01)
     on_ready(listener)
 

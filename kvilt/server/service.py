@@ -21,6 +21,7 @@ from ..metrics import Metrics
 from ..text.parse import parser_for
 from .counters import SERVER_METRICS
 from .gate import Caller
+from .prometheus import rendered
 from .refusal import Refused
 from .settings import ServeConfig
 from .shelf import sweep_saved
@@ -80,6 +81,12 @@ class Service:
     def saving(self, caller: Caller) -> asyncio.Lock:
         """Held while a key saves a file: one at a time, so that none is counted before it is there."""
         return self._saving.setdefault(owner_of(caller.tenant), asyncio.Lock())
+
+    def exposition(self) -> str:
+        """Everything that is counted, of all keys together, for Prometheus."""
+        documents = self.llm.documents.metrics
+        counted = [self.llm.engine.metrics, self.metrics, *([documents] if documents else [])]
+        return "".join(rendered(one, self.model) for one in counted)
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:

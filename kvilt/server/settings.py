@@ -26,6 +26,8 @@ class ServeConfig:
     admin_key: str | None = field(default=None, repr=False)  # none: admin routes are closed
     allowed_hosts: tuple[str, ...] = ()  # names of this machine besides localhost and addresses; "*": any
     cors_origins: tuple[str, ...] = ()  # pages that may ask besides localhost's; "*": any
+    metrics_port: int | None = None  # /metrics without a key; 0: any free one; none: beside all other routes alone
+    metrics_host: str = "127.0.0.1"
     kv_dir: Path | None = None  # where KV handles are saved; none: nowhere
     lora_dir: Path | None = None  # where adapters may be loaded from while it runs; none: nowhere
     max_body_bytes: int = 8 << 20
@@ -45,6 +47,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
+        _whole("metrics_port", 0 if self.metrics_port is None else self.metrics_port, 0, 65535)
         for name in ("body_bytes", "connections", "prompts", "messages", "tools", "documents", "saved", "saved_bytes"):
             _whole(f"max_{name}", getattr(self, f"max_{name}"), 1, None)
         for name in ("header", "body", "write", "idle"):

@@ -229,15 +229,17 @@ def test_a_server_finds_what_was_warmed_for_its_key(model: str, files: Path, tmp
     assert warm(model, tmp_path / "kv", files / "two.txt", "--api-key-file", key).exit_code == 0
     command = [sys.executable, "-m", "kvilt.cli.main", "serve", "--port", "0", "--threads", "1", "--model", model]
     options = ["--store", str(tmp_path / "kv"), "--api-key-file", str(key), "--store-memory", "16M"]
-    own = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "KVILT_ADMIN_KEY": "sk-owner-0123"}
+    own = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert own.stderr is not None
         url = next(line.split()[-1] for line in own.stderr if "is served at" in line)
+        owner = {"authorization": "Bearer sk-owner-0123"}
         with httpx.Client(base_url=url, headers={"authorization": "Bearer sk-alice-0123"}, timeout=60) as http:
             texts = [(files / name).read_bytes().decode() for name in ("one.txt", "two.txt")]
             found = http.post("/v1/kv/chunks", json={"documents": texts}).json()["data"]
             assert [one["found"] for one in found] == [False, True]
-            assert 'kvilt_store_hits_total{tier="disk",kind="chunk"} 1' in http.get("/metrics").text
+            assert 'kvilt_store_hits_total{tier="disk",kind="chunk"} 1' in http.get("/metrics", headers=owner).text
     finally:
         own.terminate()
         own.communicate(timeout=60)

@@ -101,6 +101,35 @@ def test_routes_of_the_owner_need_the_admin_key(start: Start, executor: Executor
         assert len(executor.prefixes) == 0
 
 
+def test_metrics_of_all_keys_are_the_owners(start: Start) -> None:
+    with start(api_keys=(KEY,), admin_key=ADMIN) as server, server.http() as http:
+        refused = http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
+        assert "kvilt_" not in refused.text
+        assert "kvilt_" in http.get("/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text
+    with start(admin_key=ADMIN) as server, server.http() as http:
+        assert http.get("/metrics").status_code == 200, "without keys there is one tenant"
+
+
+def test_metrics_have_a_port_of_their_own(start: Start) -> None:
+    """It serves them without a key, answers to this machine's names alone, and ends with the server."""
+    with start(api_keys=(KEY,), metrics_port=0) as server:
+        assert server.listener.metrics is not None
+        until(lambda: server.listener.metrics.started)
+        at = f"http://127.0.0.1:{server.listener.metrics.port}"
+        with httpx.Client(base_url=at, timeout=60) as http:
+            assert "kvilt_num_requests_running" in http.get("/metrics").text
+            assert http.head("/metrics").status_code == 200
+            assert http.post("/metrics", content=b"x" * 100_000).status_code == 405
+            assert http.get("/metrics", headers={"host": "evil.com"}).status_code == 403
+            for path in ("/", "/health", "/v1/models", "/metrics/"):
+                assert http.get(path, headers={"authorization": f"Bearer {KEY}"}).status_code == 404
+        (bound,) = server.listener.metrics.servers[0].sockets
+        assert bound.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{at}/metrics")
+
+
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "LOCALHOST:8000", "[::1]:8000", "192.168.0.7:8000", "[fe80::1]"]
 )
@@ -280,6 +309,7 @@ def test_metric_labels_are_bounded(server: Running) -> None:
     ("field", "value"),
     [
         ("port", 70000),
+        ("metrics_port", 70000),
         ("api_keys", ("",)),
         ("api_keys", ("a b",)),
         ("api_keys", ("ä",)),

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from kvilt.cli.main import app
 from kvilt.cli.options import SERVER
-from kvilt.cli.serve import default_name, settings_of
+from kvilt.cli.serve import default_name, read_keys, settings_of
+from kvilt.errors import ParamError
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 
@@ -163,8 +164,19 @@ def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path, folde
 
 def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) -> None:
     """After a kill and after a signal: same ids, tokens and answers, for the same key; what was deleted stays so."""
-    options = ("--model", str(model), "--store", str(tmp_path), "--api-key", "k1", "--api-key", "k2")
-    mine, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+    options = (
+        "--model",
+        str(model),
+        "--store",
+        str(tmp_path),
+        "--api-key",
+        "k1",
+        "--api-key",
+        "k2",
+        "--admin-key",
+        "k3",
+    )
+    mine, other, owner = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2", "k3"))
     asked = {"prompt": " and", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with process(*options) as server:
         with server.http() as http:
@@ -189,25 +201,61 @@ def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) ->
             assert 0 < http.get(f"/v1/kv/{made['id']}", headers=mine).json()["expires_in_s"] <= 5000
             done = http.post("/v1/completions", json={**asked, "kv": made["id"]}, headers=mine).json()
             assert done["choices"][0]["text"] == first["choices"][0]["text"]
-            assert "kvilt_kv_handles 2" in http.get("/metrics", headers=mine).text
+            assert "kvilt_kv_handles 2" in http.get("/metrics", headers=owner).text
             again.own.send_signal(signal.SIGTERM)
             assert again.wait() == 0
     (path,) = tmp_path.glob(f"notes/*{made['id']}*")
     path.write_bytes(b"damaged")
     with process(*options) as last, last.http() as http:
         assert [one["id"] for one in http.get("/v1/kv", headers=mine).json()["data"]] == [kept["id"]]
-        counted = http.get("/metrics", headers=mine).text
+        counted = http.get("/metrics", headers=owner).text
         assert 'kvilt_store_refused_total{tier="notes",reason="size"} 1' in counted
 
 
 def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keys").write_text("# ours\nsk-file  # alice\n\nsk-option\n")
+    (tmp_path / "keys").write_text("# ours\n  # alice\nsk-#file\n\nsk-option \n")
     monkeypatch.setenv("KVILT_API_KEY", "sk-env, sk-other")
     given = {name: option.default for name, option in SERVER.options.items()}
     made = settings_of("smollm2", {**given, "api_key": ["sk-option"], "api_key_file": str(tmp_path / "keys")})
-    assert made.api_keys == ("sk-option", "sk-file", "sk-env", "sk-other")
+    assert made.api_keys == ("sk-option", "sk-#file", "sk-env", "sk-other")
     assert made.names == ("smollm2",)
     assert made.kv_dir is None
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# sk-1\n", "  \n#\n"])
+@pytest.mark.parametrize("option", ["api_key_file", "admin_key_file"])
+def test_a_file_without_keys_starts_no_open_server(tmp_path: Path, text: str, option: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    given = {name: each.default for name, each in SERVER.options.items()}
+    with pytest.raises(ParamError, match="holds no key") as refused:
+        settings_of("smollm2", {**given, option: str(tmp_path / "keys")})
+    assert refused.value.field == option
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_an_environment_without_keys_starts_no_open_server(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("KVILT_API_KEY", value)
+    with pytest.raises(ParamError, match="KVILT_API_KEY"):
+        settings_of("smollm2", {name: option.default for name, option in SERVER.options.items()})
+
+
+@pytest.mark.parametrize("line", ["sk-1 # alice", "sk-1 sk-2", "sk\t1"])
+def test_a_key_is_a_whole_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys").write_text(f"sk-0\n{line}\n")
+    with pytest.raises(ParamError, match="whole line") as refused:
+        read_keys(str(tmp_path / "keys"))
+    assert "sk-1" not in str(refused.value)
+
+
+def test_the_owners_key_stands_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "admin").write_text("sk-#owner\n")
+    given = {name: option.default for name, option in SERVER.options.items()}
+    assert settings_of("smollm2", given).admin_key is None
+    assert settings_of("smollm2", {**given, "admin_key_file": str(tmp_path / "admin")}).admin_key == "sk-#owner"
+    monkeypatch.setenv("KVILT_ADMIN_KEY", "sk-env")
+    assert settings_of("smollm2", given).admin_key == "sk-env"
+    with pytest.raises(ParamError, match="2 times"):
+        settings_of("smollm2", {**given, "admin_key": "sk-option"})
 
 
 def test_handles_are_saved_in_the_store_unless_they_have_a_folder_of_their_own(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from ... import __version__
-from ..prometheus import CONTENT_TYPE, rendered
+from ..gate import check_metrics
+from ..prometheus import CONTENT_TYPE
 from ..respond import json_response
 from ..schema.answers import Error, Health, Version
-from .common import Here, StrictRoute, refusals
+from .common import Here, StrictRoute, Who, refusals
 
 router = APIRouter(route_class=StrictRoute, tags=["server"])
 _STATES = {200: {"model": Health}, 403: {"model": Error}, 503: {"model": Health}}
@@ -43,9 +44,7 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"sche
 
 
 @router.get("/metrics", response_class=PlainTextResponse, response_model=None, responses=_TEXT | refusals())
-async def metrics(service: Here) -> Response:
-    """Everything that is counted, for Prometheus."""
-    llm = service.llm
-    counted = [llm.engine.metrics, service.metrics, *([llm.documents.metrics] if llm.documents.metrics else [])]
-    text = "".join(rendered(one, service.model) for one in counted)
-    return Response(text, 200, media_type=CONTENT_TYPE)
+async def metrics(service: Here, caller: Who) -> Response:
+    """Everything that is counted, for Prometheus. Where keys are set, it is the owner's: it tells of all keys."""
+    check_metrics(caller, service.config)
+    return Response(service.exposition(), 200, media_type=CONTENT_TYPE)
