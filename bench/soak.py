@@ -76,7 +76,10 @@ async def cold(server: Serving, key: str, compared: list[Compared]) -> list[str]
 def report(tally: Tally, samples: list[Sample], differing: list[str], markdown: bool) -> bool:
     """Print everything; whether all of it held."""
     last = samples[-1]
-    print(f"{tally.sent:,} requests in {last.second:.0f} s ({tally.sent / last.second:.1f}/s)")
+    took_ms = 1000 * (last.cpu_s - samples[0].cpu_s) / tally.sent
+    print(
+        f"{tally.sent:,} requests in {last.second:.0f} s ({tally.sent / last.second:.1f}/s), {took_ms:.0f} ms of CPU each"
+    )
     print(", ".join(f"{kind} {count:,}" for kind, count in tally.kinds.most_common()))
     flat, p99 = flatness(samples[:-1]), quarters(tally.ordinary)
     rows = [("measure", "second half", "growth", "allowed", "")]
@@ -134,7 +137,7 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=5.0, help="seconds between two samples")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--kv-memory", default="512M")
+    parser.add_argument("--kv-memory", default="256M", help="small, so that it is full long before the second half")
     parser.add_argument("--csv", type=Path, help="where the samples are written")
     parser.add_argument("--plot", type=Path, help="where a picture of them is drawn; needs matplotlib")
     parser.add_argument("--markdown", action="store_true")
@@ -142,7 +145,7 @@ def main() -> None:
     model = str(MODELS.get(asked.model, asked.model))
     keys = [f"sk-soak-{number:02}" for number in range(asked.keys)]
     # Without the quality gate: it may answer later blended prompts with another ratio, which a cold run cannot know.
-    options = ["--kv-memory", asked.kv_memory, "--gate-every", "0"]
+    options = ["--kv-memory", asked.kv_memory, "--store-memory", "256M", "--gate-every", "0"]
     with serving(model, keys, threads=asked.threads, memory_bytes=_MEMORY_BYTES, options=options) as server:
         tally, samples = asyncio.run(soak(server, keys, asked))
     if asked.csv:

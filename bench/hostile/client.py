@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+_IDLE_S = 10.0
 FAILED = 0  # the status of a request without an answer
 
 
@@ -37,7 +38,7 @@ class Client:
     port: int
     key: str
     timeout_s: float = 60.0
-    _idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    _idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
 
     def head(self, method: str, path: str, length: int | None, more: Mapping[str, str] | None = None) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}:{self.port}", f"Authorization: Bearer {self.key}"]
@@ -68,8 +69,7 @@ class Client:
         return await self.ask("GET", path)
 
     async def _exchange(self, request: bytes) -> tuple[int, bytes]:
-        pair = self._idle.pop() if self._idle else await self.open()
-        reader, writer = pair
+        reader, writer = await self._connection()
         try:
             writer.write(request)
             status, fields = await read_head(reader)
@@ -80,11 +80,20 @@ class Client:
         if fields.get("connection") == "close":
             writer.close()
         else:
-            self._idle.append(pair)
+            self._idle.append((time.monotonic(), reader, writer))
         return status, content
 
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """One that was used lately, else a new one: servers hang up on those that idle."""
+        while self._idle:
+            used_s, reader, writer = self._idle.pop()
+            if time.monotonic() < used_s + _IDLE_S and not reader.at_eof():
+                return reader, writer
+            writer.transport.abort()
+        return await self.open()
+
     def close(self) -> None:
-        for _, writer in self._idle:
+        for _, _, writer in self._idle:
             writer.transport.abort()
         self._idle.clear()
 

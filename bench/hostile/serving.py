@@ -45,6 +45,13 @@ class Serving:
             return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
         return 0
 
+    def cpu_s(self) -> float:
+        """Processor time of the server itself so far."""
+        with suppress(OSError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
     def files(self) -> int:
         """Open descriptors."""
         with suppress(OSError):

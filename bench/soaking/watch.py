@@ -28,6 +28,7 @@ class Sample:
     pages: int  # that are held
     handles: int
     running: int
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ async def look(server: Serving, admin: Client, requests: int, began_s: float) ->
         pages,
         _gauge(text, "kvilt_kv_handles"),
         _gauge(text, "kvilt_num_requests_running"),
+        server.cpu_s(),
     )
 
 
