@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import ParamError
@@ -56,6 +57,8 @@ class EngineConfig:
     max_handles: int = 256  # named KV handles of one owner: a key, whatever its salts
     handle_share: float = 0.5  # of all pages, what one owner's handles may hold
     handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
+    # Owners, which are API keys behind a server, share steps and KV pages by weight; one that is not named weighs 1.
+    owner_weights: Mapping[str, float] = field(default_factory=dict)
     discover: bool = False  # blend known documents that prompts hold without naming them
     # Where a store outlives the process: the fewest missing tokens of a prompt that are worth looking for there. None:
     # prefixes are neither kept nor looked for there.
@@ -71,6 +74,9 @@ class EngineConfig:
             raise ParamError("stored_prefix_tokens", f"must be None or a whole number and at least 1, not {least!r}")
         if self.max_rows > self.step_tokens:
             raise ParamError("max_rows", f"must not be above step_tokens, which is {self.step_tokens}")
+        for weight in self.owner_weights.values():
+            if not 0.001 <= weight <= 1000:
+                raise ParamError("owner_weights", f"a weight is a number from 0.001 to 1000, not {weight!r}")
         for name in ("step_timeout_s", "handle_share", "handle_ttl_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")

@@ -65,7 +65,7 @@ class Driver:
     def submit(self, job: Job) -> None:
         """Let a request in, or say why not; then it is as if it had never been there."""
         try:
-            self._check()
+            self._check(job.request.owner)
         except BaseException:
             job.let_go()
             raise
@@ -102,13 +102,16 @@ class Driver:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _check(self) -> None:
+    def _check(self, owner: str) -> None:
         if not self.healthy:
             raise StepHung(self._config.step_timeout_s)
         if self._draining:
             raise Draining()
-        if (waiting := self._engine.waiting) >= self._config.max_waiting:
-            raise QueueFull(waiting, self._config.max_waiting)
+        if self._engine.waiting >= self._config.max_waiting:
+            waiting = self._engine.waiting_by_owner()
+            most = self._config.max_waiting // len({owner, *waiting})  # a full queue has room for who has less of it
+            if waiting[owner] >= most:
+                raise QueueFull(waiting[owner], most)
 
     # The thread that steps.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,7 @@ class Engine:
             self._warmth = Warmth(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
         self._waits = (self._blends,) if self._warmth is None else (self._blends, self._warmth)
         self._books = Books(executor, self._tracks, _no_relief, None if self._warmth is None else self._warmth.seek)
-        self._scheduler = Scheduler(limits, self._books)
+        self._scheduler = Scheduler(limits, self._books, config.owner_weights)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
 
     # The spine.
@@ -185,6 +185,10 @@ class Engine:
     def waiting(self) -> int:
         """Samples that wait for their first row, or for the next one after a preemption."""
         return self._scheduler.waiting + len(self._arriving)
+
+    def waiting_by_owner(self) -> Counter[str]:
+        """The same for each owner."""
+        return self._scheduler.waiting_by_owner() + Counter(job.request.owner for job in list(self._arriving))
 
     # Between two steps.
 

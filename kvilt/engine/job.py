@@ -179,6 +179,7 @@ def _sample(request: Request, state: SampleState | None, trail: Trail | None, ca
         request=request.id,
         prompt=prompt,
         limit=limit,
+        owner=request.owner,
         priority=request.priority,
         width=request.samples,
         keys=trail.keys if trail is not None and not request.background else (),

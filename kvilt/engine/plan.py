@@ -30,6 +30,7 @@ class Sample:
     prompt: int  # tokens it began with
     limit: int  # with this many tokens it is over; the last of them is never computed
     index: int = 0  # which of its request's samples it is
+    owner: str = ""  # the API key whose share of steps and pages it counts for
     priority: int = 0
     width: int = 1  # samples that draw from the end of the prompt, this one among them
     keys: Sequence[bytes] = ()  # for each whole page of its tokens, what the prefix index knows it by
@@ -47,6 +48,8 @@ class Sample:
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
     planned: int = 0  # the last plan that gave it a row
     awaits: bytes | None = None  # a page that somebody else is computing for it
+    blocked: int = 0  # the plan since which it waits for more pages than its owner's share has; 0: it does not
+    protected: int = 0  # until this plan it gives way to no other owner
 
     def __post_init__(self) -> None:
         self.known = self.known or self.prompt
@@ -72,6 +75,10 @@ class Hit:
 
 class Pages(Protocol):
     """What a scheduler asks whoever has the pages."""
+
+    def total(self) -> int:
+        """Pages there are."""
+        ...
 
     def free(self) -> int:
         """Pages that may be taken now."""

@@ -87,6 +87,10 @@ class Books:
         """Let somebody who only keeps KV for later give some up; what is pinned stays."""
         return self.relief(False)
 
+    def total(self) -> int:
+        """Pages of each group."""
+        return self.executor.pool.pages
+
     def free(self) -> int:
         """Pages that may be taken of every group."""
         return min(self.executor.pool.free_pages())

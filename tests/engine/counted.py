@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvilt.engine.plan import Hit, Sample, StepPlan, Work
 from kvilt.engine.scheduler import Advance, Limits, Scheduler
@@ -122,10 +122,12 @@ class Pages:
 class Kitchen:
     """An engine of counts: it does what plans say, and finds every lie in them."""
 
-    def __init__(self, pages: int, limits: Limits, index: bool = True) -> None:
+    def __init__(
+        self, pages: int, limits: Limits, index: bool = True, weights: Mapping[str, float] | None = None
+    ) -> None:
         self.limits, self.index = limits, index
         self.pages = Pages(pages, limits.page_tokens)
-        self.scheduler = Scheduler(limits, self)
+        self.scheduler = Scheduler(limits, self, weights)
         self.texts: dict[Sample, list[int]] = {}
         self.live: list[Sample] = []
         self.ended: dict[tuple[str, int], tuple[str, list[int]]] = {}
@@ -137,9 +139,17 @@ class Kitchen:
         self.scores: dict[Sample, int] = {}  # of a scored sample, how many tokens were computed by itself
 
     def add(
-        self, name: str, text: Sequence[int], new: int, priority: int = 0, n: int = 1, scored: bool = False
+        self,
+        name: str,
+        text: Sequence[int],
+        new: int,
+        priority: int = 0,
+        n: int = 1,
+        scored: bool = False,
+        owner: str = "",
     ) -> Sample:
-        sample = Sample(name, len(text), len(text) + new, priority=priority, width=n, end_ids=frozenset({7}))
+        ends, limit = frozenset({7}), len(text) + new
+        sample = Sample(name, len(text), limit, owner=owner, priority=priority, width=n, end_ids=ends)
         sample.scored = len(text) - 1 if scored else 0
         self.scores[sample] = 0
         sample.keys = keys_of(text, self.limits.page_tokens) if self.index else ()
@@ -201,6 +211,9 @@ class Kitchen:
         raise AssertionError(f"not done after {most} steps: {self.scheduler.running} running")
 
     # What the scheduler asks.
+
+    def total(self) -> int:
+        return self.pages.total
 
     def free(self) -> int:
         return self.pages.takeable

@@ -185,6 +185,28 @@ def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monk
     assert all(isinstance(ear.error, Draining) for ear in (running, *waiting))
 
 
+def test_a_queue_that_one_owner_fills_has_room_for_another(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(executor, max_rows=1, max_waiting=4)
+    stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
+    running = desk.ask(ENDLESS, owner="crowd")
+    assert running.begun.wait(300)
+    for _ in range(4):
+        desk.ask(SHORT, owner="crowd")
+    until(lambda: desk.engine.waiting == 4)
+    with pytest.raises(QueueFull, match="4 requests wait and 4 may"):
+        desk.ask(SHORT, owner="crowd")
+    late = [desk.ask(SHORT, owner="late") for _ in range(2)]
+    until(lambda: desk.engine.waiting == 6)
+    with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
+        desk.ask(SHORT, owner="late")
+    stuck.let_go.set()
+    assert all(ear.done.wait(300) for ear in late), "the crowd's endless request holds no other owner up"
+    assert [ear.reasons for ear in late] == [["length"]] * 2
+    desk.driver.close(300)
+
+
 def test_draining_finishes_what_there_is_and_takes_nothing_new(executor: Executor, desk: Desk) -> None:
     ears = [desk.ask(ask) for ask in asks(6, seed=5)]
     assert desk.driver.drain(30)

@@ -312,6 +312,9 @@ class Some:
     def __init__(self, pages: int = 8) -> None:
         self.pages = pages
 
+    def total(self) -> int:
+        return self.pages
+
     def free(self) -> int:
         return self.pages
 

@@ -1,0 +1,78 @@
+"""Tokens and pages that samples need, in counts. Knows the size of a page, and nothing of who has which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .plan import Hit, Sample, Work
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """How many pages a sample takes before it can go on."""
+
+    page_tokens: int
+
+    def need(self, sample: Sample, count: int) -> int:
+        """Pages to take before `count` more tokens can be computed."""
+        if not count:
+            return 0
+        if sample.detour is not None and sample.detour.begun and sample.blends:  # it has room for all of its prompt
+            return max(0, self._grown(sample.detour.stop, max(sample.computed + count, sample.detour.stop), False))
+        return self._grown(sample.computed, sample.computed + count, sample.shared_tail)
+
+    def rest(self, sample: Sample) -> int:
+        """Pages to take before a sample has computed what it knows, and one token more."""
+        return self.need(sample, self._target(sample) - sample.computed)
+
+    def taken(self, sample: Sample) -> int:
+        """Pages that a sample has, shared ones included."""
+        return self._grown(0, sample.computed, False)
+
+    def all(self, sample: Sample) -> int:
+        """Pages that a sample has when it has computed what it knows, and one token more."""
+        return self._grown(0, self._target(sample), False) + self.beside(sample)
+
+    def beside(self, sample: Sample) -> int:
+        """Pages that a blending may need for documents that are not stored, before it has begun."""
+        detour = sample.detour
+        return -(-detour.scratch // self.page_tokens) if detour is not None and not detour.begun else 0
+
+    def whole(self, sample: Sample, hit: Hit, alone: bool) -> int:
+        """Pages until a waiting sample has computed all it knows; its forks need one each, unless it is alone."""
+        forks = 0 if alone else sample.width - 1
+        return hit.idle + self._grown(hit.tokens, self._target(sample), True) + forks + self.beside(sample)
+
+    def _target(self, sample: Sample) -> int:
+        return min(sample.known + 1, sample.limit - 1)
+
+    def _grown(self, start: int, stop: int, shared_tail: bool) -> int:
+        size = self.page_tokens
+        return -(-stop // size) + (start // -size) + (shared_tail and start % size != 0)
+
+
+def usable(sample: Sample, tokens: int) -> int:
+    """How many of a step's tokens a sample can use."""
+    tokens = min(sample.stride or tokens, tokens)
+    if sample.detour is not None and sample.blends:
+        return min(sample.detour.left, tokens)
+    count = min(sample.left, tokens)
+    if sample.detour is not None and sample.computed < sample.detour.start:
+        count = min(count, sample.detour.start - sample.computed)
+    return min(count, sample.scored - sample.computed) if sample.computed < sample.scored else count
+
+
+def is_last(sample: Sample, count: int) -> bool:
+    """Whether the logits of so many tokens choose the next one."""
+    detour = sample.detour
+    if detour is not None and sample.blends:
+        return detour.ends and count == detour.left and sample.known == detour.stop
+    return count == sample.left
+
+
+def reached(work: Work) -> int:
+    """How many tokens of a sample are computed after a step; a blended stretch is so as a whole, at its end."""
+    sample, detour = work.sample, work.sample.detour
+    if detour is not None and sample.blends and work.start == sample.computed:
+        return sample.computed if detour.left else detour.stop
+    return work.start + work.count

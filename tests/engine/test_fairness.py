@@ -1,0 +1,274 @@
+"""Owners share steps and pages: whatever the others do, each gets the smaller of its demand and half its fair share."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from counted import Kitchen
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvilt.engine.fairness import Account, Owners, max_min
+from kvilt.engine.plan import Sample
+from kvilt.engine.scheduler import PATIENCE_STEPS, Limits
+
+SETTINGS = settings(
+    max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+SIZE, WINDOW = 4, 50
+
+
+# Dividing.
+
+
+@SETTINGS
+@given(
+    total=st.integers(0, 300),
+    owners=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0.5, 1.0, 1.0, 3.0])), min_size=1, max_size=9),
+)
+def test_max_min_wastes_nothing_and_gives_each_its_part(total: int, owners: list[tuple[int, float]]) -> None:
+    demands = {str(i): demand for i, (demand, _) in enumerate(owners)}
+    accounts = {str(i): Account(weight) for i, (_, weight) in enumerate(owners)}
+    given_ = max_min(total, demands, accounts, list(demands))
+    assert sum(given_.values()) == min(total, sum(demands.values()))
+    hungry = Owners({owner: account.weight for owner, account in accounts.items()})
+    for owner in demands:
+        if demands[owner]:
+            hungry.enter(owner)
+    rights = hungry.rights(total)
+    for owner, units in given_.items():
+        assert min(demands[owner], rights.get(owner, 0)) <= units <= demands[owner]
+
+
+# Windows.
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One request of an owner."""
+
+    at: int
+    owner: int
+    text: int  # tokens
+    new: int
+    n: int
+    priority: int
+
+
+@dataclass
+class Ledger:
+    """What each owner was given in each step, and what it had a right to."""
+
+    kitchen: Kitchen
+    weights: dict[str, float]
+    given: list[Counter[str]] = field(default_factory=list)
+    owed: list[Counter[str]] = field(default_factory=list)
+
+    def step(self) -> None:
+        owed = self._owed()
+        plan = self.kitchen.step()
+        assert plan.starved is None
+        given_: Counter[str] = Counter()
+        for work in plan.work:
+            given_[work.sample.owner] += work.count
+        self.owed.append(owed)
+        self.given.append(given_)
+
+    def _owed(self) -> Counter[str]:
+        """The smaller of demand and fair share of each owner, in tokens of the next step."""
+        limits, live = self.kitchen.limits, self.kitchen.live
+        owners = sorted({sample.owner for sample in live})
+        weight = sum(self.weights[owner] for owner in owners)
+        owed: Counter[str] = Counter()
+        for owner in owners:
+            part = self.weights[owner] / weight
+            own = sorted((one for one in live if one.owner == owner), key=lambda one: (one.left > 1, one.rank))
+            demand = self._demand(own, limits.max_rows * part, int(self.kitchen.pages.total * part))
+            owed[owner] = min(demand, limits.step_tokens * part)  # type: ignore[assignment]
+        return owed
+
+    def _demand(self, own: list[Sample], rows: float, pages: int) -> float:
+        """Tokens that fit into an owner's share of rows, and into its share of pages."""
+        tokens, used, width = 0.0, 0, 0
+        for sample in own:
+            used, width = used + -(-(sample.limit + SIZE) // SIZE), width + sample.width
+            if used > pages or (tokens and width > rows):
+                break  # what comes next waits for it, as its owner's own order wants it
+            tokens += sample.left
+        return tokens * min(1.0, rows)
+
+    def check(self) -> int:
+        """Hold every window in which an owner wants something all the time against half of what it was owed."""
+        windows = 0
+        for owner in self.weights:
+            given_ = [step[owner] for step in self.given]
+            owed = [step[owner] for step in self.owed]
+            for start in range(len(given_) - WINDOW + 1):
+                window = slice(start, start + WINDOW)
+                if all(owed[window]):
+                    windows += 1
+                    assert sum(given_[window]) >= sum(owed[window]) / 2, (owner, start, given_[window], owed[window])
+        return windows
+
+
+greedy = st.builds(
+    Caller,
+    at=st.integers(0, 30),
+    owner=st.just(0),
+    text=st.integers(1, 60),
+    new=st.integers(1, 80),
+    n=st.sampled_from([1, 2, 5]),
+    priority=st.sampled_from([-2, 0]),
+)
+others = st.builds(
+    Caller,
+    at=st.integers(0, 120),
+    owner=st.integers(1, 3),
+    text=st.integers(1, 40),
+    new=st.integers(1, 30),
+    n=st.sampled_from([1, 1, 2]),
+    priority=st.integers(-1, 1),
+)
+
+
+@settings(SETTINGS, max_examples=60, phases=[Phase.generate])
+@given(
+    crowd=st.lists(greedy, min_size=8, max_size=40),
+    rest=st.lists(others, min_size=1, max_size=10),
+    weights=st.tuples(*[st.sampled_from([1.0, 1.0, 2.0])] * 4),
+    rows=st.integers(4, 10),
+    more=st.integers(0, 40),
+    pages=st.integers(200, 400),
+)
+def test_every_window_gives_each_owner_its_due_whatever_the_others_do(
+    crowd: list[Caller], rest: list[Caller], weights: tuple[float, ...], rows: int, more: int, pages: int
+) -> None:
+    spend([*crowd, *rest], dict(zip("0123", weights, strict=True)), Limits(rows + more, rows, SIZE), pages).check()
+
+
+def spend(callers: list[Caller], weights: dict[str, float], limits: Limits, pages: int) -> Ledger:
+    """A day from its first caller until all are gone."""
+    kitchen = Kitchen(pages, limits, index=False, weights=weights)
+    ledger = Ledger(kitchen, weights)
+    for now in range(5_000):
+        for i, caller in enumerate(callers):
+            if caller.at == now:
+                text = [10 + caller.owner] * caller.text
+                kitchen.add(str(i), text, caller.new, caller.priority, caller.n, owner=str(caller.owner))
+        if now > 120 and not kitchen.live:
+            return ledger
+        ledger.step()
+    raise AssertionError("the day does not end")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_owners_that_always_want_more_get_their_due_beside_a_crowd(seed: int) -> None:
+    dice = random.Random(seed)
+    crowd = [Caller(dice.randrange(30), 0, dice.randrange(1, 60), 60, dice.choice([1, 5]), -2) for _ in range(80)]
+    rest = [Caller(dice.randrange(200), 1 + i % 3, dice.randrange(1, 60), 30, 1, 0) for i in range(60)]
+    weights = {"0": 1.0, "1": 1.0, "2": 2.0, "3": 0.5}
+    ledger = spend([*crowd, *rest], weights, Limits(24, 8, SIZE), 150)
+    assert ledger.check() > 300
+    assert ledger.kitchen.preemptions > 0
+
+
+def shared(pages: int = 400, step_tokens: int = 32, max_rows: int = 8, **weights: float) -> Kitchen:
+    return Kitchen(pages, Limits(step_tokens, max_rows, SIZE), index=False, weights=weights)
+
+
+def served(kitchen: Kitchen, steps: int) -> Counter[str]:
+    """Tokens that each owner was given in the next steps."""
+    tokens: Counter[str] = Counter()
+    for _ in range(steps):
+        for work in kitchen.step().work:
+            tokens[work.sample.owner] += work.count
+    return tokens
+
+
+def test_a_newcomer_does_not_wait_behind_a_thousand_requests_of_another_owner() -> None:
+    here = shared()
+    for i in range(1000):
+        here.add(f"crowd {i}", [1] * 30, 40, priority=-5, owner="crowd")
+    served(here, 20)
+    assert here.scheduler.running >= 8, "all rows are taken"
+    here.add("one", [2] * 10, 5, owner="one")
+    for _ in range(6):
+        here.step()
+    assert ("one", 0) in here.ended
+
+
+def test_a_newcomer_gets_pages_of_an_owner_that_holds_more_than_its_share() -> None:
+    here = shared(pages=40)
+    for i in range(20):
+        here.add(f"crowd {i}", [1] * 8, 60, owner="crowd")
+    served(here, 30)
+    assert here.pages.takeable < 10
+    here.add("one", [2] * 40, 8, owner="one")
+    for _ in range(12):
+        here.step()
+    assert ("one", 0) in here.ended
+    assert here.preemptions > 0
+    here.run()
+    assert len(here.ended) == 21
+
+
+def test_an_owner_within_its_share_of_pages_is_not_preempted_for_another() -> None:
+    here = shared(pages=40)
+    here.add("steady", [2] * 40, 36, owner="one")  # 19 pages at its end, of 20 that are its own
+    here.step()
+    for i in range(20):
+        here.add(f"crowd {i}", [1] * 8, 60, priority=-5, owner="crowd")
+    gone: list[str] = []
+    while ("steady", 0) not in here.ended:
+        gone += [one.sample.owner for one in here.step().preempted]
+    assert "crowd" in gone
+    assert "one" not in gone
+
+
+@pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 0.45, 0.55), (3.0, 0.7, 0.8)])
+def test_weights_divide_what_all_want(weight: float, low: float, high: float) -> None:
+    here = shared(pages=4000, a=weight, b=1.0)
+    for i in range(60):
+        here.add(f"a {i}", [1] * 100, 1, owner="a")
+        here.add(f"b {i}", [2] * 100, 1, owner="b")
+    tokens = served(here, 60)
+    assert low <= tokens["a"] / tokens.total() <= high
+    assert tokens.total() == 60 * 32, "nothing is wasted"
+
+
+def test_what_an_owner_cannot_use_goes_to_the_others() -> None:
+    here = shared(pages=60)
+    here.add("running", [1] * 100, 120, owner="a")  # 26 pages, and more as it grows
+    here.step()
+    here.add("large", [2] * 200, 4, owner="b")  # 51 pages: not before the other is done, or has had its time
+    tokens = served(here, 10)
+    assert tokens["a"] == 68 + 7, "the rest of the prompt by whole steps, then decodes"
+
+
+def test_priorities_count_inside_an_owner_only() -> None:
+    here = shared(max_rows=2, step_tokens=8)
+    for i in range(10):
+        here.add(f"loud {i}", [1] * 8, 20, priority=-9, owner="loud")
+        here.add(f"calm {i}", [2] * 8, 20, priority=9, owner="calm")
+    tokens = served(here, 200)
+    assert 0.8 <= tokens["loud"] / tokens["calm"] <= 1.25
+
+
+def test_samples_larger_than_a_share_take_turns_and_come_to_an_end() -> None:
+    here = shared(pages=60)
+    for owner in ("a", "b"):
+        here.add(owner, [1] * 120, 110, owner=owner)  # 58 pages of 60
+    here.add("c", [3] * 4, 30, owner="c")
+    ends: dict[str, int] = {}
+    gone: Counter[str] = Counter()
+    for now in range(3000):
+        if not here.live:
+            break
+        gone.update(one.sample.request for one in here.step().preempted)
+        ends |= {name: ends.get(name, now) for name, _ in here.ended}
+    assert sorted(ends) == ["a", "b", "c"]
+    assert ends["c"] < 3 * PATIENCE_STEPS
+    assert gone.total() <= 2 * 230 / PATIENCE_STEPS + 4, "each turn is long enough to get on"
