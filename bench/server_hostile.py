@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[attack.name for attack in ATTACKS], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=20.0, help="that an attack may last")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--kv-memory", default="512M")
+    parser.add_argument("--kv-memory", default="256M")
     parser.add_argument("--markdown", action="store_true", help="print the table for the documents")
     parser.add_argument("--list", action="store_true", help="print the attacks and end")
     asked = parser.parse_args()

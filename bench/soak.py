@@ -77,9 +77,8 @@ def report(tally: Tally, samples: list[Sample], differing: list[str], markdown: 
     """Print everything; whether all of it held."""
     last = samples[-1]
     took_ms = 1000 * (last.cpu_s - samples[0].cpu_s) / tally.sent
-    print(
-        f"{tally.sent:,} requests in {last.second:.0f} s ({tally.sent / last.second:.1f}/s), {took_ms:.0f} ms of CPU each"
-    )
+    rate = tally.sent / last.second
+    print(f"{tally.sent:,} requests in {last.second:.0f} s ({rate:.1f}/s), {took_ms:.0f} ms of CPU each")
     print(", ".join(f"{kind} {count:,}" for kind, count in tally.kinds.most_common()))
     flat, p99 = flatness(samples[:-1]), quarters(tally.ordinary)
     rows = [("measure", "second half", "growth", "allowed", "")]

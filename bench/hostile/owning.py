@@ -19,8 +19,8 @@ async def salted_handles(site: Site) -> str:
     """Handles under one salt after the other; as many as are kept."""
     answers = []
     for number in range(120):
-        asked = {"prompt": f"{number} " + _STORY * 2, "cache_salt": f"salt-{number}"}
-        answers.append(await site.attacker.post("/v1/kv", asked))
+        asked = {"prompt": f"{number} " + _STORY * 2}
+        answers.append(await site.attacker.post(f"/v1/kv?cache_salt=salt-{number}", asked))
     kept = sum(answer.status == 200 for answer in answers)
     site.notes.append(f"{kept} handles with a limit of 4")
     return said(answers)
@@ -32,13 +32,16 @@ async def salted_flush(site: Site) -> str:
     asked = body(_STORY * 48, 1)
     await victim.post(COMPLETIONS, asked)
     before = _cached(await victim.post(COMPLETIONS, asked))
-    answers = []
-    until_s = time.monotonic() + site.seconds
-    for number in range(220):
-        salted = body(f"{number} " + _STORY * 8, 1, cache_salt=f"salt-{number}")
-        answers.append(await site.attacker.post(COMPLETIONS, salted))
-        if time.monotonic() > until_s:
-            break
+    answers: list[Answer] = []
+    until_s = time.monotonic() + 2 * site.seconds
+
+    async def salt(numbers: range) -> None:
+        for number in numbers:
+            if time.monotonic() < until_s:
+                salted = body(f"{number} " + _STORY * 8, 1, cache_salt=f"salt-{number}")
+                answers.append(await site.attacker.post(COMPLETIONS, salted))
+
+    await asyncio.gather(*(salt(range(first, 220, 4)) for first in range(4)))
     after = _cached(await victim.post(COMPLETIONS, asked))
     victim.close()
     site.notes.append(f"cached tokens of the victim {before}, then {after}")

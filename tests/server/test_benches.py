@@ -78,6 +78,7 @@ def test_quantiles_are_of_each_quarter() -> None:
 def test_an_attack_is_measured(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CALM_S", "LEAST_S", "AFTER_S"):
         monkeypatch.setattr(hostile.measure, name, 0.4)
+    monkeypatch.setattr(hostile.measure, "FILL_REQUESTS", 1)
     (attack,) = [one for one in ATTACKS if one.name == "json_quotes_60k"]
     with start(api_keys=tuple(KEYS), admin_key=ADMIN) as server:
         serving = Serving(os.getpid(), "127.0.0.1", server.port, tmp_path)
