@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..server.listen import Listener
     from ..server.settings import ServeConfig
 
+_KEY_LINE = re.compile(r"(?P<key>\S+)(?:\s+weight=(?P<weight>[0-9]{1,4}(?:\.[0-9]{1,3})?))?")
 VISIBLE_KEYS = (
     "every user of this machine sees keys of the command line in the list of processes; "
     "use --api-key-file and --admin-key-file, or KVILT_API_KEY and KVILT_ADMIN_KEY"
@@ -33,7 +35,8 @@ def serve(
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
     settings = settings_of(model, options, store["store"])
-    chosen = EngineConfig(**{name: value for name, value in engine.items() if value is not None})
+    given = {name: value for name, value in engine.items() if value is not None}
+    chosen = EngineConfig(**given, owner_weights=owner_weights(options["api_key_file"]))
     gate = gate_of(options)
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
@@ -128,19 +131,39 @@ def admin_key(given: str | None, path: str | None) -> str | None:
     return found[0] if found else None
 
 
+def owner_weights(path: str | None) -> dict[str, float]:
+    """The weights of a key file, by the owner that each key stands for."""
+    from ..server.gate import tenant_of
+
+    return {tenant_of(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
+
+
 def read_keys(path: str | None, option: str = "api_key_file") -> list[str]:
-    """Keys from a file, at least one: each is a whole line. Empty lines, and those that begin with #, are none."""
+    """The keys of a file, at least one."""
+    return list(weighted_keys(path, option))
+
+
+def weighted_keys(path: str | None, option: str = "api_key_file") -> dict[str, float]:
+    """Keys from a file, at least one: each is a whole line, or is followed by a blank and weight=NUMBER.
+
+    Empty lines, and those that begin with #, are none.
+    """
     if path is None:
-        return []
+        return {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ParamError(option, f"{path!r} cannot be read: {error}") from None
-    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
-    if not keys:
+    found = [_KEY_LINE.fullmatch(line) for each in lines if (line := each.strip()) and not line.startswith("#")]
+    if not found:
         raise ParamError(option, f"{path!r} holds no key; write one on a line, or leave the option out")
-    if any(len(key.split()) > 1 for key in keys):
-        raise ParamError(option, f"{path!r} has a line with blanks in it; a key is a whole line, and so is a comment")
+    keys = {one["key"]: float(one["weight"] or 1.0) for one in found if one is not None}
+    if None in found:
+        raise ParamError(
+            option,
+            f"{path!r} has a line with blanks in it; a key is a whole line, and so is a comment, "
+            "and only weight=NUMBER may stand behind a key",
+        )
     return keys
 
 

@@ -185,9 +185,7 @@ def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monk
     assert all(isinstance(ear.error, Draining) for ear in (running, *waiting))
 
 
-def test_a_queue_that_one_owner_fills_has_room_for_another(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_that_one_owner_fills_has_room_for_another(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(executor, max_rows=1, max_waiting=4)
     stuck = Stuck(executor, monkeypatch, looks=False, steps=3)
     running = desk.ask(ENDLESS, owner="crowd")

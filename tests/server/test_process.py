@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from kvilt.cli.main import app
 from kvilt.cli.options import SERVER
-from kvilt.cli.serve import default_name, read_keys, settings_of
+from kvilt.cli.serve import default_name, owner_weights, read_keys, settings_of
 from kvilt.errors import ParamError
+from kvilt.server.gate import tenant_of
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 
@@ -293,3 +294,18 @@ def test_wrong_options_are_named_before_a_model_is_loaded(options: list[str], me
 )
 def test_a_model_is_never_called_by_its_path(model: str, name: str) -> None:
     assert default_name(model) == name
+
+
+def test_a_key_file_may_give_keys_weights(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-light\nsk#heavy weight=2.5\n# weight=9\nsk-weight=4\n")
+    assert read_keys(str(file)) == ["sk-light", "sk#heavy", "sk-weight=4"]
+    assert owner_weights(str(file)) == {tenant_of("sk#heavy"): 2.5}
+    assert owner_weights(None) == {}
+
+
+@pytest.mark.parametrize("line", ["sk weight=", "sk weight=x", "sk weight=1e9", "sk weight=2 more", "sk heavy"])
+def test_what_is_no_weight_is_no_key_file(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys").write_text(line)
+    with pytest.raises(ParamError, match="weight=NUMBER"):
+        read_keys(str(tmp_path / "keys"))
