@@ -1,4 +1,7 @@
-"""What one rendering of a chat template may use: steps, characters and seconds, counted on an object of its own."""
+"""What one rendering of a chat template may use: steps, work, characters and seconds, counted on an object of its own.
+
+Work is counted in units of about a nanosecond, before it is done: one call into C can neither be watched nor ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from time import monotonic
 
 from ..errors import TemplateError
 
+MAX_INT_BITS = 4096  # of any number
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -14,22 +19,25 @@ class Limits:
 
     source_chars: int = 1 << 16
     depth: int = 120  # of the template's syntax tree, and of values
-    text_chars: int = 1 << 23  # of the input, the output and any one value
+    text_chars: int = 1 << 22  # of the input, the output and any one value
     made_chars: int = 1 << 26  # of all text made on the way
     items: int = 100_000  # of any one list, and of all values inside each other
     steps: int = 2_000_000
+    call_work: int = 1 << 24  # of one filter, method or operator
+    work: int = 1 << 30  # of all of them
     seconds: float = 2.0
 
 
 class Budget:
     """The running account of one rendering; raises TemplateError when it is overdrawn."""
 
-    __slots__ = ("_deadline", "_made", "_steps", "limits")
+    __slots__ = ("_deadline", "_made", "_steps", "_work", "limits")
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._steps = limits.steps
         self._made = limits.made_chars
+        self._work = limits.work
         self._deadline = monotonic() + limits.seconds
 
     def tick(self, steps: int = 1) -> None:
@@ -39,6 +47,18 @@ class Budget:
             raise TemplateError(f"the chat template took more than {self.limits.steps} steps and was stopped")
         if monotonic() > self._deadline:
             raise TemplateError(f"the chat template ran for more than {self.limits.seconds} s and was stopped")
+
+    @property
+    def worked(self) -> int:
+        """Units of work so far."""
+        return self.limits.work - self._work
+
+    def work(self, units: int, call: int | None = None) -> None:
+        """Account for work before it is done; `call` is the part of the longest single call, all of it if not given."""
+        self.tick()
+        self._work -= units
+        if (units if call is None else call) > self.limits.call_work or self._work < 0:
+            raise TemplateError("the chat template works on texts or lists that are too long for what it does to them")
 
     def make(self, chars: int) -> None:
         """Account for a text of so many characters before it is made."""

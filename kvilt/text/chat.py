@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ContextOverflow, InputError, TemplateError
-from .budget import Limits
+from .budget import MAX_INT_BITS, Limits
 from .pipeline import clean
 from .specials import SpecialTexts
 from .tokenizer import Tokenizer
@@ -340,6 +340,8 @@ def _copied(values: dict[str, Any], room: _Room) -> dict[str, Any]:
         left[1] -= 1
         if left[1] < 0 or depth > _MAX_DEPTH:
             raise TemplateError(f"the messages hold more than {room.items} values or nest deeper than {_MAX_DEPTH}")
+        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise TemplateError(f"the messages hold a number of more than {MAX_INT_BITS} bits")
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, str):

@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 from ..errors import KviltError, TemplateError
 from .budget import Budget, Limits
 from .sandbox_filters import allowed_filters, allowed_globals, allowed_tests
-from .sandbox_math import OPERATORS
+from .sandbox_math import OPERATORS, check_number, compare
 from .sandbox_values import Bounded, check_name, concat, kept, methods_of, text_of
 
 _LOOP = "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed"
@@ -125,6 +125,8 @@ def _check_syntax(tree: nodes.Template, limits: Limits) -> None:
             raise TemplateError(f"the chat template uses {type(node).__name__.lower()}, which is not allowed")
         if isinstance(node, nodes.Name) and node.name in ("varargs", "kwargs"):
             raise TemplateError(f"the chat template uses {node.name}, which is not allowed")
+        if isinstance(node, nodes.Const):
+            check_number(node.value)
         stack.extend((child, depth + 1) for child in node.iter_child_nodes())
 
 
@@ -148,8 +150,10 @@ class _Metered(NodeTransformer):
         return _ask("joined", node, *node.nodes)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        """Comparisons are calls too: `in` may search a long text."""
         self.generic_visit(node)
-        return _ask("measured", node, node)
+        pairs = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
+        return _ask("compared", node, node.expr, *pairs)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -261,6 +265,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def joined(self, *parts: Any) -> str:
         """The `~` operator."""
         return concat(self.budget, parts)
+
+    def compared(self, left: Any, *others: Any) -> bool:
+        """A comparison, or a chain of them: a value, and an operator and a value for each."""
+        holds = True
+        for name, right in zip(others[::2], others[1::2], strict=True):
+            holds = holds and bool(compare(self.budget, name, left, right))
+            left = right
+        return holds
 
     def measured(self, value: Any) -> Any:
         """A value the template has just made."""

@@ -14,11 +14,13 @@ from jinja2.utils import _PassArg
 
 from ..errors import TemplateError
 from .budget import Budget
+from .sandbox_costs import FILTERS, MAX_NUMBER_CHARS, TESTS, Cost, charge
 from .sandbox_values import (
     TemplateNamespace,
     center,
     check_name,
     check_width,
+    count_lines,
     join,
     kept,
     percent,
@@ -32,17 +34,18 @@ if TYPE_CHECKING:
     from .sandbox import TemplateEnvironment
 
 _JINJA_FILTERS = (
-    "abs capitalize count d default dictsort first float int items last length list lower map max min reject "
+    "abs capitalize count d default dictsort first items last length list lower map max min reject "
     "rejectattr reverse select selectattr sort title trim unique upper"
 )
 _JINJA_TESTS = (
     "boolean callable defined divisibleby eq equalto even false float ge greaterthan gt in integer iterable le "
     "lessthan lower lt mapping ne none number odd sameas sequence string true undefined upper == != > >= < <="
 )
+_LISTING = "list sort unique map select reject max min selectattr rejectattr"  # they take a text apart
 _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*\Z")
 
 
-def _from_jinja(function: Any) -> Callable[..., Any]:
+def _from_jinja(function: Any, cost: Cost | None) -> Callable[..., Any]:
     """A filter or test of jinja2, with its work and its result accounted for."""
     wants = _PassArg.from_obj(function)
 
@@ -62,14 +65,15 @@ def _from_jinja(function: Any) -> Callable[..., Any]:
         budget = context.environment.budget
         if isinstance(value, str):  # a text taken apart is a list of its characters
             budget.tick(1 + len(value) // 64)
+        charge(budget, cost, value, (*args, *kwargs.values()))
         return kept(budget, function(*given(context), value, *args, **kwargs))
 
     return bounded
 
 
-def _listing(function: Any) -> Callable[..., Any]:
+def _listing(function: Any, cost: Cost | None) -> Callable[..., Any]:
     """The same for a filter that takes its value apart at once."""
-    inner = _from_jinja(function)
+    inner = _from_jinja(function, cost)
 
     @pass_context
     def bounded(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +99,7 @@ def _indent(budget: Budget, text: Any, width: Any = 4, first: bool = False, blan
     text = text_of(budget, text)
     check_width(len(width) if isinstance(width, str) else width)
     size = len(width) if isinstance(width, str) else width
-    budget.make(len(text) + (text.count("\n") + 2) * (size + 1))
+    budget.make(len(text) + (count_lines(budget, text) + 2) * (size + 1))
     return str(_filters.do_indent(text, width, first, blank))
 
 
@@ -111,6 +115,21 @@ def _round(_budget: Budget, value: Any, precision: int = 0, method: Any = "commo
     if not isinstance(precision, int) or abs(precision) > 20:
         raise TemplateError("the chat template rounds to more than 20 places")
     return _filters.do_round(value, precision, method)
+
+
+def _int(_budget: Budget, value: Any, default: Any = 0, base: int = 10) -> Any:
+    return _filters.do_int(_numeral(value), default, base)
+
+
+def _float(_budget: Budget, value: Any, default: Any = 0.0) -> Any:
+    return _filters.do_float(_numeral(value), default)
+
+
+def _numeral(value: Any) -> Any:
+    """A value that is not too long to be read as a number."""
+    if isinstance(value, str) and len(value) > MAX_NUMBER_CHARS:
+        raise TemplateError(f"the chat template reads a text of more than {MAX_NUMBER_CHARS} characters as a number")
+    return value
 
 
 def _sum(budget: Budget, values: Any, start: Any = 0) -> Any:
@@ -143,14 +162,16 @@ def _center(budget: Budget, text: Any, width: int = 80) -> Any:
 
 def allowed_filters() -> dict[str, Any]:
     """Filters by name."""
-    table = {name: _from_jinja(_filters.FILTERS[name]) for name in _JINJA_FILTERS.split()}
-    table |= {name: _listing(_filters.FILTERS[name]) for name in ("list", "sort", "unique", "map", "select", "reject")}
+    table = {name: _from_jinja(_filters.FILTERS[name], FILTERS.get(name)) for name in _JINJA_FILTERS.split()}
+    table |= {name: _listing(_filters.FILTERS[name], FILTERS.get(name)) for name in _LISTING.split()}
     own: Mapping[str, Callable[..., Any]] = {
         "center": _center,
         "e": _escape,
         "escape": _escape,
+        "float": _float,
         "format": _format,
         "indent": _indent,
+        "int": _int,
         "join": _join,
         "replace": _replace,
         "round": _round,
@@ -164,7 +185,7 @@ def allowed_filters() -> dict[str, Any]:
 
 def allowed_tests() -> dict[str, Any]:
     """Tests by name."""
-    return {name: _from_jinja(_tests.TESTS[name]) for name in _JINJA_TESTS.split()}
+    return {name: _from_jinja(_tests.TESTS[name], TESTS.get(name)) for name in _JINJA_TESTS.split()}
 
 
 def _raise_exception(message: Any) -> NoReturn:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import TemplateError
-from .budget import Budget
-from .sandbox_values import MAX_INT_BITS, percent, weigh
+from .budget import MAX_INT_BITS, Budget
+from .sandbox_costs import read, search
+from .sandbox_values import percent, weigh
 
 _SEQUENCES = (str, list, tuple)
 
@@ -20,7 +21,16 @@ def _add(budget: Budget, left: Any, right: Any) -> Any:
     if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
         budget.hold(len(left) + len(right))
         return weigh(budget, operator.add(left, right))
+    _check_bits(max(_bits(left), _bits(right)))
     return left + right
+
+
+def _number(function: Callable[[Any, Any], Any]) -> Callable[[Budget, Any, Any], Any]:
+    def apply(_budget: Budget, left: Any, right: Any) -> Any:
+        _check_bits(max(_bits(left), _bits(right)))
+        return function(left, right)
+
+    return apply
 
 
 def _multiply(budget: Budget, left: Any, right: Any) -> Any:
@@ -38,12 +48,15 @@ def _multiply(budget: Budget, left: Any, right: Any) -> Any:
 
 def _power(_budget: Budget, left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
-        _check_bits(_bits(left) * abs(right))
+        _check_bits(max(_bits(left), _bits(left) * abs(right)))
     return left**right
 
 
 def _modulo(budget: Budget, left: Any, right: Any) -> Any:
-    return percent(budget, left, right) if isinstance(left, str) else left % right
+    if isinstance(left, str):
+        return percent(budget, left, right)
+    _check_bits(max(_bits(left), _bits(right)))
+    return left % right
 
 
 def _bits(value: Any) -> int:
@@ -55,16 +68,35 @@ def _check_bits(bits: int) -> None:
         raise TemplateError(f"the chat template computes a number of more than {MAX_INT_BITS} bits")
 
 
-def _plain(function: Callable[[Any, Any], Any]) -> Callable[[Budget, Any, Any], Any]:
-    return lambda _budget, left, right: function(left, right)
-
-
 OPERATORS: Mapping[str, Callable[[Budget, Any, Any], Any]] = {
     "+": _add,
-    "-": _plain(operator.sub),
+    "-": _number(operator.sub),
     "*": _multiply,
-    "/": _plain(operator.truediv),
-    "//": _plain(operator.floordiv),
+    "/": _number(operator.truediv),
+    "//": _number(operator.floordiv),
     "**": _power,
     "%": _modulo,
 }
+
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "in": lambda left, right: left in right,
+    "notin": lambda left, right: left not in right,
+}
+
+
+def compare(budget: Budget, name: str, left: Any, right: Any) -> Any:
+    """A comparison by jinja2's name for it."""
+    searches = name in ("in", "notin") and isinstance(right, str)
+    budget.work(search(right, left) if searches else read(left, right))
+    return _COMPARISONS[name](left, right)
+
+
+def check_number(value: Any) -> None:
+    """A number that a template or its values bring along."""
+    _check_bits(_bits(value))

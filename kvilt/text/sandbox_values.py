@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2.runtime import Undefined
@@ -16,13 +17,15 @@ from jinja2.utils import Namespace
 
 from ..errors import TemplateError
 from .budget import Budget
+from .sandbox_costs import METHODS, charge, sort
 
 MAX_WIDTH = 1000  # of padding, indentation and number formats
-MAX_INT_BITS = 4096
 Bounded = Callable[..., Any]  # (budget, value, *args, **kwargs)
 
 _SCALARS = (str, int, float, bool, type(None), Undefined)
-_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?[hlL]?(.)", re.DOTALL)
+_PERCENT = re.compile(r"[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?[hlL]?.?", re.DOTALL)
+_SHOWN_CHAR, _SHOWN_ITEM = 10, 64  # units of work for writing out a list; a character may take ten
+_JSON_CHAR = 12
 _FIELD = re.compile(r"\w*\Z")
 _SPEC = re.compile(r"[^{}]*\Z")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -47,15 +50,25 @@ def check_name(name: Any) -> None:
         raise TemplateError(f"the chat template uses {name[:40]!r}, which is not allowed")
 
 
-def weigh(budget: Budget, value: Any) -> Any:
-    """Give `value` back if all that it contains, counted as a tree, stays within the limits."""
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """How much a value holds, counted as a tree."""
+
+    items: int
+    chars: int
+    longest: int  # of its texts
+
+
+def weight_of(budget: Budget, value: Any) -> Weight:
+    """Measure a value; TemplateError if all that it contains is over the limits."""
     limits = budget.limits
     stack: list[tuple[Any, int]] = [(value, 0)]
-    items = chars = 0
+    items = chars = longest = 0
     while stack:
         part, depth = stack.pop()
         if isinstance(part, str):
             chars += len(part)
+            longest = max(longest, len(part))
         elif isinstance(part, (list, tuple, dict)):
             items += len(part)
             if items > limits.items or depth > limits.depth:
@@ -67,6 +80,12 @@ def weigh(budget: Budget, value: Any) -> Any:
     budget.tick(1 + items // 8)
     if chars > limits.text_chars:
         raise TemplateError(f"the chat template makes a value of more than {limits.text_chars} characters")
+    return Weight(items, chars, longest)
+
+
+def weigh(budget: Budget, value: Any) -> Any:
+    """Give `value` back if all that it contains stays within the limits."""
+    weight_of(budget, value)
     return value
 
 
@@ -102,7 +121,9 @@ def text_of(budget: Budget, value: Any) -> str:
     if isinstance(value, _SCALARS):
         return str(value)
     if isinstance(value, (list, tuple, dict)):
-        return str(weigh(budget, value))
+        weight = weight_of(budget, value)
+        budget.work(_SHOWN_ITEM * weight.items + _SHOWN_CHAR * weight.chars)
+        return str(value)
     raise TemplateError(f"the chat template writes out a {type(value).__name__}, which is not allowed")
 
 
@@ -125,6 +146,7 @@ def join(budget: Budget, separator: str, values: Any) -> str:
 def replace(budget: Budget, text: str, old: str, new: str, count: int = -1) -> str:
     """`str.replace`, its result measured beforehand."""
     old, new = text_of(budget, old), text_of(budget, new)
+    charge(budget, METHODS["replace"], text, (old,))
     places = text.count(old) if count is None or count < 0 else min(count, text.count(old))
     budget.make(len(text) + max(0, places * (len(new) - len(old))))
     return text.replace(old, new, -1 if count is None else count)
@@ -132,6 +154,7 @@ def replace(budget: Budget, text: str, old: str, new: str, count: int = -1) -> s
 
 def split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1, *, right: bool = False) -> list[str]:
     """`str.split` or `str.rsplit` into a bounded number of parts."""
+    charge(budget, METHODS["rsplit" if right else "split"], text, () if sep is None else (sep,))
     most = budget.limits.items if maxsplit < 0 else min(maxsplit, budget.limits.items)
     parts = text.rsplit(sep, most) if right else text.split(sep, most)
     budget.hold(len(parts))
@@ -146,9 +169,17 @@ def rsplit(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1
 
 def splitlines(budget: Budget, text: str, keepends: bool = False) -> list[str]:
     """`str.splitlines` into a bounded number of lines."""
-    budget.hold(sum(text.count(end) for end in _LINE_ENDS) + 1)
+    count_lines(budget, text)
     budget.make(len(text))
     return text.splitlines(keepends)
+
+
+def count_lines(budget: Budget, text: str) -> int:
+    """The lines of a text, which may not be more than a list holds."""
+    budget.work(len(_LINE_ENDS) * len(text) // 4)
+    lines = sum(text.count(end) for end in _LINE_ENDS) + 1
+    budget.hold(lines)
+    return lines
 
 
 def _padded(method: Callable[..., str]) -> Bounded:
@@ -171,36 +202,55 @@ def check_width(width: Any) -> None:
 
 def percent(budget: Budget, text: str, values: Any) -> str:
     """`text % values` with bounded widths."""
+    budget.work(2 * len(text))
     fields = 0
-    for width, precision, _ in _PERCENT.findall(text):
+    for width, precision in _percent_fields(text):
         fields += 1
+        budget.tick()
         if "*" in (width, precision) or any(len(n) > 4 or int(n or 0) > MAX_WIDTH for n in (width, precision)):
             raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
-    weigh(budget, values)
-    budget.make(len(text) + fields * (MAX_WIDTH + _widest(values)))
+    budget.make(len(text) + fields * (MAX_WIDTH + _widest(budget, values)))
     return str(text % values)
+
+
+def _percent_fields(text: str) -> Iterator[tuple[str, str]]:
+    """Width and precision of each field; every character is looked at once."""
+    at = text.find("%")
+    while at >= 0:
+        if text.startswith("(", at + 1):
+            close = text.find(")", at)
+            if close < 0 or "(" in text[at + 2 : close]:
+                raise TemplateError("the chat template formats by a name without an end, or with parentheses in it")
+            at = close
+        field = _PERCENT.match(text, at + 1)
+        assert field is not None, "it matches nothing at least"
+        yield field[1] or "", field[2] or ""
+        at = text.find("%", max(field.end(), at + 2))
 
 
 def brace(budget: Budget, text: str, *args: Any, **kwargs: Any) -> str:
     """`text.format(...)` with plain field names and bounded widths."""
+    budget.work(4 * len(text))
     fields = 0
     for _, name, spec, _ in string.Formatter().parse(text):
         if name is None:
             continue
         fields += 1
+        budget.tick()
         if not _FIELD.match(name) or not _SPEC.match(spec or ""):
             raise TemplateError("the chat template uses a format field that is more than a name")
         if any(len(n) > 4 or int(n) > MAX_WIDTH for n in re.findall(r"\d+", spec or "")):
             raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
-    weigh(budget, [list(args), kwargs])
-    budget.make(len(text) + fields * (MAX_WIDTH + _widest((*args, *kwargs.values()))))
+    budget.make(len(text) + fields * (MAX_WIDTH + _widest(budget, (*args, *kwargs.values()))))
     return text.format(*args, **kwargs)
 
 
-def _widest(values: Any) -> int:
+def _widest(budget: Budget, values: Any) -> int:
+    """The most characters that one of the values can take in a format."""
     if isinstance(values, dict):
         values = tuple(values.values())
-    return max((len(str(value)) for value in (values if isinstance(values, tuple) else (values,))), default=0)
+    shown = (text_of(budget, value) for value in (values if isinstance(values, tuple) else (values,)))
+    return max(map(len, shown), default=0)
 
 
 def tojson(
@@ -218,15 +268,23 @@ def tojson(
     encoder = json.JSONEncoder(
         ensure_ascii=bool(ensure_ascii), indent=indent, separators=separators, sort_keys=bool(sort_keys)
     )
-    parts = []
-    for part in encoder.iterencode(weigh(budget, value)):
-        budget.make(len(part))
+    weight = weight_of(budget, value)
+    budget.work(_JSON_CHAR * weight.chars, call=_JSON_CHAR * weight.longest)
+    if sort_keys:
+        budget.work(sort([None] * weight.items))
+    parts, chars = [], 0
+    for part in encoder.iterencode(value):
+        chars += len(part)
+        budget.make(chars if chars > budget.limits.text_chars else len(part))
         parts.append(part)
     return "".join(parts)
 
 
-def _plain(method: Callable[..., Any]) -> Bounded:
+def _plain(name: str, kind: type = str) -> Bounded:
+    method, cost = getattr(kind, name), METHODS.get(name) if kind is str else None
+
     def call(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
+        charge(budget, cost, value, (*args, *kwargs.values()))
         return kept(budget, method(value, *args, **kwargs))
 
     return call
@@ -241,7 +299,7 @@ _STR_PLAIN = (
     "isalnum isspace isupper islower isnumeric isdecimal removeprefix removesuffix partition rpartition"
 )
 _STR: Mapping[str, Bounded] = {
-    **{name: _plain(getattr(str, name)) for name in _STR_PLAIN.split()},
+    **{name: _plain(name) for name in _STR_PLAIN.split()},
     "split": split,
     "rsplit": rsplit,
     "splitlines": splitlines,
@@ -258,10 +316,10 @@ _DICT: Mapping[str, Bounded] = {
     "keys": _view(dict.keys),
     "values": _view(dict.values),
     "get": lambda _budget, value, *args: dict.get(value, *args),
-    "copy": _plain(dict.copy),
+    "copy": _plain("copy", dict),
 }
-_LIST: Mapping[str, Bounded] = {name: _plain(getattr(list, name)) for name in ("index", "count", "copy")}
-_TUPLE: Mapping[str, Bounded] = {name: _plain(getattr(tuple, name)) for name in ("index", "count")}
+_LIST: Mapping[str, Bounded] = {name: _plain(name, list) for name in ("index", "count", "copy")}
+_TUPLE: Mapping[str, Bounded] = {name: _plain(name, tuple) for name in ("index", "count")}
 
 
 def methods_of(value: Any) -> Mapping[str, Bounded]:

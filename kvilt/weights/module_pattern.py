@@ -1,8 +1,8 @@
 """Patterns for module names, as PEFT's configurations hold them, matched in time that grows with name times pattern.
 
 A subset of regular expressions: characters, `.`, escaped signs, `\\d`, `\\w`, classes such as `[a-z0-9]`, groups, `|`,
-and `*`, `+` and `?` behind any of them; `^` at the beginning and `$` at the end. Within it a pattern means what it means
-to `re`. Anything else is refused by name. No pattern backtracks: all its ways are followed at once.
+and `*`, `+` and `?` behind any of them; `^` at the beginning and `$` at the end. Within it a pattern means what `re`
+takes it for. Anything else is refused by name. No pattern backtracks: all its ways are followed at once.
 """
 
 from __future__ import annotations
