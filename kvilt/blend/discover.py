@@ -8,11 +8,12 @@ from __future__ import annotations
 import secrets
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..kv.owner import owner_of
 from .recipe import Span
 
 WINDOW_TOKENS = 32  # a document is looked for by its first ones; shorter ones are not found
@@ -36,6 +37,10 @@ class _Key(NamedTuple):
     first: int  # hash of the first window
     tokens: int
     whole: int  # hash of all of it
+
+    @property
+    def owner(self) -> str:
+        return owner_of(self.scope.tenant)
 
 
 _Alike = dict[int, dict[int, bytes]]  # documents with the same first window, by length and by hash: tokens as bytes
@@ -83,7 +88,8 @@ class Known:
         self._most_tokens, self._most_alike = most_tokens, most_alike
         self._lock = threading.Lock()
         self._shelves: dict[Scope, dict[int, _Alike]] = {}
-        self._order: OrderedDict[_Key, None] = OrderedDict()  # the longest unused first
+        self._orders: dict[str, OrderedDict[_Key, None]] = {}  # by owner, the longest unused first
+        self._owned: Counter[str] = Counter()  # tokens by owner
         self._tokens = 0
 
     @property
@@ -92,34 +98,35 @@ class Known:
         return self._tokens
 
     def __len__(self) -> int:
-        return len(self._order)
+        return sum(map(len, self._orders.values()))
 
     def add(self, scope: Scope, ids: Sequence[int]) -> None:
-        """A document was stored; what was not of use for longest is forgotten for it, if need be."""
+        """A document was stored; what the owner of the most has not used for longest is forgotten for it, if need be."""
         if not WINDOW_TOKENS <= len(ids) <= self._most_tokens:
             return
         key = self._key(scope, ids)
         with self._lock:
-            self._order[key] = None
-            self._order.move_to_end(key)
+            order = self._orders.setdefault(key.owner, OrderedDict())
+            order[key] = None
+            order.move_to_end(key)
             alike = self._shelves.setdefault(scope, {}).setdefault(key.first, {})
             same = alike[key.tokens] = alike.pop(key.tokens, {})  # the latest last
             if key.whole not in same:
                 same[key.whole] = array("I", ids).tobytes()
                 self._tokens += key.tokens
+                self._owned[key.owner] += key.tokens
             if len(alike) > self._most_alike:
                 oldest = next(iter(alike))
                 for whole in list(alike[oldest]):
                     self._drop(_Key(scope, key.first, oldest, whole))
             while self._tokens > self._most_tokens:
-                self._drop(next(iter(self._order)))
+                self._drop(next(iter(self._orders[max(self._owned, key=self._owned.__getitem__)])))
 
     def demote(self, scope: Scope, ids: Sequence[int]) -> None:
         """A document was of no use after all: it is the next to be forgotten."""
         key = self._key(scope, ids)
         with self._lock:
-            if key in self._order:
-                self._order.move_to_end(key, last=False)
+            self._move(key, last=False)
 
     def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> Found:
         """The documents of a scope in a prompt from `start` on, longer ones first where they would overlap."""
@@ -156,19 +163,26 @@ class Known:
                 used.append(key)
         with self._lock:
             for key in used:
-                if key in self._order:
-                    self._order.move_to_end(key)
+                self._move(key)
         return Found(tuple(sorted(spans, key=lambda one: one.start)), looked, compared)
 
     def _key(self, scope: Scope, ids: Sequence[int]) -> _Key:
         first = _extended(0, ids[:WINDOW_TOKENS], self._base)
         return _Key(scope, first, len(ids), _extended(first, ids[WINDOW_TOKENS:], self._base))
 
+    def _move(self, key: _Key, last: bool = True) -> None:
+        if (order := self._orders.get(key.owner)) is not None and key in order:
+            order.move_to_end(key, last)
+
     def _drop(self, key: _Key) -> None:
-        if key not in self._order:
+        order = self._orders.get(key.owner)
+        if order is None or key not in order:
             return
-        del self._order[key]
+        del order[key]
         self._tokens -= key.tokens
+        self._owned[key.owner] -= key.tokens
+        if not order:
+            del self._orders[key.owner], self._owned[key.owner]
         shelf = self._shelves[key.scope]
         alike = shelf[key.first]
         del alike[key.tokens][key.whole]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvilt.blend.discover import LOOKS, MOST_ALIKE, WINDOW_TOKENS, Known, Scope
 from kvilt.blend.finder import Finder
 from kvilt.blend.recipe import Span
+from kvilt.kv.owner import part_of
 from kvilt.kv.row import Token
 
 HERE = Scope("", "base")
@@ -140,6 +141,16 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
     assert [bool(made.find(HERE, chunk).spans) for chunk in chunks] == [True] + [False] * 20 + [True] * 9
     made.add(HERE, [1] * 2000)
     assert len(made) == 10
+
+
+def test_salts_do_not_make_another_key_forget_its_documents() -> None:
+    made, mine = Known(most_tokens=1000), list(range(400))
+    made.add(Scope("a", "base"), mine)
+    for n in range(40):
+        made.add(Scope(part_of("b", str(n)), "base"), range(1000 * n + 1000, 1000 * n + 1100))
+    assert made.find(Scope("a", "base"), mine).spans == (Span(0, 400),)
+    assert made.find(Scope(part_of("b", "39"), "base"), range(40000, 40100)).spans == (Span(0, 100),)
+    assert (made.tokens, len(made)) == (1000, 7)
 
 
 def test_few_of_those_that_begin_alike_are_kept() -> None:
