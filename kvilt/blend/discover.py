@@ -101,7 +101,7 @@ class Known:
         return sum(map(len, self._orders.values()))
 
     def add(self, scope: Scope, ids: Sequence[int]) -> None:
-        """A document was stored; what the owner of the most has not used for longest is forgotten for it, if need be."""
+        """A document was stored; for it the owner of the most forgets what it has not used for longest, if need be."""
         if not WINDOW_TOKENS <= len(ids) <= self._most_tokens:
             return
         key = self._key(scope, ids)
