@@ -86,8 +86,11 @@ def fuzz(target: Target, asked: argparse.Namespace) -> Sum:
     until_s = began_s + 60 * asked.minutes
     seed = asked.seed
     while (left_s := until_s - time.monotonic()) > 1 and (not asked.runs or done.tried < asked.runs):
+        before = done.tried
         with tempfile.TemporaryDirectory(prefix=f"fuzz-{target.name}-") as folder:
             _work(target, asked, Path(folder), left_s, seed, done)
+        if done.tried == before:
+            break  # it dies before its first input, and so would the next
         seed += 1000
     done.seconds = time.monotonic() - began_s
     return done

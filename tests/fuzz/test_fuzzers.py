@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # the fuzzers are scripts beside the package, not part of it
 
+from fuzz.driver import fuzz  # noqa: E402
 from fuzz.target import Finding, Target, TooSlow  # noqa: E402
 from fuzz.worker import Trial, import_target, inputs, search  # noqa: E402
 
@@ -74,6 +77,21 @@ def test_an_oracle_that_disagrees_is_a_finding(tmp_path: Path) -> None:
     trial.run(b"a")
     assert trial.found.total() == 1
     assert trial.outcomes.total() == 0
+
+
+def test_the_command_line_runs_and_sums_up() -> None:
+    command = [sys.executable, "-m", "fuzz.notes", "--runs", "300", "--engine", "own", "--minutes", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "notes: 300 inputs" in done.stdout
+    assert "findings: none" in done.stdout
+
+
+def test_a_worker_that_dies_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = argparse.Namespace(minutes=1.0, runs=0, seed=1, engine="own", findings=tmp_path, corpus=tmp_path)
+    done = fuzz(Target("absent", lambda _data: "", lambda: [b""]), asked)
+    assert dict(done.found) == {"the process ended with status 1": 1}
+    assert "python -m fuzz.absent --replay" in capsys.readouterr().out
 
 
 def test_a_seed_gives_the_same_inputs_again(tmp_path: Path) -> None:
