@@ -203,6 +203,13 @@ class GrammarFailed(KviltError):
         self.reason = reason
 
 
+class CompilerFailed(KviltError):
+    """The process that compiles grammars cannot be used; this is no fault of the grammar."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the process that compiles grammars {what}; structured output needs it, so try again later")
+
+
 class QueueFull(KviltError):
     """Too many requests wait already."""
 
@@ -210,6 +217,14 @@ class QueueFull(KviltError):
         super().__init__(f"{waiting} requests wait and {limit} may; try again later")
         self.waiting = waiting
         self.limit = limit
+
+
+class GrammarQueueFull(QueueFull):
+    """Too many grammars wait to be compiled already."""
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(waiting, limit)
+        self.args = (f"{waiting} grammars wait to be compiled and {limit} may; try again later",)
 
 
 class Draining(KviltError):

@@ -48,7 +48,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.store.zstd": frozenset({"zstandard"}),
-    "kvilt.sampling.grammar": frozenset({"llguidance", "xgrammar"}),
+    "kvilt.sampling.library": frozenset({"llguidance"}),
     "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
     "kvilt.ops.native": frozenset({"_kvilt_native"}),  # our own extension
     "kvilt.ops.triton": frozenset({"triton"}),

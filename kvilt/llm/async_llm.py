@@ -32,6 +32,7 @@ from ..errors import HandleMismatch, InputError, StepHung, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
+from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
@@ -243,6 +244,7 @@ class AsyncLLM(Model):
 
     async def aclose(self) -> None:
         """Stop, and let go of the model. Requests in progress fail."""
+        self.grammars.close()
         await asyncio.to_thread(self._driver.close)
         if self._gate is not None:
             await asyncio.to_thread(self._gate.close)
@@ -318,6 +320,7 @@ class AsyncLLM(Model):
         terms: Terms,
         loop: asyncio.AbstractEventLoop,
         hearing: Hearing,
+        grammar: Grammar | None = None,
     ) -> Outlet:
         ready = source(terms)
         if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
@@ -333,6 +336,7 @@ class AsyncLLM(Model):
             request, asked = self.request(
                 ready.ids,
                 params,
+                grammar,
                 behind=ready.behind,
                 reuse=not isinstance(terms.kv, KVCache),
                 progress=hearing.progress,
@@ -369,7 +373,9 @@ class AsyncLLM(Model):
 
     async def _submit(self, source: Source, params: SamplingParams, terms: Terms, hearing: Hearing) -> Outlet:
         loop = asyncio.get_running_loop()
-        making = asyncio.ensure_future(asyncio.to_thread(self._prepare, source, params, terms, loop, hearing))
+        grammar = await self.grammars.compiled(params.grammar)  # first: a caller that leaves ends it
+        prepare = partial(self._prepare, source, params, terms, loop, hearing, grammar)
+        making = asyncio.ensure_future(asyncio.to_thread(prepare))
         try:
             outlet = await asyncio.shield(making)
         except asyncio.CancelledError:

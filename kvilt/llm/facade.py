@@ -273,6 +273,7 @@ class LLM(Model):
         return self.engine.certificates()
 
     def close(self) -> None:
+        self.grammars.close()
         if self._gate is not None:
             self._gate.close()
         self.engine.close()
@@ -308,7 +309,12 @@ class LLM(Model):
         """
         if finding.discover:
             self.engine.chunks = self.documents.chunks
-        own = {"keep_kv": keep_kv, "reuse": kv is None, "behind": reused, "adapter": self.adapter(lora, ids)}
+        own: dict[str, Any] = {
+            "keep_kv": keep_kv,
+            "reuse": kv is None,
+            "behind": reused,
+            "adapter": self.adapter(lora, ids),
+        }
         made = self.request(ids, params, **own, **finding.fields)
         return self._question(*made, Lent(kv.fork_to(reused)) if kv is not None and reused else None)
 

@@ -1,32 +1,64 @@
-"""A model's vocabulary as grammars see it: bytes per token, and the tokens that end a text."""
+"""A model's vocabulary as grammars see it, and the grammars of requests, compiled where they can harm nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterable
 
+from ..errors import ModelClosed
 from ..sampling.constraint import Constraint
 from ..sampling.grammar import Compiler, Grammar
 from ..text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Compiles the grammars of requests, in the thread of whoever asks; its tables are made when first needed."""
+    """Compiles the grammars of requests, in processes of its own first; its tables are made when first needed."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._end_ids = frozenset(end_ids)
         self._compiler: Compiler | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint | None) -> Grammar | None:
         """The grammar of a constraint, if there is one; GrammarError says what is wrong with it."""
         return None if constraint is None else self.compiler.compile(constraint)
 
+    async def compiled(self, constraint: Constraint | None) -> Grammar | None:
+        """`compile` for event loops: a caller that is cancelled ends it, unless others wait for the same grammar."""
+        if constraint is None:
+            return None
+        compiler = self._compiler
+        if compiler is None:
+            compiler = await asyncio.to_thread(self._made)
+        ticket = compiler.begin(constraint)
+        try:
+            # Shielded: to cancel the future itself would be to cancel it for others too.
+            grammar: Grammar = await asyncio.shield(asyncio.wrap_future(ticket.future))
+            return grammar
+        finally:
+            ticket.leave()
+
+    def close(self) -> None:
+        """End all that is being compiled; no more grammars are made."""
+        with self._lock:
+            self._closed = True
+            if self._compiler is not None:
+                self._compiler.close()
+
     @property
     def compiler(self) -> Compiler:
+        """The compiler for this vocabulary, which is made now or was before."""
+        return self._made()
+
+    def _made(self) -> Compiler:
         with self._lock:
+            if self._closed:
+                raise ModelClosed
             if self._compiler is None:
                 spell = self._tokenizer.token_bytes
-                self._compiler = Compiler([spell(i) for i in range(self._tokenizer.vocab_size)], self._end_ids)
+                spelled = [spell(i) for i in range(self._tokenizer.vocab_size)]
+                self._compiler = Compiler(spelled, self._end_ids, isolated=True)
             return self._compiler

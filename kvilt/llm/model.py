@@ -14,6 +14,7 @@ from ..errors import InputError, ParamError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
+from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..store.store import Store
 from ..text.chat import ChatTemplate
@@ -136,11 +137,16 @@ class Model:
             return Base()
         return self.executor.adapters.choose(chosen.which, chosen.scale, ids)
 
-    def request(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> tuple[Request, Asked]:
-        """A request for these tokens, and what its answer must know; `fields` are the request's own."""
+    def request(
+        self, ids: Sequence[int], params: SamplingParams, grammar: Grammar | None = None, **fields: Any
+    ) -> tuple[Request, Asked]:
+        """A request for these tokens, and what its answer must know; `fields` are the request's own.
+
+        `grammar` is that of the params, where it is compiled already.
+        """
         params = self._spelled(params)
         own = frozenset() if params.ignore_eos else self.stop_ids
-        grammar = self.grammars.compile(params.grammar)
+        grammar = grammar or self.grammars.compile(params.grammar)
         request = Request(ids, params, end_ids=own, grammar=grammar, **{"id": new_id(), **fields})
         ends = own | {*params.stop_token_ids}
         return request, Asked(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))

@@ -1,7 +1,7 @@
 """Constraints compiled for a vocabulary, and the lexers that samples of one grammar share.
 
-The one module that imports llguidance. Refuses to know text and tokenizers: a vocabulary is bytes per token. Compiling
-is safe on any thread and may take a while.
+Refuses to know text and tokenizers: a vocabulary is bytes per token. Compiling is safe on any thread and may take a
+while.
 """
 
 from __future__ import annotations
@@ -9,34 +9,42 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupported, Unsupported
+from . import library
+from .compile_queue import CompileQueue, Ticket
 from .constraint import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex
 from .lark_check import checked_lark
+from .library import Verdict
 from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
 from .schema_check import checked
+from .trial import Bounds, Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher as LLMatcher
-    from llguidance import LLTokenizer
+    from .library import LLMatcher
 
 # Without forcing, a mask holds every token that the grammar allows, not only the library's favourite spelling.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _DRAWING = re.compile(r"\n +[0-9]+ \| ")  # where the library begins to quote the grammar
-_TOO_LARGE = ("too big", "too large", "too many", "too complex", "too deep", "unable to determine", "too much")
-
-
-_STACK_BYTES = 256 << 20
-_STACK_LOCK = threading.Lock()  # the size of stacks is a setting of the process
+_TOO_LARGE = (
+    "too big",
+    "too large",
+    "too many",
+    "too complex",
+    "too deep",
+    "unable to determine",
+    "too much",
+    "fuel exhausted",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +59,33 @@ class Limits:
     states: int = 50_000
     symbols: int = 50_000
     cached: int = 32  # compiled grammars that are kept
+    cached_bytes: int = 512 << 20  # as long as they took no more memory than this together
+    compile_s: float = 2.0  # CPU seconds for one grammar, in a worker process
+    compile_wall_s: float = 10.0  # and by the clock
+    compile_bytes: int = 256 << 20
+    compilers: int = 2  # worker processes
+    waiting: int = 32  # grammars that wait for them
     mask_s: float = 0.010  # what masks of one grammar may take on average, in CPU seconds
     mask_credit_s: float = 5.0  # and how far beyond that they may go in all
     renew_s: float = 0.050  # a grammar that took longer to compile gets no second lexer while samples run
 
 
 class Compiler:
-    """Compiles constraints for one vocabulary and keeps the last ones used."""
+    """Compiles constraints for one vocabulary and keeps the last ones used. Close it, where it is isolated."""
 
-    def __init__(self, vocabulary: Sequence[bytes], end_ids: Iterable[int], limits: Limits | None = None) -> None:
-        """`vocabulary` has each token's bytes, empty for tokens that are no text; `end_ids` end a text."""
+    def __init__(
+        self,
+        vocabulary: Sequence[bytes],
+        end_ids: Iterable[int],
+        limits: Limits | None = None,
+        *,
+        isolated: bool = False,
+    ) -> None:
+        """`vocabulary` has each token's bytes, empty for tokens that are no text; `end_ids` end a text.
+
+        Isolated, a grammar is compiled here only after a process that can be ended has compiled it within its limits.
+        Constraints that others write need that: the library's own limits do not cover all that it does.
+        """
         self.limits = limits or Limits()
         self.end_ids = tuple(sorted({i for i in end_ids if 0 <= i < len(vocabulary)}))
         self.vocab_size = len(vocabulary)
@@ -69,37 +94,87 @@ class Compiler:
         self.end_mask: Bits = np.zeros((self.vocab_size + 31) // 32, np.int32)
         for token in self.end_ids:
             self.end_mask[token // 32] |= np.array(1 << (token % 32), np.uint32).astype(np.int32)
-        self._tokenizer = _library_vocabulary(vocabulary, self.end_ids)
+        try:
+            self._tokenizer = library.new_tokenizer(vocabulary, self.end_ids)
+        except ImportError:
+            raise Unsupported(
+                "structured output needs llguidance; install it with: pip install 'kvilt[grammar]'"
+            ) from None
         self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
+        self._queue = self._new_queue(vocabulary) if isolated else None
 
     def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint, made now or kept from before; GrammarError says why there is none."""
+        ticket = self.begin(constraint)
+        try:
+            return ticket.future.result()
+        finally:
+            ticket.leave()
+
+    def begin(self, constraint: Constraint) -> Ticket[Grammar]:
+        """Ask for the grammar of a constraint; an isolated compiler answers at once and compiles meanwhile."""
+        done: Future[Grammar] = Future()
         with self._lock:
-            if (kept := self._grammars.get(constraint)) is not None:
+            kept = self._grammars.get(constraint)
+            if kept is not None:
                 self._grammars.move_to_end(constraint)
-                return kept
-        grammar = Grammar(self, constraint)  # without the lock: other threads compile meanwhile
-        with self._lock:
-            self._grammars[constraint] = grammar
-            while len(self._grammars) > self.limits.cached:
-                self._grammars.popitem(last=False)
-        return grammar
+        if kept is None and self._queue is not None:
+            return self._queue.submit(constraint)
+        done.set_result(kept or self._keep(Grammar(self, constraint, _checked_text(constraint))))
+        return Ticket(done, lambda: None)
+
+    def close(self) -> None:
+        """End the processes that compile; grammars that are made can be used on."""
+        if self._queue is not None:
+            self._queue.close()
 
     def new_matcher(self, grammar: str) -> tuple[LLMatcher, float]:
         """A matcher of the library at the beginning of a grammar, sharing nothing with others, and its CPU seconds."""
-        from llguidance import LLMatcher, LLParserLimits
+        try:
+            return library.new_matcher(self._tokenizer, grammar, self._library_limits)
+        except library.LibraryFailed as error:
+            raise GrammarError("grammar", str(error)) from error
 
-        limits = LLParserLimits(
-            initial_lexer_fuel=self.limits.compile_fuel,
-            step_lexer_fuel=self.limits.step_fuel,
-            step_max_items=self.limits.step_items,
-            max_items_in_row=self.limits.row_items,
-            max_lexer_states=self.limits.states,
-            max_grammar_size=self.limits.symbols,
-            verbose_errors=False,
-        )
-        return _on_large_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits))
+    def _keep(self, grammar: Grammar) -> Grammar:
+        with self._lock:
+            self._grammars[grammar.constraint] = grammar
+            while len(self._grammars) > 1 and (
+                len(self._grammars) > self.limits.cached
+                or sum(each.grown_bytes for each in self._grammars.values()) > self.limits.cached_bytes
+            ):
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _new_queue(self, vocabulary: Sequence[bytes]) -> CompileQueue[Grammar]:
+        limits = self.limits
+        bounds = Bounds(limits.compile_s, limits.compile_wall_s, limits.compile_bytes)
+        settings = {
+            "end_ids": self.end_ids,
+            "limits": self._library_limits,
+            "cpu_s": bounds.cpu_s,
+            "memory_bytes": bounds.memory_bytes,
+        }
+        opening = library.opening(vocabulary, settings)
+        return CompileQueue(lambda: Worker(opening, bounds), self._tried, limits.compilers, limits.waiting)
+
+    def _tried(self, constraint: Constraint, worker: Worker) -> Grammar:
+        """A grammar that the worker has compiled before; in a thread of the queue."""
+        text, where = _checked_text(constraint), _name(constraint)
+        verdict = worker.try_out(text, where)
+        _check(verdict, where)
+        return self._keep(Grammar(self, constraint, text, max(0, verdict.grown_bytes)))
+
+    @property
+    def _library_limits(self) -> dict[str, int]:
+        return {
+            "initial_lexer_fuel": self.limits.compile_fuel,
+            "step_lexer_fuel": self.limits.step_fuel,
+            "step_max_items": self.limits.step_items,
+            "max_items_in_row": self.limits.row_items,
+            "max_lexer_states": self.limits.states,
+            "max_grammar_size": self.limits.symbols,
+        }
 
 
 @dataclass(eq=False, slots=True)
@@ -114,18 +189,17 @@ class Lexer:
 class Grammar:
     """One compiled constraint, from which samples get their matchers."""
 
-    def __init__(self, compiler: Compiler, constraint: Constraint) -> None:
+    def __init__(self, compiler: Compiler, constraint: Constraint, text: str, grown_bytes: int = 0) -> None:
+        """`text` is the constraint as the library reads it; compiling it took about `grown_bytes` of memory."""
         self.compiler = compiler
         self.constraint = constraint
-        try:
-            self._text = library_text(constraint) + _OPTIONS
-        except RecursionError:
-            raise GrammarTooLarge(_name(constraint), "has too many parts one in another") from None
+        self.grown_bytes = grown_bytes
+        self._text = text
         self._lock = threading.Lock()
         self._credit_s = compiler.limits.mask_credit_s
         self._compile_s = 0.0
         self._lexer: Lexer | None = None
-        _check(self.lexer().start, _name(constraint))
+        _check(library.verdict_of(self.lexer().start), _name(constraint))
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning."""
@@ -166,34 +240,11 @@ class Grammar:
         return f"its masks take more than {limit_ms:g} ms on average" if self._credit_s < 0 else ""
 
 
-def _on_large_stack(make: Callable[[], LLMatcher]) -> tuple[LLMatcher, float]:
-    """Run the library's compiler where it may go deep: it follows chains of rules by recursion, at 8 KB a rule.
-
-    On a usual stack a schema of a thousand references would end the process. The size is for the longest chain that the
-    limits on texts and schemas let through; only what is used of it is real.
-    """
-    made: list[tuple[LLMatcher, float]] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append((make(), time.thread_time()))
-        except BaseException as error:  # a panic of the library is no Exception
-            failed.append(error)
-
-    with _STACK_LOCK:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            worker = threading.Thread(target=run, name="kvilt grammar")
-            worker.start()
-        except RuntimeError:
-            raise GrammarTooLarge("grammar", "there is no memory for the stack that compiling needs") from None
-        finally:
-            threading.stack_size(before)
-    worker.join()
-    if failed:
-        raise GrammarError("grammar", f"the library failed to compile it: {str(failed[0])[:120]}") from failed[0]
-    return made[0]
+def _checked_text(constraint: Constraint) -> str:
+    try:
+        return library_text(constraint) + _OPTIONS
+    except RecursionError:
+        raise GrammarTooLarge(_name(constraint), "has too many parts one in another") from None
 
 
 def library_text(constraint: Constraint) -> str:
@@ -216,44 +267,21 @@ def _name(constraint: Constraint) -> str:
     return names[type(constraint)]
 
 
-class _Words:
-    """A vocabulary in the shape the library asks for."""
-
-    def __init__(self, tokens: list[bytes], end_ids: Sequence[int]) -> None:
-        self.tokens = tokens
-        self.eos_token_id = end_ids[0]
-        self.bos_token_id = None
-        self.special_token_ids = list(end_ids)
-
-    def __call__(self, _text: bytes | str) -> list[int]:
-        """How the model spells forced text; nothing is forced, so nobody asks."""
-        return []
-
-
-def _library_vocabulary(vocabulary: Sequence[bytes], end_ids: Sequence[int]) -> LLTokenizer:
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
-    except ImportError:
-        raise Unsupported("structured output needs llguidance; install it with: pip install 'kvilt[grammar]'") from None
-    # The library marks special tokens with a byte 255, which no UTF-8 text holds: tokens with one are never text.
-    tokens = [b"" if b"\xff" in token else bytes(token) for token in vocabulary]
-    for token in end_ids:
-        tokens[token] = b"\x00end of text %d" % token
-    return LLTokenizer(TokenizerWrapper(_Words(tokens, end_ids)), eos_token=list(end_ids))
-
-
-def _check(matcher: LLMatcher, where: str) -> None:
-    """Raise what is wrong with a grammar, told from the library's words, or from the lack of a first token."""
-    if matcher.is_error():
-        raise _refusal(matcher.get_error(), where)
-    if warnings := matcher.get_grammar_warnings():
-        raise GrammarUnsupported(where, "warning", first_line(warnings[0]))
-    first = matcher.deep_copy()
-    mask = first.compute_bitmask()
-    if first.is_error():
-        raise GrammarTooLarge(where, f"cannot be followed within its limits: {first_line(first.get_error())}")
-    if not any(mask):
-        raise GrammarError(where, "no token of this vocabulary can begin it, so nothing satisfies it")
+def _check(verdict: Verdict, where: str) -> None:
+    """Raise what is wrong with a grammar, told from the library's words."""
+    match verdict.problem:
+        case "":
+            return
+        case "grammar":
+            raise _refusal(verdict.message, where)
+        case "warning":
+            raise GrammarUnsupported(where, "warning", first_line(verdict.message))
+        case "mask":
+            raise GrammarTooLarge(where, f"cannot be followed within its limits: {first_line(verdict.message)}")
+        case "empty":
+            raise GrammarError(where, "no token of this vocabulary can begin it, so nothing satisfies it")
+        case _:
+            raise GrammarError(where, first_line(verdict.message))
 
 
 def _refusal(message: str, where: str) -> GrammarError:

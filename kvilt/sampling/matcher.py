@@ -25,7 +25,8 @@ from torch import Tensor
 from ..errors import GrammarFailed, InputError
 
 if TYPE_CHECKING:
-    from .grammar import Grammar, Lexer, LLMatcher
+    from .grammar import Grammar, Lexer
+    from .library import LLMatcher
 
 Bits = npt.NDArray[np.int32]  # [words]: bit i of word w is token 32 * w + i
 

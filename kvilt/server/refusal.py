@@ -18,6 +18,7 @@ from starlette.responses import Response
 from ..errors import (
     BlobError,
     Cancelled,
+    CompilerFailed,
     ContextOverflow,
     Draining,
     GrammarError,
@@ -109,6 +110,8 @@ def refusal_of(error: BaseException) -> Refused:
             return draining()
         case StepHung():
             return Refused(503, str(error), code="step_hung", headers={"retry-after": "5"})
+        case CompilerFailed():
+            return Refused(503, str(error), code="compiler_unavailable", headers={"retry-after": "5"})
         case PoolExhausted():
             return Refused(503, str(error), code="kv_memory_full", headers={"retry-after": "5"})
         case NumericsError():

@@ -1,0 +1,365 @@
+"""Grammars are compiled in processes that can be ended: limits, cancellation, a bounded queue, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from grammars import BYTES, END, byte_compiler, takes
+
+from kvilt.errors import CompilerFailed, GrammarError, GrammarQueueFull, GrammarTooLarge, ModelClosed
+from kvilt.llm.grammars import Grammars
+from kvilt.sampling import library
+from kvilt.sampling.compile_queue import CompileQueue, Ticket
+from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
+from kvilt.sampling.grammar import Compiler, Limits
+from kvilt.sampling.trial import Abandoned, Bounds, Worker
+
+HANG_S = 60.0  # what no machine takes for what is waited for here
+MANY = [f"/(a{{{i + 1}}})*/" for i in range(130)]
+HOSTILE: dict[str, Constraint] = {
+    "intersection": Lark(f"start: A\nA: {' & '.join(MANY)}"),
+    "schema": JsonSchema({"allOf": [{"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(130)]}),
+}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[Compiler]:
+    compiler = byte_compiler(limits=Limits(compile_s=0.1, compile_wall_s=HANG_S, compile_bytes=48 << 20), isolated=True)
+    yield compiler
+    compiler.close()
+
+
+# The worker's answers.
+
+
+def test_what_a_worker_compiled_is_compiled_here(isolated: Compiler) -> None:
+    grammar = isolated.compile(Choice(["yes", "no"]))
+    assert takes(grammar, "yes") and not takes(grammar, "ye")
+    assert isolated.compile(Choice(["yes", "no"])) is grammar
+
+
+@pytest.mark.parametrize(
+    "constraint", [Lark("start: y"), Lark("start: /(/"), JsonSchema({"not": {}}), Lark('start: "a" & "b"')], ids=str
+)
+def test_a_worker_refuses_in_the_same_words(isolated: Compiler, constraint: Constraint) -> None:
+    errors = []
+    for compiler in (isolated, byte_compiler()):
+        with pytest.raises(GrammarError) as caught:
+            compiler.compile(constraint)
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_grammar_that_takes_too_much_ends_its_worker_and_nothing_else(isolated: Compiler, name: str) -> None:
+    with pytest.raises(GrammarTooLarge, match="simplify it"):
+        isolated.compile(HOSTILE[name])
+    assert takes(isolated.compile(Choice(["a", name])), "a")
+
+
+# A worker that does what it is told, instead of compiling.
+
+FAKE = """
+import json, os, sys
+sys.path.insert(0, {folder!r})
+import library
+source, sink = sys.stdin.buffer, sys.stdout.buffer.raw
+for _ in range(3):
+    library._read(source)
+sink.write(library.frame(b"{{}}"))
+while True:
+    match library._read(source).decode():
+        case "hang":
+            library._end_with_parent()
+            sys.stdin.buffer.read()
+        case "abort":
+            os.abort()
+        case "spin":
+            library._limit_cpu(0.01)
+            while True:
+                pass
+        case "grow":
+            sink.write(library.frame(json.dumps({{"grown_bytes": 1 << 40}}).encode()))
+        case "ok":
+            sink.write(library.frame(b"{{}}"))
+"""
+
+
+@pytest.fixture
+def new_fake(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE.format(folder=str(Path(library.__file__).parent)))
+    made: list[Worker] = []
+
+    def new(wall_s: float = HANG_S) -> Worker:
+        bounds = Bounds(cpu_s=2.0, wall_s=wall_s, memory_bytes=1 << 30)
+        made.append(Worker(library.opening(BYTES, {}), bounds, [sys.executable, "-I", "-S", str(script)]))
+        return made[-1]
+
+    yield new
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"), [("abort", "MiB to compile"), ("spin", "s of computing"), ("hang", "longer than 0.5 s")]
+)
+def test_a_worker_over_a_limit_is_replaced(new_fake: Callable[..., Worker], told: str, message: str) -> None:
+    worker = new_fake(wall_s=0.5 if told == "hang" else HANG_S)
+    with pytest.raises(GrammarTooLarge, match=message) as caught:
+        worker.try_out(told, "regex")
+    assert caught.value.where == "regex" and worker.pid is None
+    assert new_fake().try_out("ok").problem == ""
+
+
+def test_a_worker_stays_while_it_is_small(new_fake: Callable[..., Worker]) -> None:
+    worker = new_fake()
+    worker.try_out("ok")
+    first = worker.pid
+    worker.try_out("ok")
+    assert first is not None and worker.pid == first
+    worker.try_out("grow")
+    assert worker.pid is None and not is_running(first)
+
+
+def test_an_abandoned_trial_ends_its_process(new_fake: Callable[..., Worker]) -> None:
+    worker = new_fake()
+    with ThreadPoolExecutor(1) as pool:
+        trial = pool.submit(worker.try_out, "hang")
+        wait_for(lambda: worker.pid is not None)
+        pid = worker.pid
+        worker.abandon()
+        with pytest.raises(Abandoned):
+            trial.result(HANG_S)
+    assert pid is not None and not is_running(pid)
+    worker.abandon()  # nothing runs: nothing happens
+    assert worker.try_out("ok").problem == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit on CPU time ends it")
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Also in the middle of a grammar, and where the parent is killed."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys, threading, time\n"
+        "from kvilt.sampling import library\n"
+        "from kvilt.sampling.trial import Bounds, Worker\n"
+        "settings = {'end_ids': [256], 'limits': {}, 'cpu_s': 60, 'memory_bytes': 1 << 33}\n"
+        "vocabulary = [bytes([i]) for i in range(256)] + [b'', b'']\n"
+        "worker = Worker(library.opening(vocabulary, settings), Bounds(60, 60, 1 << 33))\n"
+        "worker.try_out('start: \"a\"')\n"
+        "threading.Thread(target=worker.try_out, args=(sys.argv[1],), daemon=True).start()\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    hostile = f"start: A\nA: {' & '.join(MANY)}"
+    parent = subprocess.Popen(
+        [sys.executable, str(script), hostile],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_for(lambda: not is_running(pid))
+
+
+def test_a_process_that_cannot_start_is_told_as_such() -> None:
+    for command in (["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(3)"]):
+        worker = Worker(library.opening(BYTES, {}), Bounds(1.0, 1.0, 1 << 20), command)
+        with pytest.raises(CompilerFailed):
+            worker.try_out("start: /a/")
+        assert worker.pid is None
+
+
+# The queue.
+
+
+class Desk:
+    """A queue whose grammars are the constraints themselves, made when the test says so."""
+
+    def __init__(self, threads: int = 1, waiting: int = 2) -> None:
+        self.go = threading.Event()
+        self.made: list[Constraint] = []
+        self.workers: list[Fake] = []
+        self.queue: CompileQueue[Constraint] = CompileQueue(self._worker, self._make, threads, waiting)
+
+    def _worker(self) -> Worker:
+        self.workers.append(Fake())
+        return self.workers[-1]
+
+    def _make(self, constraint: Constraint, worker: Worker) -> Constraint:
+        assert isinstance(worker, Fake)
+        self.made.append(constraint)
+        while not self.go.wait(0.005):
+            if worker.abandoned.is_set():
+                worker.abandoned.clear()
+                raise Abandoned
+        return constraint
+
+    def running(self, count: int) -> None:
+        wait_for(lambda: len(self.made) == count)
+
+
+class Fake(Worker):
+    def __init__(self) -> None:
+        super().__init__(b"", Bounds(1.0, 1.0, 1))
+        self.abandoned = threading.Event()
+        self.closed = threading.Event()
+
+    def abandon(self) -> None:
+        self.abandoned.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def regexes(count: int) -> list[Constraint]:
+    return [Regex(f"a{{{i}}}") for i in range(1, count + 1)]
+
+
+def test_no_more_wait_than_may_and_the_same_grammar_waits_once() -> None:
+    desk, each = Desk(), regexes(4)
+    tickets = [desk.queue.submit(each[0])]
+    desk.running(1)
+    tickets += [desk.queue.submit(one) for one in each[1:3]]
+    with pytest.raises(GrammarQueueFull, match="2 grammars wait to be compiled and 2 may"):
+        desk.queue.submit(each[3])
+    tickets += [desk.queue.submit(one) for one in each[:3]]
+    desk.go.set()
+    assert [ticket.future.result(HANG_S) for ticket in tickets] == [*each[:3], *each[:3]]
+    assert desk.made == each[:3] and len(desk.workers) == 1
+    desk.queue.close()
+
+
+def test_a_worker_that_is_done_is_asked_before_another_one_starts() -> None:
+    desk = Desk(threads=2)
+    desk.go.set()
+    for one in regexes(50):
+        desk.queue.submit(one).future.result(HANG_S)
+    assert len(desk.workers) == 1
+    desk.queue.close()
+
+
+def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
+    desk = Desk(threads=2, waiting=10)
+    each = regexes(5)
+    tickets = [desk.queue.submit(one) for one in each]
+    desk.running(2)
+    assert len(desk.workers) == 2
+    desk.go.set()
+    assert [ticket.future.result(HANG_S) for ticket in tickets] == each
+    desk.queue.close()
+
+
+def test_a_grammar_ends_with_the_last_caller_who_waits_for_it() -> None:
+    desk, (first, second, third) = Desk(), regexes(3)
+    one, other = desk.queue.submit(first), desk.queue.submit(first)
+    desk.running(1)
+    queued, kept = desk.queue.submit(second), desk.queue.submit(third)
+    one.leave()
+    queued.leave()
+    assert not desk.workers[0].abandoned.is_set() and not other.future.done()
+    other.leave()
+    with pytest.raises(Abandoned):
+        other.future.result(HANG_S)
+    desk.running(2)
+    assert desk.made == [first, third]
+    again = desk.queue.submit(first)  # as if it had never been asked for
+    desk.go.set()
+    assert (kept.future.result(HANG_S), again.future.result(HANG_S)) == (third, first)
+    for ticket in (kept, again):
+        ticket.leave()
+    assert not desk.workers[0].abandoned.is_set()
+    desk.queue.close()
+
+
+def test_a_closed_queue_leaves_no_caller_waiting_and_no_process() -> None:
+    desk = Desk()
+    tickets: list[Ticket[Constraint]] = [desk.queue.submit(one) for one in regexes(2)]
+    desk.running(1)
+    desk.queue.close()
+    for ticket in tickets:
+        with pytest.raises(ModelClosed):
+            ticket.future.result(HANG_S)
+        ticket.leave()
+    assert desk.workers[0].closed.wait(HANG_S)
+    with pytest.raises(ModelClosed):
+        desk.queue.submit(Regex("b"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_has_threads_and_workers_of_its_own() -> None:
+    desk = Desk()
+    desk.go.set()
+    assert desk.queue.submit(Regex("a")).future.result(HANG_S) == Regex("a")
+    child = os.fork()
+    if not child:
+        os._exit(7 if desk.queue.submit(Regex("b")).future.result(HANG_S) == Regex("b") else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(desk.workers) == 1
+    desk.queue.close()
+
+
+# From an event loop.
+
+
+class Spelled:
+    """A tokenizer, as far as grammars ask."""
+
+    vocab_size = len(BYTES)
+
+    def token_bytes(self, token: int) -> bytes:
+        return BYTES[token]
+
+
+def test_a_cancelled_task_ends_its_compilation() -> None:
+    async def main() -> None:
+        grammars = Grammars(Spelled(), [END])  # type: ignore[arg-type]
+        assert await grammars.compiled(None) is None
+        assert await grammars.compiled(Choice(["a"])) is grammars.compile(Choice(["a"]))
+        queue = grammars.compiler._queue
+        assert queue is not None
+        (worker,) = queue._workers  # whoever asks again finds the first one idle
+        first = worker.pid
+        asking = asyncio.ensure_future(grammars.compiled(HOSTILE["intersection"]))
+        while not worker._trying:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await grammars.compiled(Choice(["b"])) is not None
+        assert worker.pid != first and first is not None and not is_running(first)
+        grammars.close()
+        with pytest.raises(ModelClosed):
+            await grammars.compiled(Choice(["c"]))
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
