@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from typing import Any
 
 from kvilt.server.body import parse
@@ -20,8 +21,15 @@ from .values import changed, dumped
 _MAX_DEPTH, _MAX_KEYS = 64, 4096
 
 
+_LONG_NUMBER = re.compile(rb"[0-9.eE+-]{1000}")
+
+
 class _Doubt(Exception):
     """The reference refuses."""
+
+
+class _Undecided(Exception):
+    """The reference has no opinion."""
 
 
 def reference(body: bytes) -> Any:
@@ -31,6 +39,8 @@ def reference(body: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         raise _Doubt(str(error)) from None
     _check(value, 1)
+    if _LONG_NUMBER.search(body):
+        raise _Undecided  # a limit of kvilt's own, in numbers; inside of a text it means nothing
     return value
 
 
@@ -69,15 +79,17 @@ def check(data: bytes) -> str:
         expected = reference(data)
     except _Doubt:
         expected = _Doubt
+    except _Undecided:
+        expected = _Undecided
     try:
         found = parse(data)
     except Refused as error:
-        if expected is not _Doubt and error.status_code != 413:
+        if expected not in (_Doubt, _Undecided) and error.status_code != 413:
             raise Finding(f"refused ({error}) though {expected!r:.200} is sound") from None
         return f"refused: {label(error)}"
     if expected is _Doubt:
         raise Finding(f"read as {found!r:.200} though it is doubtful")
-    if not _equal(found, expected):
+    if expected is not _Undecided and not _equal(found, expected):
         raise Finding(f"read as {found!r:.200}, not {expected!r:.200}")
     return f"read {type(found).__name__}"
 
