@@ -7,10 +7,8 @@ the file too, reads the same metadata and the same shapes.
 from __future__ import annotations
 
 import math
-import os
 import random
 import struct
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,9 +27,8 @@ from kvilt.weights.gguf_lora import open_gguf_lora
 from kvilt.weights.source import Checkpoint
 
 from .driver import main
-from .target import Finding, Target, label
+from .target import Finding, Target, file_in_memory, label
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-gguf-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 _STRING, _ARRAY = 8, 9
 
 
@@ -137,14 +134,17 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes) -> str:
-    path = _FOLDER / "model.gguf"
-    path.write_bytes(data)
+    with file_in_memory(data) as path:
+        return _check(path, len(data))
+
+
+def _check(path: Path, nbytes: int) -> str:
     try:
         file = GGUFFile.open(path)
     except KviltError as error:
         return f"refused: {label(error)}"
     with file:
-        _read_tensors(file, len(data))
+        _read_tensors(file, nbytes)
         uses = [_use(file, path), _adapt(path)]
         _compare(file, path)
     return f"read; {'; '.join(uses)}"

@@ -6,10 +6,8 @@ Oracle: what is accepted, the `safetensors` package accepts too, with the same s
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
-import tempfile
 from pathlib import Path
 
 import safetensors
@@ -19,10 +17,8 @@ from kvilt.errors import KviltError
 from kvilt.weights.safetensors import SafetensorsFiles
 
 from .driver import main
-from .target import Finding, Target, label
+from .target import Finding, Target, file_in_memory, label
 from .values import changed, dumped
-
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-st-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
 
 def framed(header: bytes, data: bytes) -> bytes:
@@ -49,8 +45,11 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes) -> str:
-    path = _FOLDER / "model.safetensors"
-    path.write_bytes(data)
+    with file_in_memory(data) as path:
+        return _check(path)
+
+
+def _check(path: Path) -> str:
     try:
         files = SafetensorsFiles.open(path)
     except KviltError as error:

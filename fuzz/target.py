@@ -7,6 +7,7 @@ raises is a finding: a target catches the typed errors that kvilt may raise for 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import resource
@@ -48,6 +49,18 @@ def label(error: BaseException) -> str:
     """A short name for refusals of one kind: the error and the words of its message, without what it quotes."""
     words = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^a-z ]", " ", str(error)[:400]).split()
     return f"{type(error).__name__} {' '.join(word for word in words if len(word) > 1)[-48:]}"
+
+
+@contextlib.contextmanager
+def file_in_memory(data: bytes) -> Iterator[Path]:
+    """A path under which these bytes can be opened and mapped; nothing is left of it, however the process ends."""
+    descriptor = os.memfd_create("fuzz")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def limit_s(nbytes: int) -> float:

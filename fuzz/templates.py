@@ -84,6 +84,8 @@ def check(data: bytes) -> str:
     if re.search(r"random|strftime_now|\bgeneration\b|lipsum", source) or " at 0x" in text:
         return "rendered"
     expected = _reference(source)
+    if expected is not None and " at 0x" in expected:  # a generator, which is a list here
+        return "rendered"
     if expected is not None and expected != text:
         raise Finding(f"{source[:300]!r} renders as {text[:200]!r}, in jinja2 as {expected[:200]!r}")
     return "rendered, the same" if expected is not None else "rendered, not in jinja2"
