@@ -491,7 +491,7 @@ def _no_identity() -> Identity:
 def _refuse_text(params: SamplingParams) -> None:
     """An executor samples ids for the rows it is given; what needs text, or more rows, is refused by name."""
     textual = ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "n", "logprobs", "prompt_logprobs")
-    for field in (*textual, "draft_tokens"):
+    for field in (*textual, "draft_tokens", "repetition_detection"):
         if getattr(params, field) != getattr(_DEFAULTS, field):
             raise ParamError(field, "does not act in sample_tokens, which returns ids alone; use LLM.generate")
 

@@ -1,4 +1,4 @@
-"""The text of a request as its tokens come: detokenizing, stop strings and ends, once for every way of asking.
+"""The text of a request as its tokens come: detokenizing, stop strings, loops and ends, once for every way of asking.
 
 Listens to the engine; refuses to know prompts and who reads.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from ..blend.blender import Report
 from ..engine.event import Drafts, Ended, Event, Scored, Token
-from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
+from ..sampling.repetition import RepetitionDetection, RepetitionDetector
 from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.stops import StopChecker, StopStrings
@@ -35,6 +35,7 @@ class Text:
 
     __slots__ = (
         "_checker",
+        "_detector",
         "_detokenizer",
         "_drafted",
         "_ends",
@@ -42,6 +43,7 @@ class Text:
         "_shown",
         "ended",
         "logprobs",
+        "looped",
         "text",
         "token_ids",
     )
@@ -50,19 +52,22 @@ class Text:
         params = asked.params
         self._detokenizer = Detokenizer(asked.tokenizer, at_start=False)
         self._checker = StopChecker(asked.stops, params.include_stop_str_in_output) if asked.stops else None
+        detection = params.repetition_detection
+        self._detector = RepetitionDetector(detection) if isinstance(detection, RepetitionDetection) else None
         self._ends = asked.ends
         self._min_tokens = params.min_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.ended: Ended | None = None
+        self.looped = False  # it ended because it repeats itself
         self._shown = 0
         self._drafted: list[tuple[int, int]] = []  # parts of the text that came from accepted drafts, not taken yet
 
     def add(self, event: Token) -> bool:
-        """Take a token in; True if the text ends with it, at a stop string."""
+        """Take a token in; True if the text ends with it: at a stop string, or in a loop."""
         before = len(self.text)
-        over = self._add(event)
+        over = self._add(event) or self._loops(event.token)
         if event.drafted and before < len(self.text):
             self._drafted.append((before, len(self.text)))
         return over
@@ -81,6 +86,18 @@ class Text:
         emitted = self._checker.add(text)
         self.text += emitted.text
         return emitted.stopped
+
+    def _loops(self, token: int) -> bool:
+        found = self._detector is not None and self._detector.add(token)
+        self.looped = found and len(self.token_ids) > self._min_tokens
+        return self.looped
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None as long as it did not, and where it failed."""
+        if self.ended is None or self.ended.reason == "error":
+            return None
+        return "repetition" if self.looped and self.ended.reason == "stop" else self.ended.reason
 
     @property
     def fresh(self) -> bool:
@@ -183,16 +200,15 @@ class Answer:
         )
 
     def _completion(self, sample: Text) -> Completion:
-        assert sample.ended is not None
-        reason, kv = _ending(sample.ended)
+        assert sample.ended is not None and sample.finish_reason is not None, "what failed has no completion"
         return Completion(
             text=sample.text,
             token_ids=sample.token_ids,
-            finish_reason=reason,
+            finish_reason=sample.finish_reason,
             usage=self._usage(sample, sample.ended),
             logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
-            kv=kv,
+            kv=sample.ended.kv,
             prompt_logprobs=self.prompt_logprobs,
         )
 
@@ -212,8 +228,3 @@ def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found
 
 def _drafted(usage: Usage, drafts: Drafts) -> Usage:
     return replace(usage, drafted_tokens=drafts.drafted, accepted_tokens=drafts.accepted, accepted_places=drafts.places)
-
-
-def _ending(ended: Ended) -> tuple[FinishReason, KVCache | None]:
-    assert ended.reason != "error", "what failed has no completion"
-    return ended.reason, ended.kv

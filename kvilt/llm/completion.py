@@ -10,7 +10,7 @@ from typing import Literal, Self
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)

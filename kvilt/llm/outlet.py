@@ -168,10 +168,11 @@ class Outlet:
             await self._news.wait()
 
     def _delta(self, event: Token | Ended) -> Delta:
-        text = self.answer.samples[event.index].take()
+        sample = self.answer.samples[event.index]
+        text = sample.take()
         if isinstance(event, Token):
             return Delta(event.index, text, event.token, event.logprobs, drafted=event.drafted)
-        return Delta(event.index, text, finish_reason=None if event.reason == "error" else event.reason)
+        return Delta(event.index, text, finish_reason=sample.finish_reason)
 
 
 def _wake(outlets: Iterable[Outlet]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import ParamError
 from .constraint import CONSTRAINTS, SHORT_NAMES, Constraint, by_name
+from .repetition import RepetitionDetection
 
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
@@ -95,6 +96,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     grammar: Constraint | None = None  # what the text must be
     draft_tokens: int | None = None  # most to draft ahead; None: as many as usual, 0: none. Changes no token
+    repetition_detection: RepetitionDetection | bool | None = None  # ends a sample that loops; True: as usual
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -125,6 +127,7 @@ class SamplingParams:
         _check_grammar(self.grammar, self.ignore_eos)
         if self.draft_tokens is not None:
             _whole("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+        self._set("repetition_detection", _detection(self.repetition_detection))
 
     def _set(self, name: str, value: object) -> None:
         """Normalise a field while the object is being made."""
@@ -226,6 +229,16 @@ def _temperature(value: object) -> float:
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ParamError(name, f"must be True or False, not {_kind(value)}")
+
+
+def _detection(value: object) -> RepetitionDetection | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return RepetitionDetection()
+    if not isinstance(value, RepetitionDetection):
+        raise ParamError("repetition_detection", f"must be True, False or a RepetitionDetection, not {_kind(value)}")
+    return value
 
 
 def _check_grammar(value: object, ignore_eos: bool) -> None:

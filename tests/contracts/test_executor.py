@@ -185,7 +185,7 @@ def test_every_field_acts_in_sample_tokens_or_is_refused(tiny: Executor) -> None
         assert len(tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(max_tokens=4))[0]) == 4
         before = kv.tokens()
         texts = {"stop": ["x"], "bad_words": ["x"], "include_stop_str_in_output": True, "ignore_eos": True}
-        for field, value in {**texts, "n": 2, "logprobs": 0}.items():
+        for field, value in {**texts, "n": 2, "logprobs": 0, "repetition_detection": True}.items():
             with pytest.raises(ParamError, match=field):
                 tiny.sample_tokens(9, PROMPT, kv, params=SamplingParams(**{field: value}))
         for wrong in ({"temperature": 1.0}, "greedy", 7, [None], [{}]):
