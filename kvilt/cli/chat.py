@@ -6,22 +6,22 @@ from contextlib import closing
 from typing import Any
 
 from ..errors import ContextOverflow, KviltError, ParamError, PoolExhausted
-from ..sampling.params import SamplingParams
 from . import chat_commands as commands
 from .chat_input import Pipe, Reader, Terminal, unquoted
 from .chat_screen import Screen
 from .chat_session import Session, count, history_file, numbers
+from .sampling import written
 
 
 def chat(
     model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any], show_drafts: bool = False
 ) -> bool:
     """Chat until the input ends; False if a pipe asked for something that failed."""
-    params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
+    written(sampling)
     if show_drafts and config.get("draft") is None:
         raise ParamError("show_drafts", "needs a drafter beside it; add --draft ngram or a draft model")
     screen = Screen(show_drafts)
-    with closing(Session.open(model, params, config, system)) as session:
+    with closing(Session.open(model, sampling, config, system)) as session:
         if screen.interactive:
             limit = session.llm.executor.max_context
             screen.note(f"{session.label} · {count(limit, 'token')} of context · /help · Ctrl+D leaves")

@@ -17,6 +17,7 @@ from .chat_record import chat_path, saved_chats
 from .conversation import Conversation, Loaded
 from .progress import bars
 from .run import speed
+from .sampling import after_a_loop, chosen, described
 
 
 @dataclass(slots=True)
@@ -25,17 +26,22 @@ class Session:
 
     model: str
     llm: LLM
-    params: SamplingParams
+    sampling: dict[str, Any]  # options as they were given
     config: dict[str, Any]
     conversation: Conversation
     branches: dict[str, Conversation] = field(default_factory=dict)
     reused: int = 0
 
     @classmethod
-    def open(cls, model: str, params: SamplingParams, config: dict[str, Any], system: str) -> Session:
+    def open(cls, model: str, sampling: dict[str, Any], config: dict[str, Any], system: str) -> Session:
         """A new chat with a model."""
         llm = _load(model, config)
-        return cls(model, llm, params, config, Conversation(llm, system))
+        return cls(model, llm, sampling, config, Conversation(llm, system))
+
+    @property
+    def params(self) -> SamplingParams:
+        """How this model's answers are drawn."""
+        return chosen(self.sampling, self.llm)
 
     @property
     def label(self) -> str:
@@ -129,6 +135,8 @@ def numbers(session: Session) -> str:
         parts.append(f"{done.usage.accepted_tokens:,} of {done.usage.drafted_tokens:,} drafts accepted")
     if done.finish_reason == "cancelled":
         parts.append("stopped")
+    elif done.finish_reason == "repetition":
+        parts.append(after_a_loop(session.params))
     elif done.finish_reason == "length":
         parts.append("the context is full: /undo or /clear" if used > limit else "cut off by --max-tokens")
     return " · ".join(parts)
@@ -143,6 +151,7 @@ def statistics(session: Session) -> str:
         ("chat", f"{size(conversation)} of {executor.max_context:,} · KV {mebibytes(conversation.kv_bytes)}"),
         ("work", f"{count(session.computed, 'token')} computed · {session.reused:,} reused"),
         *(("branch", f"{name} · {size(branch)}") for name, branch in sorted(session.branches.items())),
+        ("draws", described(session.params, session.llm)),
         ("memory", f"{usage.used:,} of {usage.total:,} KV pages · {usage.shared:,} shared"),
     ]
     return "\n".join(f"{title:<7} {text}" for title, text in lines)

@@ -54,18 +54,20 @@ SAMPLING = Group(
         {
             "max_tokens": Option(int, 512, "Most tokens to generate."),
             "min_tokens": Option(int, 0, "Fewest tokens to generate."),
-            "temperature": Option(float, 0.0, "0 is greedy."),
-            "top_k": Option(int, 0, "Keep the k likeliest tokens; 0 is off."),
-            "top_p": Option(float, 1.0, "Keep the likeliest tokens up to this mass."),
-            "min_p": Option(float, 0.0, "Keep tokens this likely against the best."),
-            "typical_p": Option(float, 1.0, "Keep tokens of typical surprise."),
-            "repetition_penalty": Option(float, 1.0, "Above 1 discourages repeats."),
+            # Where these are not given, the model's own settings hold, else kvilt's: see cli/sampling.py.
+            "temperature": Option(float | None, None, "0 is greedy; default: the model's own, else kvilt's."),
+            "top_k": Option(int | None, None, "Keep the k likeliest tokens; 0 is off."),
+            "top_p": Option(float | None, None, "Keep the likeliest tokens up to this mass; 1 is off."),
+            "min_p": Option(float | None, None, "Keep tokens this likely against the best; 0 is off."),
+            "typical_p": Option(float | None, None, "Keep tokens of typical surprise; 1 is off."),
+            "repetition_penalty": Option(float | None, None, "Above 1 discourages repeats; 1 is off."),
             "presence_penalty": Option(float, 0.0, "Discourages what was said."),
             "frequency_penalty": Option(float, 0.0, "The same, by how often."),
             "logprobs": Option(int | None, None, "With --json: log-probabilities, and the n likeliest tokens."),
             "n": Option(int, 1, "Samples behind one prompt.", ("-n", "--n")),
-            "seed": Option(int | None, None, "Makes sampling repeatable."),
+            "seed": Option(int | None, None, "Makes sampling repeatable; default: a fresh one."),
             "stop": Option(list[str], (), "Stop at this text; may be repeated."),
+            "repetition_detection": Option(bool, True, "End an answer that repeats itself."),
         }
     ),
 )

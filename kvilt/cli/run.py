@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
+from .sampling import after_a_loop, chosen, described, with_short_seed, written
 from .store import behind, check, opened
 from .texts import read_text
 
@@ -40,8 +42,7 @@ class Ask:
 
 def answer(ask: Ask, model: str, sampling: dict[str, Any], store: dict[str, Any], config: dict[str, Any]) -> None:
     """Load a model, send its answer to stdout and its numbers to stderr."""
-    params = SamplingParams.of(**sampling)  # before the model: a typo should not cost a load
-    if params.logprobs is not None and not ask.json:
+    if written(sampling).logprobs is not None and not ask.json:
         raise ParamError("logprobs", "are shown as JSON only; add --json")
     check(store)
     prompt, own = read_prompt(ask.prompt), _own(ask)
@@ -49,28 +50,41 @@ def answer(ask: Ask, model: str, sampling: dict[str, Any], store: dict[str, Any]
     with opened(store) as kept:
         with bars() as shown:
             llm = load(model, on_fetch=shown.fetching, store=kept, behind=behind(store), **config)
-        _answer(llm, ask, prompt, params, own, model, time.perf_counter() - started_s)
+        with llm:
+            params = with_short_seed(chosen(sampling, llm))
+            _answer(llm, ask, prompt, params, own, model, time.perf_counter() - started_s)
 
 
 def _answer(
     llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any], model: str, load_s: float
 ) -> None:
-    with llm:
-        if ask.lora:
-            llm.load_lora(ask.lora, ADAPTER)
-        if ask.json:
-            done = _complete(llm, ask, prompt, params, own)
-            print(json.dumps(as_json(done, model, load_s), ensure_ascii=False, allow_nan=False))
-            return
-        if params.n > 1:
-            done = _show_samples(_complete(llm, ask, prompt, params, own))
-        else:
-            done = _show(_stream(llm, ask, prompt, params, own))
-        print(numbers(done), file=sys.stderr)
-        if ask.verbose:
-            print(details(llm, model, load_s), file=sys.stderr)
-            if said := drafts(done):
-                print(said, file=sys.stderr)
+    if ask.lora:
+        llm.load_lora(ask.lora, ADAPTER)
+    if ask.json:
+        done = _complete(llm, ask, prompt, params, own)
+        shown = {**as_json(done, model, load_s), "seed": params.seed}
+        print(json.dumps(shown, ensure_ascii=False, allow_nan=False))
+        return
+    if params.n > 1:
+        done = _show_samples(_complete(llm, ask, prompt, params, own))
+    else:
+        done = _show(_stream(llm, ask, prompt, params, own))
+    for line in _lines_below(llm, ask, params, done, model, load_s):
+        print(line, file=sys.stderr)
+
+
+def _lines_below(
+    llm: LLM, ask: Ask, params: SamplingParams, done: Completion, model: str, load_s: float
+) -> Iterator[str]:
+    """What stderr gets after an answer."""
+    yield numbers(done)
+    if any(sample.finish_reason == "repetition" for sample in (done, *done.alternatives)):
+        yield after_a_loop(params)
+    if ask.verbose:
+        yield details(llm, model, load_s)
+        yield f"sampling: {described(params, llm)}"
+        if said := drafts(done):
+            yield said
 
 
 def read_grammar(options: dict[str, Any]) -> dict[str, Any]:

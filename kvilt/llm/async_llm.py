@@ -42,6 +42,7 @@ from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .blend import Pieces, listed
 from .completion import Completion
+from .generation import SamplingDefaults
 from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .outlet import Outlet, Post
 from .quality import gate_for
@@ -106,8 +107,9 @@ class AsyncLLM(Model):
         store: Store | None = None,
         gate: GateConfig | None = None,
         behind: Behind | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, behind)
+        super().__init__(executor, tokenizer, stop_ids, store, behind, defaults)
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
 from .drafts import DraftLike, check_draft, drafter_for
 from .facade import LLM
+from .generation import SamplingDefaults, sampling_defaults
 from .model import Behind
 
 
@@ -48,7 +50,17 @@ def load(
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return LLM(*parts, drafter=drafter, config=EngineConfig(discover=discover), store=store, gate=gate, behind=behind)
+    return LLM(
+        parts.executor,
+        parts.tokenizer,
+        parts.stop_ids,
+        EngineConfig(discover=discover),
+        drafter=drafter,
+        store=store,
+        gate=gate,
+        behind=behind,
+        defaults=parts.defaults,
+    )
 
 
 def load_async(
@@ -68,7 +80,27 @@ def load_async(
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return AsyncLLM(*parts, drafter=drafter, config=engine, store=store, gate=gate, behind=behind)
+    return AsyncLLM(
+        parts.executor,
+        parts.tokenizer,
+        parts.stop_ids,
+        engine,
+        drafter=drafter,
+        store=store,
+        gate=gate,
+        behind=behind,
+        defaults=parts.defaults,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a checkpoint gives to every way of asking."""
+
+    executor: Executor
+    tokenizer: Tokenizer
+    stop_ids: list[int]
+    defaults: SamplingDefaults
 
 
 def _parts(
@@ -76,7 +108,7 @@ def _parts(
     on_fetch: Progress | None,
     on_load: Callable[[int, int], None] | None,
     options: dict[str, Any],
-) -> tuple[Executor, Tokenizer, list[int]]:
+) -> _Parts:
     config = run_config(**options)
     checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
     try:
@@ -86,28 +118,27 @@ def _parts(
     except BaseException:
         checkpoint.tensors.close()
         raise
-    return executor, tokenizer, _generation_stops(checkpoint)
+    return _Parts(executor, tokenizer, _generation_stops(checkpoint), sampling_defaults(checkpoint))
 
 
 def _drafter(
     draft: DraftLike | None,
     draft_tokens: int | None,
-    parts: tuple[Executor, Tokenizer, list[int]],
+    parts: _Parts,
     on_fetch: Progress | None,
     options: dict[str, Any],
 ) -> Drafter | None:
     """Who drafts for a model that is loaded already; if nobody can, it is let go again."""
-    executor, tokenizer, _ = parts
 
     def load_draft(name: str, kv_bytes: int) -> tuple[Executor, Tokenizer]:
         own = {**options, "kv_memory": kv_bytes, "max_context": None}
-        small, words, _ = _parts(name, on_fetch, None, own)
-        return small, words
+        small = _parts(name, on_fetch, None, own)
+        return small.executor, small.tokenizer
 
     try:
-        return drafter_for(draft, draft_tokens, executor, tokenizer, load_draft)
+        return drafter_for(draft, draft_tokens, parts.executor, parts.tokenizer, load_draft)
     except BaseException:
-        executor.close()
+        parts.executor.close()
         raise
 
 

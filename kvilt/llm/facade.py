@@ -30,6 +30,7 @@ from .answer import Answer, Asked
 from .asking import Asking, Question
 from .blend import Pieces, listed
 from .completion import Completion, Stream
+from .generation import SamplingDefaults
 from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
 from .warm import OnProgress, Warmed, Warming
@@ -52,8 +53,9 @@ class LLM(Model):
         store: Store | None = None,
         gate: GateConfig | None = None,
         behind: Behind | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, behind)
+        super().__init__(executor, tokenizer, stop_ids, store, behind, defaults)
         self._gate = gate_for(gate, executor, store)
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)

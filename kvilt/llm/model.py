@@ -22,6 +22,7 @@ from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
 from .answer import Asked
 from .blend import Documents, Pieces
+from .generation import SamplingDefaults
 from .grammars import Grammars
 
 Prompt = str | Sequence[int]
@@ -60,14 +61,17 @@ class Model:
         stop_ids: Sequence[int] = (),
         store: Store | None = None,
         behind: Behind | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
 
-        `behind` is what prompts with documents begin with, as far as that is the same in most of them.
+        `behind` is what prompts with documents begin with, as far as that is the same in most of them. `defaults` is
+        how the model's author would sample; nothing here samples by it unless it is asked to.
         """
         self.executor = executor
         self.tokenizer = tokenizer
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
+        self.sampling_defaults = defaults or SamplingDefaults()
         self.grammars = Grammars(tokenizer, self.stop_ids)
         self._stops = StopCache()
         self._template: ChatTemplate | None = None

@@ -31,7 +31,7 @@ from kvilt.errors import BlobError, InputError, ModelNotFound, TemplateError
 from kvilt.executor.load import load_executor
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
-KVILT = [sys.executable, "-m", "kvilt.cli.main", "chat"]
+KVILT = [sys.executable, "-m", "kvilt.cli.main", "chat", "--temperature", "0"]
 DEADLINE_S = 240  # for one thing to appear; a machine may be slow, and nothing waits this long unless it is broken
 PROMPT, PROMPT_LEFT = "\x1b[?2004h", "\x1b[?2004l"  # the line editor takes over the terminal, and gives it back
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -249,7 +249,7 @@ def session(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return LLM(load_executor(folder, RunConfig(kv_memory=1 << 22)), tokenizer)
 
     monkeypatch.setattr(chat_session, "load", load)
-    opened = Session.open("tiny", SamplingParams(max_tokens=6), {}, "")
+    opened = Session.open("tiny", {"max_tokens": 6, "temperature": 0.0}, {}, "")
     yield opened
     opened.close()
     assert opened.llm.executor.pool.usage().used == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
+from kvilt import load
+
 KVILT = [sys.executable, "-m", "kvilt.cli.main"]
 
 
+GREEDY = ("--temperature", "0")
 ONE_THREAD = {**os.environ, "KVILT_THREADS": "1"}  # tests share the machine with each other
 
 
@@ -38,7 +42,7 @@ def model(smollm2_path: Path) -> str:
 
 
 def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
-    done = kvilt("run", "--raw", "The capital of France is", "--model", model, "--max-tokens", "3")
+    done = kvilt("run", "--raw", "The capital of France is", "--model", model, "--max-tokens", "3", *GREEDY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" Paris")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -48,13 +52,15 @@ def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
 
 
 def test_run_reads_a_pipe_and_answers_in_json(model: str) -> None:
-    done = kvilt("run", "--json", "--model", model, "--max-tokens", "40", stdin="What is the capital of Germany?\n")
+    asked = ("run", "--json", "--model", model, "--max-tokens", "40", *GREEDY)
+    done = kvilt(*asked, stdin="What is the capital of Germany?\n")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert "Berlin" in answer["text"]
     assert answer["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
     assert set(answer["timing"]) == {"first_token_s", "total_s", "load_s", "tokens_per_s"}
+    assert answer["seed"] is None
 
 
 SAMPLED = ("--temperature", "1.5", "--seed", "3", "--max-tokens", "4", "--min-tokens", "4")
@@ -215,3 +221,40 @@ def test_importing_kvilt_costs_little_beyond_torch() -> None:
     extra = imported("from kvilt import load, Executor, KVCache") - imported("import torch, numpy")
     heavy = {name.split(".")[0] for name in extra}
     assert not heavy & {"transformers", "typer", "rich", "prompt_toolkit", "gguf", "jinja2", "pydantic", "fastapi"}
+
+
+# Drawing.
+
+
+def test_run_draws_with_a_seed_that_repeats_the_answer(model: str) -> None:
+    asked = ("run", "--raw", "Once upon a time", "--model", model, "--max-tokens", "16", "--temperature", "3")
+    answers = [json.loads(kvilt(*asked, "--json").stdout) for _ in range(2)]
+    assert answers[0]["seed"] != answers[1]["seed"]
+    assert answers[0]["text"] != answers[1]["text"]
+    again = kvilt(*asked, "-v", "--seed", str(answers[0]["seed"]))
+    assert again.stdout == answers[0]["text"] + "\n"
+    assert f"seed {answers[0]['seed']}" in again.stderr
+
+
+def test_run_says_how_it_draws_by_default(model: str) -> None:
+    done = kvilt("run", "Hi", "--model", model, "--max-tokens", "1", "-v")
+    assert re.search(r"^sampling: temperature .* \(kvilt's defaults\) · seed \d+$", done.stderr, re.MULTILINE)
+
+
+def test_temperature_0_is_what_the_library_says_without_settings(model: str) -> None:
+    done = kvilt("run", "--raw", "Count: 1, 2, 3,", "--model", model, "--max-tokens", "12", *GREEDY, KVILT_THREADS="1")
+    with load(model, kv_memory="64M", threads=1) as llm:
+        assert done.stdout == llm.generate("Count: 1, 2, 3,", max_tokens=12).text + "\n"
+
+
+def test_an_answer_that_loops_is_ended_and_says_what_helps(model: str) -> None:
+    asked = ("run", "--raw", "la la la la la la la la la la la la", "--model", model, "--max-tokens", "100", *GREEDY)
+    done = kvilt(*asked)
+    assert done.returncode == 0
+    said = done.stderr.splitlines()
+    assert said[0].endswith("· repetition")
+    assert said[1].startswith("the answer repeated itself and was ended")
+    assert "--no-repetition-detection" in said[1]
+    on = kvilt(*asked, "--no-repetition-detection")
+    assert on.stdout.startswith(done.stdout.rstrip("\n"))
+    assert "100 generated" in on.stderr and len(on.stderr.splitlines()) == 1

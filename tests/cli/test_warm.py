@@ -25,6 +25,7 @@ from kvilt.cli.warm import Document, _groups
 from kvilt.errors import InputError, ParamError
 from kvilt.llm.warm import AT_ONCE
 
+SHORT = ("--temperature", "0", "--max-tokens", "3")
 SECRET = "sixteen bytes or more\n"
 ONE = "The Eiffel Tower is 330 metres tall.\r\nIt stands in Paris.\n"
 
@@ -75,7 +76,7 @@ def test_what_was_warmed_is_what_questions_reuse(model: str, files: Path, tmp_pa
     """Under the very tokens that the prompt has: the answer's document is found on disk, not computed."""
     assert warm(model, tmp_path / "kv", files / "one.txt").exit_code == 0
     (record,) = (tmp_path / "kv").rglob("*.kv")
-    asked = ("run", "So", "--raw", "--model", model, "--threads", "1", "--max-tokens", "3", "--json")
+    asked = ("run", "So", "--raw", "--model", model, "--threads", "1", *SHORT, "--json")
     given = ("--document", files / "one.txt", "--blend-ratio", "0.1", "--store", tmp_path / "kv")
     done = kvilt(*asked, *given)
     assert done.exit_code == 0, done.output
@@ -98,7 +99,7 @@ def test_documents_behind_a_system_text(model: str, files: Path, tmp_path: Path)
     model, system = str(chats), ("--behind", "Be brief.")
     assert warm(model, tmp_path / "kv", files / "one.txt", *system).exit_code == 0
     (record,) = (tmp_path / "kv").rglob("*.kv")
-    asked = ("run", "So", "--system", "Be brief.", "--model", model, "--threads", "1", "--max-tokens", "3", "--json")
+    asked = ("run", "So", "--system", "Be brief.", "--model", model, "--threads", "1", *SHORT, "--json")
     given = ("--document", files / "one.txt", "--blend-ratio", "0", "--store", tmp_path / "kv")
     done = kvilt(*asked, *given, *system)
     assert done.exit_code == 0, done.output
