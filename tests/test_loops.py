@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from tiny import write_tiny_of_bytes
+from typer.testing import CliRunner
 
 import kvilt
 from kvilt import LLM, AsyncLLM, Completion, SamplingParams
+from kvilt.cli.main import app
 from kvilt.sampling.repetition import RepetitionDetection
 
 DETECTION = RepetitionDetection()
@@ -21,7 +23,9 @@ OTHERS = ["one", "a longer prompt than the others", "x"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_of_bytes(tmp_path_factory.mktemp("bytes"))
+    folder = write_tiny_of_bytes(tmp_path_factory.mktemp("bytes"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')  # grammars need a token that ends a text
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +93,18 @@ def test_deltas_say_the_same(folder: Path) -> None:
             assert ends == ["repetition"]
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize(("temperature", "helps"), [("0", "--temperature above 0"), ("1", "ask again")])
+def test_run_says_why_the_answer_ended_and_what_helps(folder: Path, temperature: str, helps: str) -> None:
+    asked = ["run", "go", "--raw", "--model", str(folder), "--threads", "1", "--kv-memory", "4M", "--max-tokens", "90"]
+    stuck = [*asked, "--regex", "A{100}", "--temperature", temperature]
+    done = CliRunner().invoke(app, stuck)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "A" * DETECTION.needed(1) + "\n"
+    numbers, why = done.stderr.splitlines()
+    assert numbers.endswith("· repetition")
+    assert why.startswith("the answer repeated itself and was ended; ")
+    assert helps in why and "--no-repetition-detection" in why
+    on = CliRunner().invoke(app, [*stuck, "--no-repetition-detection"])
+    assert (on.stdout, len(on.stderr.splitlines())) == ("A" * 90 + "\n", 1)

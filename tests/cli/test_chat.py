@@ -29,6 +29,7 @@ from kvilt.cli.chat_session import Session
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, InputError, ModelNotFound, TemplateError
 from kvilt.executor.load import load_executor
+from kvilt.llm.generation import SamplingDefaults
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
 KVILT = [sys.executable, "-m", "kvilt.cli.main", "chat", "--temperature", "0"]
@@ -367,7 +368,7 @@ def _no_template(_: LLM) -> None:
 
 def test_where_kv_cannot_be_kept_the_chat_says_what_it_costs(session: Session, do: Do) -> None:
     do("/model window")
-    session.params = SamplingParams(max_tokens=80, ignore_eos=True)
+    session.sampling |= {"max_tokens": 80, "ignore_eos": True}
     talk(session, "one", "two")
     undone = do("/undo")
     lost = len(session.conversation.ids)
@@ -375,16 +376,16 @@ def test_where_kv_cannot_be_kept_the_chat_says_what_it_costs(session: Session, d
 
 
 def test_a_full_context_and_a_cut_answer_are_named(session: Session, do: Do) -> None:
-    session.params = SamplingParams(max_tokens=3, ignore_eos=True)
+    session.sampling |= {"max_tokens": 3, "ignore_eos": True}
     talk(session, "one")
     assert chat_session.numbers(session).endswith("cut off by --max-tokens")
-    session.params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    session.sampling |= {"max_tokens": 1000, "ignore_eos": True}
     talk(session, "two")
     assert "context 256 of 256" in chat_session.numbers(session)
     assert chat_session.numbers(session).endswith("the context is full: /undo or /clear")
     assert not talk(session, "three")
     do("/undo")
-    session.params = SamplingParams(max_tokens=3)
+    session.sampling |= {"max_tokens": 3, "ignore_eos": False}
     assert talk(session, "three")
 
 
@@ -442,3 +443,19 @@ def test_ctrl_c_during_an_answer_calls_stop_and_is_itself_again_afterwards(monke
         signal.raise_signal(signal.SIGINT)
     assert stopped == [1]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loop_is_ended_and_the_line_below_says_so(session: Session) -> None:
+    session.sampling = {"logit_bias": {100: 100.0}, "temperature": 0.0, "max_tokens": 90, "repetition_detection": True}
+    assert talk(session, "one")
+    assert session.conversation.last is not None
+    assert session.conversation.last.finish_reason == "repetition"
+    assert "the answer repeated itself and was ended" in chat_session.numbers(session)
+
+
+def test_another_model_draws_by_its_own_settings(session: Session, do: Do) -> None:
+    session.sampling = {"max_tokens": 6}
+    assert "kvilt's defaults" in do("/stats")
+    do("/model window")
+    session.llm.sampling_defaults = SamplingDefaults(SamplingParams(temperature=0.5), "the model's own settings")
+    assert "draws   temperature 0.5 (the model's own settings)" in do("/stats")

@@ -245,16 +245,3 @@ def test_temperature_0_is_what_the_library_says_without_settings(model: str) -> 
     done = kvilt("run", "--raw", "Count: 1, 2, 3,", "--model", model, "--max-tokens", "12", *GREEDY, KVILT_THREADS="1")
     with load(model, kv_memory="64M", threads=1) as llm:
         assert done.stdout == llm.generate("Count: 1, 2, 3,", max_tokens=12).text + "\n"
-
-
-def test_an_answer_that_loops_is_ended_and_says_what_helps(model: str) -> None:
-    asked = ("run", "--raw", "la la la la la la la la la la la la", "--model", model, "--max-tokens", "100", *GREEDY)
-    done = kvilt(*asked)
-    assert done.returncode == 0
-    said = done.stderr.splitlines()
-    assert said[0].endswith("· repetition")
-    assert said[1].startswith("the answer repeated itself and was ended")
-    assert "--no-repetition-detection" in said[1]
-    on = kvilt(*asked, "--no-repetition-detection")
-    assert on.stdout.startswith(done.stdout.rstrip("\n"))
-    assert "100 generated" in on.stderr and len(on.stderr.splitlines()) == 1
