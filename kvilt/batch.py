@@ -248,9 +248,26 @@ def token_count(source: Source) -> int:
             return int(tensor.shape[0])
 
 
+def _check_tensors(source: Source) -> None:
+    """Tensors that a caller brings: their kinds and dimensions. How wide they must be, the model knows."""
+    match source:
+        case Hidden(states):
+            _check_vectors("hidden states", states)
+        case Embeds(vectors=vectors):
+            _check_vectors("embedding rows", vectors)
+        case Sampled(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
+            raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
+
+
+def _check_vectors(what: str, vectors: Tensor) -> None:
+    if vectors.dim() != 2 or not vectors.is_floating_point():
+        raise InputError(f"{what} are floats [tokens, hidden], not {vectors.dtype} {list(vectors.shape)}")
+
+
 def _check_row(row: Row, pool: PagePool, layers: int) -> None:
     if row.cache.pool is not pool:
         raise InputError("the caches of a batch must belong to one executor")
+    _check_tensors(row.source)
     tokens = token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):
         raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")

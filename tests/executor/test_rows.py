@@ -6,10 +6,13 @@ import threading
 
 import pytest
 import torch
+from tiny import write_tiny
 
 from kvilt import Executor
-from kvilt.batch import Batch, Embeds, Hidden, Ids, LayerSpan, Nothing, Row, Score, Source, Want, token_count
+from kvilt.batch import Batch, Embeds, Hidden, Ids, LayerSpan, Nothing, Row, Sampled, Score, Source, Want, token_count
+from kvilt.config import RunConfig
 from kvilt.errors import InputError
+from kvilt.executor.load import load_executor
 from kvilt.kv.row import CacheRow
 
 
@@ -38,6 +41,29 @@ def test_embeddings_must_agree_with_their_places(tiny: Executor) -> None:
             run(tiny, Embeds([0, 0], at, torch.zeros(shape)))
     with pytest.raises(InputError, match="hidden states"):
         run(tiny, Hidden(torch.zeros(2, width + 1)), layers=LayerSpan(1))
+
+
+@pytest.mark.parametrize("states", [torch.zeros(2, 24, dtype=torch.int32), torch.zeros(48), torch.zeros(2, 3, 8)])
+def test_tensors_of_another_kind_are_refused_when_a_batch_is_made(tiny: Executor, states: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"floats \[tokens, hidden\]"):
+        run(tiny, Hidden(states), layers=LayerSpan(1))
+    with pytest.raises(InputError, match=r"floats \[tokens, hidden\]"):
+        run(tiny, Embeds([0, 0], [0, 1], states))
+    with pytest.raises(InputError, match="int64"):
+        run(tiny, Sampled(torch.zeros(2)))
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    folder = write_tiny(tmp_path_factory.mktemp("native"))
+    return load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_hidden_states_of_another_width_never_reach_the_kernels(native: Executor, dtype: torch.dtype) -> None:
+    """Halves were read as floats, past their end."""
+    with pytest.raises(InputError, match="native kernels take contiguous float32"):
+        run(native, Hidden(torch.zeros(2, native.spec.hidden_size, dtype=dtype)), layers=LayerSpan(1))
 
 
 def test_a_cache_does_not_change_between_the_check_of_a_batch_and_its_tables(

@@ -28,6 +28,7 @@ from ..contract import (
 from ..lowrank import LowRank, LowRankTable, Picks
 from . import lora
 from . import pages as paged
+from .border import I64, check, check_dims, checked
 from .memory import Buffers, Slabs
 from .pack import pack
 from .record import NativeRecorder
@@ -91,35 +92,45 @@ class NativeOps:
         return pack(self._module, self._engine, self._slabs, weight)
 
     def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
-        packed, ids = self._packed(table), ids.contiguous()
+        packed, ids = self._packed(table), checked("ids", ids.contiguous(), (ids.numel(),), I64)
         out = self.buffers.empty(len(ids), packed.shape[1])
         self._engine.embed(packed.handle, ids.data_ptr(), len(ids), scale, out.data_ptr())
         return out
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        x, packed = x.contiguous(), self._packed(weight)
-        onto = onto if onto is None else onto.contiguous()
+        packed = self._packed(weight)
+        x = _input(x, packed)
+        _check_bias(bias, packed)
+        if onto is not None:
+            onto = checked("onto", onto.contiguous(), (x.shape[0], packed.shape[0]))
         out = self.buffers.empty(x.shape[0], packed.shape[0])
         to = ([_at(bias)], [_at(onto)], [out.data_ptr()])
         self._engine.linears([packed.handle], *to, x.data_ptr(), x.shape[0])
         return out
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
-        x = x.contiguous()
         packed = [self._packed(weight) for weight, _ in maps]
+        for (_, bias), one in zip(maps, packed, strict=True):
+            x = _input(x, one)
+            _check_bias(bias, one)
         outs = [self.buffers.empty(x.shape[0], one.shape[0]) for one in packed]
         to = ([_at(bias) for _, bias in maps], [0] * len(maps), [out.data_ptr() for out in outs])
         self._engine.linears([one.handle for one in packed], *to, x.data_ptr(), x.shape[0])
         return outs
 
     def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
-        x, opens, opened = x.contiguous(), self._packed(gate[0]), self._packed(up[0])
+        opens, opened = self._packed(gate[0]), self._packed(up[0])
+        check(opens.shape == opened.shape, "up", "a gate and what it opens must have one shape")
+        x = _input(x, opens)
+        _check_bias(gate[1], opens)
+        _check_bias(up[1], opened)
         out = self.buffers.empty(x.shape[0], opens.shape[0])
         maps = (opens.handle, _at(gate[1]), opened.handle, _at(up[1]))
         self._engine.gated(*maps, x.data_ptr(), x.shape[0], _ACTIVATIONS[activation], out.data_ptr())
         return out
 
     def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        gate, up = checked("gate", gate, gate.shape), checked("up", up, gate.shape)
         out = self.buffers.empty(*gate.shape)
         self._engine.open(gate.data_ptr(), up.data_ptr(), gate.numel(), _ACTIVATIONS[activation], out.data_ptr())
         return out
@@ -134,35 +145,39 @@ class NativeOps:
         lora.adapt(self._engine, x, tables, outs, picks)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = x.contiguous(), y.contiguous()
+        x, y = checked("x", x.contiguous(), x.shape), checked("y", y.contiguous(), x.shape)
         out = self.buffers.empty(*x.shape)
         self._engine.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
+        n = x.shape[-1] if x.dim() else 0
+        check(n > 0, "x", "must have at least one number in each row")
+        x, weight = checked("x", x.contiguous(), x.shape), checked("weight", weight, (n,))
         out = self.buffers.empty(*x.shape)
-        n = x.shape[-1]
         self._engine.rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // n, n, out.data_ptr())
         return out
 
     def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
-        positions, shape = positions.contiguous(), (len(positions), len(radians))
+        positions = checked("positions", positions.contiguous(), (positions.numel(),), I64)
+        radians, shape = checked("radians", radians, (radians.numel(),)), (len(positions), len(radians))
         cos, sin = self.buffers.empty(*shape), self.buffers.empty(*shape)
         angles = (positions.data_ptr(), len(positions), radians.data_ptr(), len(radians))
         self._engine.rotation(*angles, growth, cos.data_ptr(), sin.data_ptr())
         return Rotation(cos, sin, pairing)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        x = x.contiguous()
+        check_dims("x", x, 3)
+        x = checked("x", x.contiguous(), x.shape)
         out = self.buffers.empty(*x.shape)
         tokens, heads, dim = x.shape
-        pairs = rotation.cos.shape[1]
+        pairs = paged.check_rotation(rotation, tokens, dim)
         at = (x.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr())
         self._engine.rotate(*at, tokens, heads, dim, pairs, rotation.pairing == "interleaved", out.data_ptr())
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        x = checked("x", x, x.shape)
         self._engine.soft_cap(x.data_ptr(), x.numel(), cap)
         return x
 
@@ -211,6 +226,17 @@ class NativeOps:
 
     def _packed(self, weight: Prepared) -> PackedWeight:
         return weight if isinstance(weight, PackedWeight) else self.prepare(weight)
+
+
+def _input(x: Tensor, packed: PackedWeight) -> Tensor:
+    """What a weight is multiplied with, [rows, inputs]."""
+    check_dims("x", x, 2)
+    return checked("x", x.contiguous(), (x.shape[0], packed.shape[1]))
+
+
+def _check_bias(bias: Tensor | None, packed: PackedWeight) -> None:
+    if bias is not None:
+        checked("bias", bias, (packed.shape[0],))
 
 
 def _at(tensor: Tensor | None) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ..lowrank import LowRank, LowRankTable, Picks
+from .border import I64, check, checked
 
 _LANES = 16
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -35,7 +36,10 @@ class NativeTable:
         if product is None:
             self.entries[slot] = np.zeros((), _ENTRY)
         else:
-            assert product.down.shape[1] == _padded(self.inputs) and product.up.shape[1] == _padded(self.outputs)
+            kind = product.down.dtype
+            check(kind in _KINDS, "down", f"must be floats, not {kind}")
+            checked("down", product.down, (product.rank, _padded(self.inputs)), kind)
+            checked("up", product.up, (product.rank, _padded(self.outputs)), kind)
             addresses = (product.down.data_ptr(), product.up.data_ptr())
             self.entries[slot] = (*addresses, product.rank, _KINDS[product.down.dtype], product.scale)
         self._held[slot] = product
@@ -52,9 +56,14 @@ def prepare(engine: Any, product: LowRank) -> LowRank:
 
 
 def adapt(engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
-    x = x.contiguous()
     own = [table for table in tables if isinstance(table, NativeTable)]
-    assert len(own) == len(outs) and all(out.is_contiguous() for out in outs)
+    check(0 < len(own) == len(outs), "outs", "one output belongs to each table of this backend")
+    x = checked("x", x.contiguous(), (len(x), own[0].inputs))
+    for table, out in zip(own, outs, strict=True):
+        check((table.inputs, len(table.entries)) == (x.shape[1], len(own[0].entries)), "tables", "must be of one input")
+        checked("out", out, (len(x), table.outputs))
+    checked("slots", picks.slots, (len(x),), I64)
+    checked("scales", picks.scales, (len(x),))
     maps = ([one.entries.ctypes.data for one in own], [one.outputs for one in own], [out.data_ptr() for out in outs])
     rows = (x.data_ptr(), x.shape[0], x.shape[1])
     engine.adapt(*maps, *rows, picks.slots.data_ptr(), picks.scales.data_ptr(), len(own[0].entries))

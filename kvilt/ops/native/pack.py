@@ -13,6 +13,7 @@ import torch
 from ...quant.tensor import QuantTensor, Weight
 from ...quant.unpack import dequantize
 from ..contract import PackedWeight
+from .border import checked
 from .memory import Slabs
 
 # In the order of csrc/kernels.h.
@@ -32,7 +33,7 @@ def pack(module: Any, engine: Any, slabs: Slabs, weight: Weight) -> PackedWeight
         plain = dequantize(weight) if isinstance(weight, QuantTensor) else weight
         source = plain if plain.dtype in _PLAIN else plain.to(torch.float32)
         name = _PLAIN[source.dtype]
-    source = source.contiguous()
+    source = checked("weight", source.contiguous(), source.shape, source.dtype)
     kind, size_bytes = module.packed(name, outputs, inputs)
     data = slabs.take(size_bytes)
     engine.pack(name, source.data_ptr(), source.nbytes, outputs, inputs, data.data_ptr(), size_bytes)

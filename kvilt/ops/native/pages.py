@@ -17,9 +17,11 @@ from ...errors import Unsupported
 from ..contract import AttentionMask, Followers, KeysValues, PageShape, PageStore, Paging, Rotation
 from ..mass import first_seen
 from ..mass import key_mass as attention_mass
+from .border import F32, I64, check, check_dims, checked
 from .memory import Buffers
 
 _DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3})
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_TOKENS = 128  # of a page: a tile of the kernels is made of whole pages
 
 
@@ -53,6 +55,7 @@ def attend(
 ) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
     pages, query = own(store), query.contiguous()
+    _check_query(pages.shape, query, paging)
     out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)
     tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
     where = (tables.data_ptr(), tables.shape[1], list(paging.starts), positions.data_ptr())
@@ -85,8 +88,9 @@ def write(
     rotation: Rotation | None = None,
 ) -> None:
     """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
-    pages, slots, keys, values = own(store), slots.contiguous(), keys.float().contiguous(), values.float().contiguous()
-    turn = _turn(rotation)
+    pages, slots = own(store), _slots(slots)
+    keys, values = _heads(pages.shape, keys, values, len(slots))
+    turn = _turn(rotation, len(slots), pages.shape.key_dim)
     engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr(), *turn)
 
 
@@ -101,21 +105,62 @@ def follow(
     rotation: Rotation | None = None,
 ) -> None:
     """Put what followers take from leaders into `slots`."""
-    pages, slots, tokens, leaders = own(store), slots.contiguous(), who.tokens.contiguous(), who.leaders.contiguous()
-    weights, new = who.weights.float().contiguous(), [one.float().contiguous() for one in fresh]
-    old = [one.to(kept[0].dtype).contiguous() for one in kept]
-    assert len(slots) == len(tokens) and weights.shape == (len(tokens), len(leaders))
-    assert all(len(one) == len(leaders) for one in new) and len(old[0]) == len(old[1])
+    pages, slots = own(store), _slots(slots)
+    tokens = checked("followers", who.tokens.contiguous(), (len(slots),), I64)
+    leaders = checked("leaders", who.leaders.contiguous(), (who.leaders.numel(),), I64)
+    weights = checked("weights", who.weights.float().contiguous(), (len(tokens), len(leaders)))
+    new = _heads(pages.shape, *fresh, len(leaders))
+    check(kept[0].dtype in _FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
+    old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
     text = (_DTYPES[old[0].dtype], len(old[0]), old[0].data_ptr(), old[1].data_ptr())
     led = (tokens.data_ptr(), leaders.data_ptr(), len(leaders), weights.data_ptr(), *(one.data_ptr() for one in new))
-    engine.follow(pages.layers[layer], slots.data_ptr(), len(slots), *text, *led, *_turn(rotation))
+    turn = _turn(rotation, len(slots), pages.shape.key_dim)
+    engine.follow(pages.layers[layer], slots.data_ptr(), len(slots), *text, *led, *turn)
 
 
-def _turn(rotation: Rotation | None) -> tuple[int, int, int, bool]:
+def _turn(rotation: Rotation | None, tokens: int, dim: int) -> tuple[int, int, int, bool]:
     if rotation is None:
         return (0, 0, 0, False)
-    cos, sin = rotation.cos, rotation.sin
-    return (cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotation.pairing == "interleaved")
+    pairs = check_rotation(rotation, tokens, dim)
+    return (rotation.cos.data_ptr(), rotation.sin.data_ptr(), pairs, rotation.pairing == "interleaved")
+
+
+def check_rotation(rotation: Rotation, tokens: int, dim: int) -> int:
+    """The pairs that a rotation of so many tokens turns in a head."""
+    check_dims("cos", rotation.cos, 2)
+    pairs = rotation.cos.shape[1]
+    check(2 * pairs <= dim, "cos", f"turns {pairs} pairs of a head of {dim}")
+    checked("cos", rotation.cos, (tokens, pairs))
+    checked("sin", rotation.sin, (tokens, pairs))
+    return pairs
+
+
+def _slots(slots: Tensor) -> Tensor:
+    return checked("slots", slots.contiguous(), (slots.numel(),), I64)
+
+
+def _heads(
+    shape: PageShape, keys: Tensor, values: Tensor, tokens: int, dtype: torch.dtype = F32
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of some tokens, [tokens, kv_heads, dim]."""
+    each = (tokens, shape.kv_heads)
+    return (
+        checked("keys", keys.to(dtype).contiguous(), (*each, shape.key_dim), dtype),
+        checked("values", values.to(dtype).contiguous(), (*each, shape.value_dim), dtype),
+    )
+
+
+def _check_query(shape: PageShape, query: Tensor, paging: Paging) -> None:
+    check_dims("query", query, 3)
+    check_dims("tables", paging.tables, 2)
+    tokens, heads, _ = query.shape
+    checked("query", query, (tokens, heads, shape.key_dim))
+    checked("tables", paging.tables.contiguous(), paging.tables.shape, I64)
+    checked("positions", paging.positions.contiguous(), (tokens,), I64)
+    check(heads % shape.kv_heads == 0, "query", f"has {heads} heads for {shape.kv_heads} of the keys")
+    starts = paging.starts
+    check(len(starts) == paging.tables.shape[0] + 1 and starts[0] == 0, "starts", "must begin each row of the tables")
+    check(starts[-1] == tokens and list(starts) == sorted(starts), "starts", f"must ascend to {tokens} tokens")
 
 
 def copy_pages(source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
@@ -132,7 +177,7 @@ def read_slots(engine: Any, store: PageStore, slots: Tensor) -> KeysValues:
 
 
 def _read(engine: Any, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
-    shape, slots = pages.shape, slots.contiguous()
+    shape, slots = pages.shape, _slots(slots)
     each = (len(layers), len(slots), shape.kv_heads)
     keys, values = (torch.empty((*each, dim), dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim))
     kv = KeysValues(keys, values)
@@ -144,8 +189,16 @@ def _read(engine: Any, pages: NativePages, layers: Sequence[int], slots: Tensor)
 
 def write_slots(engine: Any, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
     """The inverse of `read_slots`."""
-    pages, slots = own(store), slots.contiguous()
-    kv = KeysValues(*(part.contiguous() for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales)))
+    pages, slots = own(store), _slots(slots)
+    shape = pages.shape
+    each = (shape.layers, len(slots), shape.kv_heads)
+    scales = each if shape.scales else (0,)
+    kv = KeysValues(
+        checked("keys", kv.keys.contiguous(), (*each, shape.key_dim), shape.dtype),
+        checked("values", kv.values.contiguous(), (*each, shape.value_dim), shape.dtype),
+        checked("key_scales", kv.key_scales.contiguous(), scales),
+        checked("value_scales", kv.value_scales.contiguous(), scales),
+    )
     engine.write_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
 
 

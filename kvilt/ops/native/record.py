@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import Paging
+from .border import I64, check_dims, checked
 from .memory import Buffers, Place
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class NativeRecorded:
         return bool(self.program.run())
 
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
+        checked("ids", ids, (len(ids),), I64)
         out = torch.empty((steps, len(ids)), dtype=torch.int64)
         done = self.program.loop(steps, ids.data_ptr(), len(ids), [list(end) for end in ends], out.data_ptr())
         return out[:done]
@@ -87,6 +89,15 @@ class NativeRecorder:
         return NativeRecorded(program, self._buffers.place(result), self._buffers)
 
     def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+        check_dims("logits", logits, 2)
+        rows = len(logits)
+        checked("logits", logits, logits.shape)
+        checked("ids", ids, (rows,), I64)
+        for one in paging:
+            check_dims("tables", one.tables, 2)
+            checked("positions", one.positions, (rows,), I64)
+            checked("slots", one.slots, (rows,), I64)
+            checked("tables", one.tables, (rows, paging[0].tables.shape[1]), I64)
         self._engine.argmax(logits.data_ptr(), *logits.shape, ids.data_ptr())
         slots, tables = [one.slots.data_ptr() for one in paging], [one.tables.data_ptr() for one in paging]
         width, positions = paging[0].tables.shape[1], paging[0].positions

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Draws, RowLogprobs
+from .border import check_dims, checked
 
 
 class NativeReductions:
@@ -18,24 +19,27 @@ class NativeReductions:
         self._engine = engine
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows = _rows(logits)
         ids, peaks = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-        self._engine.peaks(*_rows(logits), ids.data_ptr(), peaks.data_ptr())
+        self._engine.peaks(*rows, ids.data_ptr(), peaks.data_ptr())
         return ids, peaks
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return self._draw(logits, draws, None)
 
     def kept(self, logits: Tensor, draws: Draws) -> Tensor:
+        _rows(logits)
         kept = torch.empty((len(draws.rows), logits.shape[1]), dtype=torch.bool)
         self._draw(logits, draws, kept)
         return kept
 
     def _draw(self, logits: Tensor, draws: Draws, kept: Tensor | None) -> Tensor:
+        at = _rows(logits)
         tokens = torch.empty(len(draws.rows), dtype=torch.int64)
         top_k = [min(k, logits.shape[1]) for k in draws.top_k]  # a k may be too large for any integer of C++
         filters = (draws.temperatures, top_k, draws.top_p, draws.min_p, draws.typical_p)
         to = (tokens.data_ptr(), 0 if kept is None else kept.data_ptr())
-        self._engine.draw(*_rows(logits), draws.rows, draws.keys, *filters, *to)
+        self._engine.draw(*at, draws.rows, draws.keys, *filters, *to)
         return tokens
 
     def logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> RowLogprobs:
@@ -53,5 +57,6 @@ class NativeReductions:
 
 def _rows(logits: Tensor) -> tuple[int, int, int]:
     """Address and shape, as the kernels take them."""
-    assert logits.dtype == torch.float32 and logits.is_contiguous() and logits.device.type == "cpu"
+    check_dims("logits", logits, 2)
+    checked("logits", logits, logits.shape)
     return logits.data_ptr(), logits.shape[0], logits.shape[1]

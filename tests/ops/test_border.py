@@ -1,0 +1,307 @@
+"""No tensor of another dtype, shape, layout or device reaches the native kernels: each entry is tried with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvilt.errors import InputError
+from kvilt.ops.contract import AttentionMask, Draws, Followers, KeysValues, PageShape, Paging, Rotation
+from kvilt.ops.lowrank import LowRank, Picks
+from kvilt.ops.native.backend import NativeOps
+from kvilt.ops.native.border import checked
+from kvilt.ops.native.lora import NativeTable
+from kvilt.ops.native.record import NativeRecorded
+
+SHAPE = PageShape(2, 4, 2, 8, 8, torch.float16)
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An operation on tensors by name; those that it may copy or convert are listed."""
+
+    call: Callable[[Any, Tensors], Any]
+    tensors: Tensors
+    copies: str = ""  # made contiguous
+    converts: str = ""  # made floats
+    free: str = ""  # any shape of as many dimensions will do
+
+
+def longs(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def paging(t: Tensors) -> Paging:
+    return Paging(t["tables"], longs(0, 1), (0, 2), t["positions"])
+
+
+def rotation(t: Tensors) -> Rotation:
+    return Rotation(t["cos"], t["sin"], "half")
+
+
+DRAWS = Draws([0], [1], [1.0], [0], [1.0], [0.0], [1.0])
+TURN = {"cos": torch.ones(2, 4), "sin": torch.zeros(2, 4)}
+HEADS = {"slots": longs(0, 1), "keys": torch.ones(2, 2, 8), "values": torch.ones(2, 2, 8)}
+
+
+def adapt(c: Any, t: Tensors) -> None:
+    table = NativeTable(5, 6, 2)
+    c.ops.adapt(t["x"], [table], [t["out"]], Picks(t["slots"], t["scales"]))
+
+
+def put(_c: Any, t: Tensors) -> None:
+    NativeTable(5, 6, 2).put(0, LowRank(t["down"], t["up"], 1.0))
+
+
+def follow(c: Any, t: Tensors) -> None:
+    who = Followers(t["tokens"], t["leaders"], t["weights"])
+    c.ops.follow(c.pages, 0, t["slots"], who, (t["old_k"], t["old_v"]), (t["new_k"], t["new_v"]), rotation(t))
+
+
+def write_slots(c: Any, t: Tensors) -> None:
+    c.ops.write_slots(c.pages, t["slots"], KeysValues(t["keys"], t["values"]))
+
+
+def recorded(c: Any, t: Tensors) -> None:
+    c.ops.recorder().follow(t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4)
+
+
+def loop(c: Any, t: Tensors) -> None:
+    NativeRecorded(c.ops._engine, None, None).loop(1, t["ids"], [[]])  # type: ignore[arg-type]
+
+
+KV = {"keys": torch.ones(2, 2, 2, 8, dtype=torch.float16), "values": torch.ones(2, 2, 2, 8, dtype=torch.float16)}
+FOLLOW = {
+    "slots": longs(0, 1),
+    "tokens": longs(0, 1),
+    "leaders": longs(2),
+    "weights": torch.ones(2, 1),
+    **{name: torch.ones(3, 2, 8) for name in ("old_k", "old_v")},
+    **{name: torch.ones(1, 2, 8) for name in ("new_k", "new_v")},
+    **TURN,
+}
+ENTRIES = {
+    "embed": Entry(lambda c, t: c.ops.embed(c.weight, t["ids"]), {"ids": longs(1, 2)}, "ids", free="ids"),
+    "linear": Entry(
+        lambda c, t: c.ops.linear(t["x"], c.weight, t["bias"], t["onto"]),
+        {"x": torch.ones(2, 6), "bias": torch.ones(5), "onto": torch.ones(2, 5)},
+        "x onto",
+    ),
+    "linears": Entry(
+        lambda c, t: c.ops.linears(t["x"], [(c.weight, t["bias"]), (c.weight, None)]),
+        {"x": torch.ones(2, 6), "bias": torch.ones(5)},
+        "x",
+    ),
+    "gated": Entry(
+        lambda c, t: c.ops.gated(t["x"], (c.weight, t["a"]), (c.weight, t["b"]), "silu"),
+        {"x": torch.ones(2, 6), "a": torch.ones(5), "b": torch.ones(5)},
+        "x",
+    ),
+    "opened": Entry(
+        lambda c, t: c.ops.opened(t["gate"], t["up"], "silu"), {"gate": torch.ones(2, 5), "up": torch.ones(2, 5)}
+    ),
+    "adapt": Entry(
+        adapt,
+        {"x": torch.ones(2, 6), "out": torch.ones(2, 5), "slots": longs(-1, -1), "scales": torch.ones(2)},
+        "x",
+    ),
+    "put": Entry(put, {"down": torch.ones(2, 16), "up": torch.ones(2, 16)}),
+    "add": Entry(lambda c, t: c.ops.add(t["x"], t["y"]), {"x": torch.ones(2, 5), "y": torch.ones(2, 5)}, "x y"),
+    "rms_norm": Entry(
+        lambda c, t: c.ops.rms_norm(t["x"], t["weight"], 1e-6), {"x": torch.ones(2, 5), "weight": torch.ones(5)}, "x"
+    ),
+    "rotation": Entry(
+        lambda c, t: c.ops.rotation(t["positions"], t["radians"], 1.0, "half"),
+        {"positions": longs(0, 1), "radians": torch.ones(4)},
+        "positions",
+        free="positions radians",
+    ),
+    "rotate": Entry(
+        lambda c, t: c.ops.rotate(t["x"], rotation(t)), {"x": torch.ones(2, 3, 8), **TURN}, "x", free="x"
+    ),
+    "soft_cap": Entry(lambda c, t: c.ops.soft_cap(t["x"], 2.0), {"x": torch.ones(2, 5)}, free="x"),
+    "attend": Entry(
+        lambda c, t: c.ops.attend(t["query"], c.pages, 0, paging(t), AttentionMask(1.0)),
+        {"query": torch.ones(2, 4, 8), "tables": longs(0, 1).view(1, 2), "positions": longs(0, 1)},
+        "query tables positions",
+    ),
+    "write": Entry(
+        lambda c, t: c.ops.write(c.pages, 0, t["slots"], t["keys"], t["values"], rotation(t)),
+        {**HEADS, **TURN},
+        "slots keys values",
+        "keys values",
+    ),
+    "follow": Entry(
+        follow,
+        FOLLOW,
+        "slots tokens leaders weights old_k old_v new_k new_v",
+        "weights old_v new_k new_v",
+    ),
+    "read_slots": Entry(
+        lambda c, t: c.ops.read_slots(c.pages, t["slots"]), {"slots": longs(0, 1)}, "slots", free="slots"
+    ),
+    "write_slots": Entry(write_slots, {"slots": longs(0, 1), **KV}, "slots keys values"),
+    "argmax": Entry(lambda c, t: c.ops.reductions.argmax(t["logits"]), {"logits": torch.ones(2, 9)}, free="logits"),
+    "draw": Entry(lambda c, t: c.ops.reductions.draw(t["logits"], DRAWS), {"logits": torch.ones(2, 9)}, free="logits"),
+    "kept": Entry(lambda c, t: c.ops.reductions.kept(t["logits"], DRAWS), {"logits": torch.ones(2, 9)}, free="logits"),
+    "logprobs": Entry(
+        lambda c, t: c.ops.reductions.logprobs(t["logits"], [0], [1], 2), {"logits": torch.ones(2, 9)}, free="logits"
+    ),
+    "recorded": Entry(
+        recorded,
+        {"logits": torch.ones(2, 9), "ids": longs(0, 0), "tables": longs(0, 1).view(2, 1), "slots": longs(0, 4),
+         "positions": longs(0, 0)},
+    ),
+    "loop": Entry(loop, {"ids": longs(0, 0)}, free="ids"),
+}  # fmt: skip
+PLACES = [(name, tensor) for name, entry in ENTRIES.items() for tensor in entry.tensors]
+
+
+class SpyEngine:
+    """Stands where the kernels are, and counts the calls that would have reached them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_args: Any) -> int:
+            self.calls.append(name)
+            return 0
+
+        return call
+
+
+@dataclass
+class Border:
+    ops: NativeOps
+    weight: Any
+    pages: Any
+    spy: SpyEngine
+
+
+@pytest.fixture
+def border() -> Border:
+    ops = NativeOps(1)
+    weight, pages, spy = ops.prepare(torch.ones(5, 6)), ops.new_pages(SHAPE, 4, torch.device("cpu")), SpyEngine()
+    ops._engine = ops.reductions._engine = ops._recorder._engine = spy
+    return Border(ops, weight, pages, spy)
+
+
+def gapped(tensor: Tensor) -> Tensor:
+    """The same numbers, with gaps between them."""
+    wide = torch.stack([tensor, tensor], dim=-1)
+    return wide[..., 0]
+
+
+def refused(border: Border, name: str, tensors: Tensors) -> None:
+    with pytest.raises(InputError):
+        ENTRIES[name].call(border, tensors)
+    assert border.spy.calls == [], "the kernels were called"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_fits_goes_through(border: Border, name: str) -> None:
+    ENTRIES[name].call(border, ENTRIES[name].tensors)
+    assert border.spy.calls or name == "put"
+
+
+@pytest.mark.parametrize(("name", "tensor"), PLACES)
+def test_another_dtype_is_refused(border: Border, name: str, tensor: str) -> None:
+    entry = ENTRIES[name]
+    own = entry.tensors[tensor]
+    for dtype in {torch.float16, torch.float64, torch.int32, torch.int8} - {own.dtype}:
+        tensors = {**entry.tensors, tensor: own.to(dtype)}
+        if tensor in entry.converts.split():
+            entry.call(border, tensors)
+            border.spy.calls.clear()
+        elif (name, tensor) != ("follow", "old_k") or dtype not in (torch.float16,):
+            refused(border, name, tensors)
+
+
+@pytest.mark.parametrize(("name", "tensor"), PLACES)
+def test_another_shape_is_refused(border: Border, name: str, tensor: str) -> None:
+    entry = ENTRIES[name]
+    own = entry.tensors[tensor]
+    shapes = [own.unsqueeze(0), own.flatten()[:0]] if own.dim() else []
+    if tensor not in entry.free.split():
+        shapes += [torch.cat([own, own], dim=axis) for axis in range(own.dim())]
+    lenient = {("rms_norm", "x"), ("opened", "gate"), ("add", "x"), ("soft_cap", "x")}  # of any number of rows
+    for other in shapes:
+        if tensor in entry.free.split() and other.dim() == own.dim():
+            continue
+        if (name, tensor) in lenient and other.dim() != own.dim():
+            continue
+        if other.shape != own.shape and not _fits(name, tensor, other):
+            refused(border, name, {**entry.tensors, tensor: other})
+
+
+def _fits(name: str, tensor: str, other: Tensor) -> bool:
+    """Shapes that are right too: more rows where every other tensor follows, more heads of a query, a longer table."""
+    match name, tensor:
+        case ("linears", "x") | ("gated", "x") | ("rms_norm", "x"):
+            return other.dim() == 2 and other.shape[1] == ENTRIES[name].tensors["x"].shape[1]
+        case "attend", "query":
+            return other.dim() == 3 and other.shape[0] == 2 and other.shape[2] == 8
+        case "attend", "tables":
+            return other.dim() == 2 and other.shape[0] == 1
+        case "recorded", "tables":
+            return other.dim() == 2 and other.shape[0] == 2
+        case "recorded", "logits":
+            return other.dim() == 2 and other.shape[0] == 2
+        case "embed" | "rotation" | "read_slots" | "loop", _:
+            return other.dim() == 1
+    return False
+
+
+@pytest.mark.parametrize(("name", "tensor"), PLACES)
+def test_gaps_are_copied_away_or_refused(border: Border, name: str, tensor: str) -> None:
+    entry = ENTRIES[name]
+    own = gapped(entry.tensors[tensor])
+    assert not own.is_contiguous() or own.numel() < 2
+    if own.is_contiguous():
+        return
+    tensors = {**entry.tensors, tensor: own}
+    if tensor in entry.copies.split():
+        entry.call(border, tensors)
+    else:
+        refused(border, name, tensors)
+
+
+@pytest.mark.parametrize(("name", "tensor"), PLACES)
+def test_another_device_is_refused(border: Border, name: str, tensor: str) -> None:
+    refused(border, name, {**ENTRIES[name].tensors, tensor: ENTRIES[name].tensors[tensor].to("meta")})
+
+
+def test_sizes_that_must_fit_each_other(border: Border) -> None:
+    attend = ENTRIES["attend"].tensors
+    for starts in ((0, 1), (0, 2, 2), (1, 2), (0, 3), (0,)):
+        with pytest.raises(InputError):
+            border.ops.attend(
+                attend["query"], border.pages, 0, replace(paging(attend), starts=starts), AttentionMask(1.0)
+            )
+    with pytest.raises(InputError):
+        border.ops.attend(torch.ones(2, 3, 8), border.pages, 0, paging(attend), AttentionMask(1.0))
+    with pytest.raises(InputError):
+        border.ops.rotate(torch.ones(2, 3, 8), Rotation(torch.ones(2, 5), torch.ones(2, 5), "half"))
+    wide = NativeOps(1).prepare(torch.ones(5, 7))
+    with pytest.raises(InputError):
+        border.ops.linears(torch.ones(2, 6), [(border.weight, None), (wide, None)])
+    with pytest.raises(InputError):
+        border.ops.gated(torch.ones(2, 6), (border.weight, None), (wide, None), "silu")
+    assert border.spy.calls == []
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(InputError, match="sparse"):
+        checked("x", torch.ones(2, 2).to_sparse(), (2, 2))
+
+
+def test_a_weight_elsewhere_is_not_packed() -> None:
+    with pytest.raises(InputError):
+        NativeOps(1).prepare(torch.ones(5, 6, device="meta"))
