@@ -236,14 +236,14 @@ def test_a_server_finds_what_was_warmed_for_its_key(model: str, files: Path, tmp
         assert own.stderr is not None
         url = next(line.split()[-1] for line in own.stderr if "is served at" in line)
         owner = {"authorization": "Bearer sk-owner-0123"}
-        with httpx.Client(base_url=url, headers={"authorization": "Bearer sk-alice-0123"}, timeout=60) as http:
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer sk-alice-0123"}, timeout=300) as http:
             texts = [(files / name).read_bytes().decode() for name in ("one.txt", "two.txt")]
             found = http.post("/v1/kv/chunks", json={"documents": texts}).json()["data"]
             assert [one["found"] for one in found] == [False, True]
             assert 'kvilt_store_hits_total{tier="disk",kind="chunk"} 1' in http.get("/metrics", headers=owner).text
     finally:
         own.terminate()
-        own.communicate(timeout=60)
+        own.communicate(timeout=300)
     assert warm(model, tmp_path / "kv", files / "one.txt", "--api-key-file", key, "--json").stdout.count("true") == 1
 
 

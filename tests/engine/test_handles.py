@@ -356,7 +356,7 @@ def test_verbs_from_many_threads_leave_nothing_behind(executor: Executor) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert wrong == []
     handles.close()
     assert executor.pool.usage().used == 0

@@ -158,7 +158,7 @@ def test_nobody_waits_while_an_identity_is_computed(scribe: Any) -> None:
     def hashing() -> Identity:
         def verb() -> None:
             for pool in pools:
-                free.append(pool.lock.acquire(timeout=5))
+                free.append(pool.lock.acquire(timeout=60))
                 pool.lock.release()
 
         other = threading.Thread(target=verb)

@@ -112,17 +112,17 @@ def test_abandoning_waits_for_no_lock(pool: PagePool) -> None:
     def hold() -> None:
         with pool.lock:
             entered.set()
-            leave.wait(10)
+            leave.wait(300)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert entered.wait(10)
+    assert entered.wait(300)
     finalizer = threading.Thread(target=pool.abandon, args=(0, taken[0]))
     finalizer.start()
-    finalizer.join(5)
+    finalizer.join(60)
     stuck = finalizer.is_alive()
     leave.set()
-    holder.join(10)
+    holder.join(300)
     assert not stuck
     assert pool.free_pages() == (8, 8)
 
@@ -163,7 +163,7 @@ def _all_at_once(work: Any, threads: int) -> None:
 
     def run(index: int) -> None:
         try:
-            gate.wait(10)
+            gate.wait(300)
             work(index)
         except BaseException as error:  # a thread's error must reach the test
             failures.append(error)
@@ -172,7 +172,7 @@ def _all_at_once(work: Any, threads: int) -> None:
     for one in team:
         one.start()
     for one in team:
-        one.join(60)
+        one.join(300)
     assert failures == []
 
 

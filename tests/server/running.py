@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +72,15 @@ class Running:
         """A client that ends with the server."""
         self.clients.append(client)
         return client
+
+    @contextmanager
+    def asking(self, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+        """A client that has sent its request, reads when the test says so, and hangs up at the end of the block."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        with closing(socket.create_connection(("127.0.0.1", self.port), timeout=300)) as one:
+            one.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            yield one
 
     def elapse(self, seconds: float) -> None:
         """Let this much time pass for the server: its timers are due, and no test waits for them."""

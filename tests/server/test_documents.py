@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from gates import Gate
 from lora_files import write_lora
 from running import QUESTION, Running, until
 
@@ -313,15 +314,22 @@ def test_what_cannot_be_warmed(http: httpx.Client, body: dict[str, Any], status:
     assert code(http.post("/v1/kv/chunks", json=body)) == (status, why, param)
 
 
-def test_a_client_that_leaves_ends_the_warming(start: Start) -> None:
+def test_a_client_that_leaves_ends_the_warming(
+    start: Start, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(executor, monkeypatch)
+    gate.last = 20
     many = [f"Document {i} is about the number {i}. " * 30 for i in range(400)]
     with start(EngineConfig(step_tokens=32, max_rows=8)) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            server.http(timeout=httpx.Timeout(60, read=0.2)).post("/v1/kv/chunks", json={"documents": many})
+        aborted, honest = [], server.llm.engine.abort
+        monkeypatch.setattr(server.llm.engine, "abort", lambda job: (honest(job), aborted.append(job)))
+        with server.asking("/v1/kv/chunks", {"documents": many}):
+            until(lambda: not gate.is_set(), "some steps")
+        until(lambda: bool(aborted), "the server's notice")
+        gate.set()
         until(lambda: server.llm.engine.requests == 0, "the end of its requests")
         with server.http() as http:
-            left = warmed(http, *many[:8])
-            assert [one["found"] for one in left] != [True] * 8 or not warmed(http, many[-1])[0]["found"]
+            assert not warmed(http, many[-1])[0]["found"]
 
 
 def test_what_does_not_fit_or_cannot_be(server: Running, http: httpx.Client) -> None:

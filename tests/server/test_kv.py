@@ -377,7 +377,7 @@ def test_the_state_shows_what_a_key_has(start: Start, executor: Executor, monkey
         theirs = bob.get("/v1/kv/state").json()
         assert theirs["handles"] == theirs["prefixes"] == theirs["samples"] == []
         go, honest = threading.Event(), executor.run
-        monkeypatch.setattr(executor, "run", lambda batch: (go.wait(30), honest(batch))[1])
+        monkeypatch.setattr(executor, "run", lambda batch: (go.wait(300), honest(batch))[1])
         with alice.stream("POST", "/v1/completions", json={**SHORT, "prompt": "Go", "stream": True}):
             (running,) = alice.get("/v1/kv/state").json()["samples"]
             assert running["prompt_tokens"] == 1

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import httpx
 import openai
 import pytest
 import torch
+from gates import Gate
 from running import Running, running, until
 from tiny import write_tiny
 
@@ -40,32 +39,10 @@ def nothing_left(executor: Executor) -> Iterator[None]:
     until(lambda: executor.pool.usage().used == 0, "giving everything back")
 
 
-class Gate(threading.Event):
-    """Steps wait for this event; it may clear itself before a given step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.last = 0, -1
-        self.set()
-
-    def step(self) -> None:
-        if self.steps == self.last:
-            self.clear()
-        self.wait(300)
-        self.steps += 1
-
-
 @pytest.fixture
 def slowed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Steps wait for this event, once it is cleared."""
-    gate, honest = Gate(), executor.run
-
-    def run(batch: Batch) -> Logits:
-        gate.step()
-        return honest(batch)
-
-    monkeypatch.setattr(executor, "run", run)
-    return gate
+    return Gate(executor, monkeypatch)
 
 
 # Leaving.
@@ -79,7 +56,7 @@ def test_whoever_leaves_ends_their_request(
     """In the queue, in the prompt or in the answer: the request ends within a step, and once."""
     config = EngineConfig(step_tokens=32, max_rows=4)
     asked = {**LONG, "stream": stream, "n": 3}
-    with start(config) as server, ExitStack() as open_sockets:
+    with start(config) as server, ExitStack() as left:
         aborted: list[Any] = []
         honest = server.llm.engine.abort
         monkeypatch.setattr(server.llm.engine, "abort", lambda job: (honest(job), aborted.append(job)))
@@ -89,16 +66,16 @@ def test_whoever_leaves_ends_their_request(
             slowed.clear()
             asked["prompt"] = [5] * 300
         others = 3 if place == "queue" else 0
-        clients = [sent(server, {**LONG, "n": 4}, open_sockets) for _ in range(others)]
+        path = "/v1/completions"
+        clients = [left.enter_context(server.asking(path, {**LONG, "n": 4})) for _ in range(others)]
         until(lambda: server.llm.engine.requests == others)
-        clients.append(sent(server, asked, open_sockets))
+        clients.append(left.enter_context(server.asking(path, asked)))
         until(lambda: server.llm.engine.requests == others + 1)
         if place == "decode":
             until(lambda: not slowed.is_set(), "the ninth step")
         if place == "decode" and stream:
             assert clients[-1].recv(65536)
-        for client in clients:
-            client.close()
+        left.close()
         until(lambda: len(aborted) == others + 1, "the server's notice")
         slowed.set()
         until(lambda: server.llm.engine.requests == 0)
@@ -108,15 +85,6 @@ def test_whoever_leaves_ends_their_request(
         reasons = server.llm.engine.metrics.snapshot()["kvilt_request_success_total"]["series"]
         counts = {one["labels"]["finished_reason"]: one["value"] for one in reasons}
         assert counts["cancelled"] == 1 + others
-
-
-def sent(server: Running, asked: dict[str, Any], open_sockets: ExitStack) -> socket.socket:
-    """A client that has asked and does not read yet."""
-    body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-    one = open_sockets.enter_context(closing(socket.create_connection(("127.0.0.1", server.port), timeout=300)))
-    one.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-    return one
 
 
 def test_a_client_that_stops_a_stream(server: Running) -> None:

@@ -67,7 +67,7 @@ class Process:
 
     def wait(self) -> int:
         code = self.own.wait(120)
-        self._reader.join(10)
+        self._reader.join(300)
         assert self.own.stderr is not None
         self.own.stderr.close()
         return code
@@ -103,7 +103,7 @@ def test_sigterm_under_load_loses_no_request(model: Path) -> None:
             until(lambda: running(http) >= 8)
             server.own.send_signal(signal.SIGTERM)
             for thread in threads:
-                thread.join(60)
+                thread.join(300)
         assert [answer.status_code for answer in answers] == [200] * 8
         for answer in answers:
             if answer.headers["content-type"].startswith("text/event-stream"):
@@ -130,7 +130,7 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
         until(lambda: "shutting down" in "".join(server.said))
         server.own.send_signal(signal.SIGINT)
         server.wait()
-        thread.join(30)
+        thread.join(300)
 
 
 def abandoned(server: Process) -> None:
@@ -155,7 +155,7 @@ def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path, folde
         thread.start()
         server.own.kill()
         assert server.wait() == -signal.SIGKILL
-        thread.join(30)
+        thread.join(300)
     with process(*options, port=port) as again, again.http() as http:
         assert again.port == port
         back = http.post("/v1/kv/restore", json={"name": "a"}, headers=headers).json()

@@ -145,7 +145,7 @@ def test_two_processes_pulling_at_once_fetch_once(home: Path, wheel: Path) -> No
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [run.communicate(timeout=60) for run in runs]
+    said = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     assert sorted(out for out, _ in said) == [f"{len(CONTENT)} False", f"{len(CONTENT)} True"]
     assert _kept(home) == ["fake.gguf"]
