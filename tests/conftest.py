@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import effort
 import pytest
 import torch
 from absent import skip_without, told
+from hypothesis import is_hypothesis_test
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
@@ -57,12 +59,29 @@ def qwen2_path() -> Path:
     return _dev("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of development weights carry the marker `models` without having to say so."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run what the default run leaves out, and laws in full")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    effort.load(slow=config.getoption("--slow"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of development weights carry the marker `models` without having to say so; `slow` ones wait for --slow."""
     for item in items:
         names = set(getattr(item, "fixturenames", ()))
         if names & {"gemma3_path", "qwen2_path"}:
             item.add_marker(pytest.mark.models)
+    slow = config.getoption("--slow")
+    config.hook.pytest_deselected(items=[item for item in items if not _belongs(item, slow)])
+    items[:] = [item for item in items if _belongs(item, slow)]
+
+
+def _belongs(item: pytest.Item, slow: bool) -> bool:
+    """With --slow: what is marked so, and the laws, which then try more examples. Otherwise all that is not marked."""
+    marked = item.get_closest_marker("slow") is not None
+    return marked or is_hypothesis_test(getattr(item, "obj", None)) if slow else not marked
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from drive import blended, computed, content, finish, memory_store, start, tokens
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import write_tiny
@@ -64,7 +65,7 @@ def quilts(draw: st.DrawFn) -> Quilt:
     return made if made.documents else Quilt.of([tokens(3, 9), tokens(4, 8)], [False, True])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     quilt=quilts(),
     strategy=st.sampled_from(STRATEGIES),
@@ -114,7 +115,7 @@ def check_report(blending: Blending, quilt: Quilt, made: Recipe) -> None:
     assert max(budget, forced) <= report.recomputed <= max(budget, forced + ends)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(quilt=quilts(), strategy=st.sampled_from(STRATEGIES), step=st.sampled_from([1, 13, 512]))
 def test_everything_computed_again_is_a_whole_prefill(native: Executor, quilt: Quilt, strategy: str, step: int) -> None:
     with memory_store() as store:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,14 +62,14 @@ def prompts(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return chunks, prompt
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(prompts())
 def test_what_is_found_is_what_a_search_of_everything_finds(case: tuple[list[list[int]], list[int]]) -> None:
     chunks, prompt = case
     assert known(chunks).find(HERE, prompt).spans == by_force(chunks, prompt)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(prompts(), st.integers(0, 60))
 def test_nothing_is_found_before_the_start(case: tuple[list[list[int]], list[int]], start: int) -> None:
     chunks, prompt = case
@@ -76,7 +77,7 @@ def test_nothing_is_found_before_the_start(case: tuple[list[list[int]], list[int
     assert found == tuple(Span(one.start + start, one.stop + start) for one in by_force(chunks, prompt[start:]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(prompts())
 def test_tokens_are_compared_where_hashes_agree(case: tuple[list[list[int]], list[int]]) -> None:
     """With a base of 1 a hash is a sum, and all kinds of texts have the same one."""

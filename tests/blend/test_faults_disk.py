@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from effort import some
 from faulty import PATIENT, QUILT, answer, count, healthy
 from tiny import write_tiny
 
@@ -107,7 +108,7 @@ store.close()
 """
 
 
-@pytest.mark.parametrize(("stage", "number"), [("write", 0), ("write", 1), ("sync", 1), ("named", 2)])
+@pytest.mark.parametrize(("stage", "number"), some([("write", 1), ("write", 0), ("sync", 1), ("named", 2)]))
 def test_killed_in_the_middle_of_a_write(
     executor: Executor, folder: Path, expected: list[int], tmp_path: Path, stage: str, number: int
 ) -> None:

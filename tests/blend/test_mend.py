@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def spread(documents: list[Span], chosen: set[int], question: int) -> list[int]:
     return [i for i in range(end) if i not in inside or i in chosen] + list(range(end, end + question))
 
 
-@settings(deadline=None)
 @given(chosen=st.sets(st.integers(0, 249)), question=st.integers(1, 40))
 def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question: int) -> None:
     positions = spread(DOCUMENTS, chosen, question)
@@ -55,7 +54,6 @@ def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question
             assert before.who.leaders[-1] < min([*run.who.leaders.tolist(), *run.who.tokens.tolist()])
 
 
-@settings(deadline=None)
 @given(chosen=st.sets(st.integers(0, 249), min_size=1))
 def test_weights_fall_with_the_distance(chosen: set[int]) -> None:
     for run in runs(DOCUMENTS, spread(DOCUMENTS, chosen, 1)):
@@ -169,7 +167,6 @@ def test_a_decode_that_mends_is_not_replayed(tiny: Executor, run: int) -> None:
     assert told == list(range(len(tiny.spec.layers))) * 2
 
 
-@settings(deadline=None)
 @given(joints=st.sets(st.integers(1, 59), min_size=1), budget=st.integers(0, 70))
 def test_a_stage_is_cut_at_its_joints_alone(tiny: Executor, joints: set[int], budget: int) -> None:
     ends = sorted({*joints, 60})

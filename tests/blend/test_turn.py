@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_placed_keys_are_rotated_as_the_model_rotates(rope: RopeSpec) -> None:
     torch.testing.assert_close(Turn(rope).place(plain, torch.tensor(places)), expected, rtol=0, atol=2e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.sampled_from(sorted(ROPES)),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=6),

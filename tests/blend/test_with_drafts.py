@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from drafters import Free
+from effort import some
 
 from kvilt.blend.recipe import Recipe
 from kvilt.llm import LLM, Completion, load
@@ -41,7 +42,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cost, "price", Free.price)
 
 
-@pytest.fixture(params=[None, "pirate", "letter"], ids=str)
+@pytest.fixture(params=some(["pirate", None, "letter"]), ids=str)
 def lora(request: pytest.FixtureRequest) -> str | None:
     name: str | None = request.param
     return name

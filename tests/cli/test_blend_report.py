@@ -169,6 +169,7 @@ def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: 
         lines(llm, [CASE], [FULL], SETTING, out)
 
 
+@pytest.mark.slow
 def test_documents_can_go_through_a_codec(llm: LLM) -> None:
     def reuse(codec: str) -> Outcome:
         return lines(llm, [CASE], [REUSE], Setting("a model", 512, codec), None)[0].outcome
@@ -232,6 +233,7 @@ LAKE = "Lake Baikal is 1642 metres deep. It holds a fifth of the world's fresh w
 PLAIN = "The Amazon forest is the size of Australia. It rains there on two of three days, half of it its own."
 
 
+@pytest.mark.slow
 def test_tokens_that_follow_are_less_wrong(llm: LLM) -> None:
     """The whole point of mending, on real weights: nearer to the whole prefill with the same tokens computed."""
     texts = [" ".join(each) for each in ((PEAK, RIVER, WALL, LAKE, PLAIN), (LAKE, WALL, TOWER, PLAIN, PEAK, RIVER))]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Done, kvilt
 from tiny import write_tiny
 
 from kvilt import LLM, SamplingParams
@@ -195,9 +196,8 @@ def test_a_chat_in_a_real_terminal(smollm2_path: Path, tmp_path: Path) -> None:
 # Pipes.
 
 
-def piped(*args: str, stdin: str, home: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "KVILT_THREADS": "1", "KVILT_HOME": str(home)}
-    return subprocess.run([*KVILT, *args], input=stdin, capture_output=True, text=True, timeout=300, env=env)
+def piped(*args: str, stdin: str, home: Path) -> Done:
+    return kvilt("chat", *args, stdin=stdin, KVILT_HOME=str(home))
 
 
 def test_a_pipe_asks_line_by_line_and_gets_only_answers(smollm2_path: Path, tmp_path: Path) -> None:

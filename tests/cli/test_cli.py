@@ -1,4 +1,4 @@
-"""The terminal as people use it: real processes, real pipes, real exit codes."""
+"""The terminal as people use it: what is printed where, and with which exit code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ONE_THREAD, Done, kvilt, kvilt_process
 from gguf import GGUFWriter
 
 from kvilt import load
@@ -18,16 +19,9 @@ KVILT = [sys.executable, "-m", "kvilt.cli.main"]
 
 
 GREEDY = ("--temperature", "0")
-ONE_THREAD = {**os.environ, "KVILT_THREADS": "1"}  # tests share the machine with each other
 
 
-def kvilt(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*KVILT, *args], input=stdin, capture_output=True, text=True, timeout=300, env={**ONE_THREAD, **env}
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
+def refused(done: Done, *says: str) -> None:
     """One clear sentence, exit code 1 or 2, nothing on stdout, no traceback."""
     assert done.returncode in (1, 2), done
     assert done.stdout == ""
@@ -42,7 +36,7 @@ def model(smollm2_path: Path) -> str:
 
 
 def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
-    done = kvilt("run", "--raw", "The capital of France is", "--model", model, "--max-tokens", "3", *GREEDY)
+    done = kvilt_process("run", "--raw", "The capital of France is", "--model", model, "--max-tokens", "3", *GREEDY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" Paris")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -53,7 +47,7 @@ def test_run_streams_text_to_stdout_and_numbers_to_stderr(model: str) -> None:
 
 def test_run_reads_a_pipe_and_answers_in_json(model: str) -> None:
     asked = ("run", "--json", "--model", model, "--max-tokens", "40", *GREEDY)
-    done = kvilt(*asked, stdin="What is the capital of Germany?\n")
+    done = kvilt_process(*asked, stdin="What is the capital of Germany?\n")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert "Berlin" in answer["text"]
@@ -113,7 +107,7 @@ def test_a_reader_that_leaves_is_no_traceback(model: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ONE_THREAD,
+        env={**os.environ, **ONE_THREAD},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -123,7 +117,7 @@ def test_a_reader_that_leaves_is_no_traceback(model: str) -> None:
 
 
 def test_missing_file() -> None:
-    refused(kvilt("run", "Hi", "--model", "./nothing-here.gguf"), "nothing-here.gguf")
+    refused(kvilt_process("run", "Hi", "--model", "./nothing-here.gguf"), "nothing-here.gguf")
 
 
 def test_an_unknown_name() -> None:

@@ -518,6 +518,7 @@ with kvilt.load(model, kv_memory="256M", max_context=4096) as llm:
 """
 
 
+@pytest.mark.slow
 def test_a_chat_of_2000_tokens_reopened_in_a_new_process_computes_only_what_is_new(
     llm: LLM, smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

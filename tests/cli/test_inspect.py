@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import gguf
 import numpy as np
 import pytest
+from commands import Done
 from fake_hub import serving
 from tiny import write_tiny
-from typer.testing import CliRunner
 
 from kvilt.cli.inspect import cache_facts, checkpoint_facts
 from kvilt.cli.inspect_view import count, plain, size
-from kvilt.cli.main import app
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def kvilt(*args: str) -> Done:
-    """The command in this process: the same code without the second it takes to start."""
-    result = CliRunner().invoke(app, ["inspect", *args])
-    return Done(result.exit_code, result.stdout, result.stderr)
-
-
-def kvilt_process(*args: str, **env: str) -> Done:
-    command = [sys.executable, "-m", "kvilt.cli.main", "inspect", *args]
-    settings = {**os.environ, "KVILT_THREADS": "1", **env}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=settings)
-    return Done(done.returncode, done.stdout, done.stderr)
+kvilt = partial(commands.kvilt, "inspect")
+kvilt_process = partial(commands.kvilt_process, "inspect")
 
 
 def refused(done: Done, *says: str) -> None:

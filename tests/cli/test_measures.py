@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from commands import kvilt
 from tiny import write_tiny
 
 from kvilt import Executor
@@ -25,12 +24,6 @@ from kvilt.kv.layout import Window
 from kvilt.ops.native import limits
 
 IDS = [int(i) for i in torch.randint(0, 61, (50,), generator=torch.Generator().manual_seed(3))]
-
-
-def kvilt(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "KVILT_THREADS": "1"}
-    command = [sys.executable, "-m", "kvilt.cli.main", *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, env=env)
 
 
 def by_hand(executor: Executor, ids: list[int], chunk_tokens: int) -> list[float]:
@@ -161,6 +154,7 @@ def test_bench_refuses_by_name(fields: dict[str, object]) -> None:
 SIZES = ("--prefill", "8", "--contexts", "4", "--batches", "2", "--steps", "2", "--runs", "1")
 
 
+@pytest.mark.slow
 def test_bench_in_the_terminal(smollm2_path: Path) -> None:
     done = kvilt("bench", "--model", str(smollm2_path), "--json", *SIZES)
     assert done.returncode == 0, done.stderr

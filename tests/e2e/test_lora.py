@@ -53,6 +53,7 @@ def test_requests_of_both_and_of_the_model_share_steps_to_the_token(llm: LLM) ->
     assert together == alone
 
 
+@pytest.mark.slow
 def test_trained_adapters_compute_what_peft_does(smollm2_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
     with kvilt.load(smollm2_path, kv_memory="256M", backend="reference", kv_dtype="float32") as llm:

@@ -25,6 +25,7 @@ TOKENS = 64
 NEAR_TIE = 0.35  # of a logit: what eight-bit activations may move
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_references_up_to_near_ties(
     smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small import load_small
@@ -238,7 +239,10 @@ VERBS: list[Verb] = [
 ]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 7), st.integers(0, 5), st.integers(0, 9)), max_size=25))
 def test_a_restart_changes_nothing_that_anybody_can_see(
     tmp_path_factory: pytest.TempPathFactory, executor: Executor, days: list[tuple[str, int, int, int]]

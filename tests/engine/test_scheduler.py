@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from counted import Kitchen, next_token
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,10 @@ from kvilt.engine.scheduler import Limits, Scheduler
 from kvilt.errors import ParamError
 
 SETTINGS = settings(
-    max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(250),
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 SIZE = 4
 

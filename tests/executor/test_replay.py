@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, write_tiny
@@ -39,7 +40,7 @@ def decode(executor: Executor, kv: KVCache, tokens: list[int]) -> Batch:
     )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), derandomize=True)
 @given(data=st.data())
 def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataObject) -> None:
     prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=9))
@@ -58,7 +59,7 @@ def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataO
     assert shape_of(tuple(range(len(prompts) + 1)), None) in native._replay._steps
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), derandomize=True)
 @given(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70), data=st.data())
 def test_a_row_with_drafts_is_replayed_too(native: Executor, prompt: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 33))
@@ -78,7 +79,7 @@ def test_a_row_with_drafts_is_replayed_too(native: Executor, prompt: list[int], 
     assert shape_of((0, count), None) in native._replay._steps
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), derandomize=True)
 @given(data=st.data())
 def test_greedy_runs_give_the_tokens_of_single_steps(native: Executor, data: st.DataObject) -> None:
     prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -32,9 +33,8 @@ PAGES = 20
 MOST_HANDLES = 6
 
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate, Phase.shrink],

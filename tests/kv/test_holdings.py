@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from desk import SIZE, Desk, Line
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ MOVES = st.lists(
 
 
 @given(st.integers(1, PAGES // 2), st.sampled_from(["full", "windowed"]), MOVES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_fair_share_survives_whatever_another_owner_does(
     scribe: Any, share: int, layout: str, moves: list[tuple[str, int, int, int]]
 ) -> None:
@@ -115,7 +116,6 @@ def test_a_take_that_is_refused_counts_nothing(scribe: Any) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["take", "rest", "wake", "evict"])), max_size=120))
-@settings(deadline=None)
 def test_the_fullest_owner_gives_way(moves: list[tuple[str, str]]) -> None:
     """Against counting everything each time."""
     holdings, owners, idle, page = Holdings(), dict[int, str](), list[int](), 0

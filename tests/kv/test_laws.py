@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.kv.cache import KVCache
 
-LAWS = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+LAWS = settings(max_examples=examples(80), derandomize=True, database=None)
 
 tokens = st.lists(st.integers(0, 99), max_size=30)
 some_tokens = st.lists(st.integers(0, 99), min_size=1, max_size=30)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from desk import BASE, SIZE, Desk, Line
+from effort import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -410,9 +411,8 @@ PAGES = 14
 MOST_LINES = 5
 SCOPES = (BASE, Scope(salt="b"), Scope(adapter="a1"))
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate, Phase.shrink],

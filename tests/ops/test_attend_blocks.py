@@ -8,6 +8,7 @@ from typing import Any
 import _kvilt_native
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -91,7 +92,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(case=drawn(), threads=st.sampled_from([1, 2, 3, 8]))
 def test_a_query_gathers_the_same_in_any_block(isa: str, case: Drawn, threads: int) -> None:
     ops, alone = NativeOps(threads, isa), NativeOps(1, isa)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.ops.native.memory import SLAB_BYTES, Buffers, Slabs
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=60))
 def test_tensors_that_live_never_share_a_buffer(steps: list[tuple[int, bool]]) -> None:
     buffers, living = Buffers(spare_bytes=1 << 16), []

@@ -9,6 +9,7 @@ import _kvilt_native
 import numpy as np
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import write_tiny
@@ -88,7 +89,7 @@ def test_linear_is_exact_but_for_the_rounding_of_activations(ops: NativeOps, nam
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(
     rows=st.integers(1, 40),
     outputs=st.integers(1, 50),
@@ -188,7 +189,7 @@ def check_law_5(executor: Executor, ids: list[int], cuts: list[int], others: lis
                 assert torch.equal(executor.step([ids[last]], cache)[0], truth[last])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), derandomize=True)
 @given(data=st.data())
 def test_law_5_on_a_tiny_model(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     window = data.draw(st.sampled_from([None, 40]))

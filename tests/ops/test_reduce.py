@@ -9,6 +9,7 @@ from typing import Any
 import _kvilt_native
 import pytest
 import torch
+from effort import examples, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,7 +139,7 @@ def some_logits(draw_one: st.DrawFn) -> Tensor:
     return logits
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(some_logits(), st.integers(0, 2**64))
 def test_draws_of_any_row_are_those_of_torch(every: Every, logits: Tensor, seed: int) -> None:
     count = len(logits)
@@ -148,7 +149,7 @@ def test_draws_of_any_row_are_those_of_torch(every: Every, logits: Tensor, seed:
             assert torch.equal(own.draw(logits, draws_of(range(count), [params] * count, keys(count, seed))), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(some_logits(), st.data())
 def test_logprobs_of_any_row_are_those_of_torch(every: Every, logits: Tensor, data: st.DataObject) -> None:
     vocab = logits.shape[1]
@@ -267,7 +268,9 @@ def llm(smollm2_path: Path) -> Any:
 PROMPT = "Once upon a time there was"
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 40}, {"typical_p": 0.8, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "fields", some([{"typical_p": 0.8, "repetition_penalty": 1.2}, {}, {"top_p": 0.9}, {"top_k": 40}])
+)
 def test_a_model_draws_what_torch_draws_from_its_logits(llm: LLM, fields: dict[str, Any]) -> None:
     params = SamplingParams.of(temperature=0.9, seed=3, logprobs=4, **fields)
     done = llm.generate(PROMPT, params, max_tokens=12)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from grammars import BYTES, END, allowed, byte_compiler, follow, random_text, takes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def test_a_choice_allows_its_strings_and_the_end_behind_each() -> None:
     assert chars(allowed(after(choice, "no"))) == "$"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     choices=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=10), others=st.lists(st.text(max_size=10))
 )
@@ -175,7 +176,7 @@ def test_random_texts_of_a_grammar_are_its_texts(constraint: Constraint) -> None
     assert made and all(takes(grammar, text) for text in made)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     constraint=st.sampled_from(CONSTRAINTS),
     seed=st.integers(0, 2**32),

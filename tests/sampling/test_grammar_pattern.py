@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from effort import examples
 from grammars import byte_compiler, takes, takes_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,7 +58,7 @@ def python(pattern: str) -> str:
     return re.sub(r"(?<!\\)\$", r"\\Z", named)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(pattern=patterns, samples=st.lists(texts, max_size=8))
 def test_a_pattern_matches_what_it_matches_elsewhere(pattern: str, samples: list[str]) -> None:
     grammar = compiler.compile(JsonSchema({"type": "string", "pattern": pattern}))
@@ -65,7 +66,7 @@ def test_a_pattern_matches_what_it_matches_elsewhere(pattern: str, samples: list
         assert takes_value(grammar, text) == bool(re.search(python(pattern), text, re.ASCII)), text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(pattern=patterns, samples=st.lists(texts, max_size=8))
 def test_a_regex_matches_whole_texts(pattern: str, samples: list[str]) -> None:
     try:
@@ -77,7 +78,6 @@ def test_a_regex_matches_whole_texts(pattern: str, samples: list[str]) -> None:
         assert takes(grammar, text) == bool(re.fullmatch(python(pattern), text, re.ASCII)), text
 
 
-@settings(deadline=None)
 @given(text=st.text(min_size=1, max_size=20))
 def test_a_literal_matches_itself_and_nothing_else(text: str) -> None:
     grammar = compiler.compile(Regex("".join(f"\\u{{{ord(char):x}}}" for char in text)))

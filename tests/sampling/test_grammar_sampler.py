@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from grammars import BYTES, END, allowed, byte_compiler, peaked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ def test_greedy_takes_the_likeliest_token_that_is_allowed() -> None:
     assert drawn(logits, state(Choice(["yes", "no"]), "no")) == [END]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**32), text=st.sampled_from(["", "a", "ab", "abc"]), at=st.integers(0, 1000))
 def test_a_draw_that_the_grammar_allows_is_the_draw_without_it(seed: int, text: str, at: int) -> None:
     """Law 10: the noise of a token is its own, whatever else may be drawn."""

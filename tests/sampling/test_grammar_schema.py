@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from effort import examples
 from grammars import Validator, byte_compiler, random_text, takes, takes_value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ schemas = st.recursive(st.booleans() | objects_of(st.booleans()), objects_of, ma
 documents = st.builds(lambda root, x, y: {**root, "$defs": {"x": x, "y": y}}, objects_of(schemas), schemas, schemas)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(schema=documents, instances=st.lists(values, max_size=8), seed=st.integers(0, 2**32))
 def test_a_schema_takes_exactly_what_jsonschema_finds_valid(schema: Any, instances: list[Any], seed: int) -> None:
     judge = Validator(schema)
@@ -104,7 +105,7 @@ def test_a_schema_takes_exactly_what_jsonschema_finds_valid(schema: Any, instanc
             assert judge.is_valid(json.loads(text)), text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     low=st.none() | st.tuples(st.booleans(), st.decimals(-30, 30, places=2)),
     high=st.none() | st.tuples(st.booleans(), st.decimals(-30, 30, places=2)),

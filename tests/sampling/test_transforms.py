@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from effort import examples, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -119,7 +120,7 @@ def rows_and_filters(draw: st.DrawFn) -> tuple[Tensor, list[SamplingParams]]:
     return scores, [params for _, params in rows]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(rows_and_filters())
 def test_filters_keep_what_hugging_face_keeps_with_the_same_values(
     native: Reductions | None, case: tuple[Tensor, list[SamplingParams]]
@@ -131,7 +132,7 @@ def test_filters_keep_what_hugging_face_keeps_with_the_same_values(
         assert_same_filter(ours[row], theirs, scores[row], param)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(rows_and_filters())
 def test_a_filtered_row_is_the_same_bits_alone_and_in_a_batch(
     native: Reductions | None, case: tuple[Tensor, list[SamplingParams]]
@@ -189,7 +190,7 @@ def assert_same_typical(before: Tensor, ours: Tensor, mass: float) -> None:
 typical = st.one_of(st.floats(0.01, 0.999), st.sampled_from([0.1, 0.2, 0.5, 0.9, 0.95]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(rows_and_filters(), typical)
 def test_typical_p_keeps_what_hugging_face_keeps(
     native: Reductions | None, case: tuple[Tensor, list[SamplingParams]], mass: float
@@ -205,8 +206,8 @@ def test_typical_p_keeps_what_hugging_face_keeps(
         )
 
 
-@pytest.mark.parametrize("mass", [0.05, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 4.0, 50.0])
+@pytest.mark.parametrize("mass", some([0.9, 0.05, 0.5, 0.999]))
+@pytest.mark.parametrize("scale", some([1.0, 0.0, 0.3, 4.0, 50.0]))
 def test_typical_p_matches_hugging_face_on_a_real_sized_vocabulary(
     scale: float, mass: float, native: Reductions | None
 ) -> None:
@@ -271,7 +272,7 @@ def test_min_p_is_relative_to_the_likeliest_token(native: Reductions | None) -> 
 values = st.lists(logit, min_size=12, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(values, st.lists(st.integers(0, 11), min_size=1, max_size=30), st.floats(0.1, 3.0))
 def test_repetition_penalty_equals_hugging_face(row: list[float], history: list[int], penalty: float) -> None:
     logits = torch.tensor([row])
@@ -280,7 +281,7 @@ def test_repetition_penalty_equals_hugging_face(row: list[float], history: list[
     assert torch.equal(ours, RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(values, st.dictionaries(st.integers(0, 11), st.floats(-100, 100), min_size=1, max_size=8))
 def test_logit_bias_equals_hugging_face_sequence_bias(row: list[float], bias: dict[int, float]) -> None:
     logits = torch.tensor([row])
@@ -290,7 +291,7 @@ def test_logit_bias_equals_hugging_face_sequence_bias(row: list[float], bias: di
     assert torch.equal(ours, theirs(torch.zeros(1, 1, dtype=torch.long), logits))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(values, st.floats(1e-3, 100.0))
 def test_temperature_equals_hugging_face(row: list[float], temperature: float) -> None:
     logits = torch.tensor([row])

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -27,13 +28,13 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_good_json_is_read_as_it_is(value: Any, ascii_only: bool) -> None:
     assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     try:
         value = parse(body)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import schemathesis
+from effort import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from running import Running
 from schemathesis import GenerationMode
@@ -81,8 +82,7 @@ def test_the_document_is_true(
     checks = [*CONFORM, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CONFORM
 
     @settings(
-        max_examples=12 if operation.body else 2,
-        deadline=None,
+        max_examples=examples(12) if operation.body else 2,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

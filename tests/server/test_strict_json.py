@@ -9,6 +9,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ ATTACKS = [
 
 
 @given(st.lists(PARTS, max_size=40), st.integers(0, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_long_strings_are_read_in_pieces_as_if_at_once(parts: list[str], shift: int) -> None:
     """Whatever stands where a piece is cut."""
     text = '["' + "y" * (480 + shift) + "".join(parts) * 40 + '", 1]'
@@ -96,7 +97,7 @@ class Counted:
 
 
 @given(st.lists(st.sampled_from(ATTACKS), min_size=1, max_size=3), st.integers(1, 3000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_each_character_is_looked_at_a_bounded_number_of_times(parts: list[str], times: int) -> None:
     """Counts the pieces that go into C, and the patterns that are tried; each consumes what it looks at."""
     text = "".join(parts) * times

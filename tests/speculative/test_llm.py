@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from drafters import Free
+from effort import some
 
 import kvilt
 from kvilt.errors import ParamError
@@ -41,7 +42,7 @@ def plain(smollm2_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=["ngram", "model"])
+@pytest.fixture(scope="module", params=some(["ngram", "model"]))
 def drafted(request: pytest.FixtureRequest, plain: LLM, smollm2_path: Path) -> Iterator[LLM]:
     """The same executor with a drafter: its own weights again are a draft model, too."""
     if request.param == "ngram":

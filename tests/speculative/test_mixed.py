@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from drafters import Free, Oracle
+from effort import some
 from lora_files import write_lora
 from small import Ear, load_small
 from tiny import VOCAB
@@ -160,7 +161,7 @@ def count(metrics: Metrics, name: str) -> int:
     return int(sum(point["value"] for point in metrics.snapshot()[name]["series"]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", ["truth", "lies", "ngram", "model"])
 def test_everybody_says_what_they_say_alone(
     executor: Executor, twin: Executor, crowds: dict[int, list[Kind]], store: Store, name: str, seed: int
@@ -214,16 +215,18 @@ def test_the_truth_about_rows_on_adapters_and_documents_is_accepted(
         assert drafter.live == 0
 
 
-@pytest.fixture(scope="module")
-def tally() -> Counter[str]:
-    """What happened on all days together."""
-    return Counter()
+def test_aborts_and_few_pages(tmp_path: Path, twin: Executor, store: Store, crowds: dict[int, list[Kind]]) -> None:
+    assert day(tmp_path, twin, store, 1, crowds)["accepted"] > 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_aborts_and_few_pages(
-    tmp_path: Path, twin: Executor, store: Store, seed: int, crowds: dict[int, list[Kind]], tally: Counter[str]
-) -> None:
+@pytest.mark.slow
+def test_many_eventful_days(tmp_path: Path, twin: Executor, store: Store, crowds: dict[int, list[Kind]]) -> None:
+    tally = sum((day(tmp_path / str(seed), twin, store, seed, crowds) for seed in range(8)), Counter())
+    assert min(tally["cancelled"], tally["preempted"]) > 3, tally
+    assert min(tally["accepted"], tally["rejected"]) > 50, tally
+
+
+def day(tmp_path: Path, twin: Executor, store: Store, seed: int, crowds: dict[int, list[Kind]]) -> Counter[str]:
     """Whoever comes, goes, gives way and comes back: what was said is the beginning of what is said alone."""
     executor = executor_with_adapters(tmp_path, 18)
     dice, kinds = random.Random(seed), crowds[seed % 3]
@@ -244,17 +247,14 @@ def test_aborts_and_few_pages(
     assert all(one.users == 0 for one in executor.adapters.all())
     executor.prefixes.clear()
     assert executor.pool.usage().used == twin.pool.usage().used == 0
-    tally["cancelled"] += sum(ear.reasons == ["cancelled"] for ear in ears.values())
-    tally["preempted"] += count(engine.metrics, PREEMPTIONS.name)
-    tally["accepted"] += count(engine.metrics, ACCEPTED.name)
-    tally["rejected"] += count(engine.metrics, DRAFTED.name) - count(engine.metrics, ACCEPTED.name)
     executor.close()
-
-
-def test_those_days_were_eventful(tally: Counter[str]) -> None:
-    if tally:
-        assert min(tally["cancelled"], tally["preempted"]) > 3, tally
-        assert min(tally["accepted"], tally["rejected"]) > 50, tally
+    accepted = count(engine.metrics, ACCEPTED.name)
+    return Counter(
+        cancelled=sum(ear.reasons == ["cancelled"] for ear in ears.values()),
+        preempted=count(engine.metrics, PREEMPTIONS.name),
+        accepted=accepted,
+        rejected=count(engine.metrics, DRAFTED.name) - accepted,
+    )
 
 
 def test_unloading_an_adapter_under_drafts(tmp_path: Path, twin: Executor) -> None:

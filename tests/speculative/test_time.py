@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from drafters import Oracle
+from effort import some
 from small import Ask, Ear, asks, finish, load_small, start
 from tiny import VOCAB
 
@@ -129,9 +130,9 @@ MACHINES = {
 GOOD = {"none": [], "one": [3], "six": [0, 1, 2, 3, 4, 5], "all": [*range(8)]}
 
 
-@pytest.mark.parametrize("good", GOOD)
+@pytest.mark.parametrize("good", some(["six", "none", "one", "all"]))
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("drafting_s", [0.0, 0.001])
+@pytest.mark.parametrize("drafting_s", some([0.001, 0.0]))
 def test_nobody_is_late(
     executor: Executor,
     crowd: list[tuple[Ask, list[int]]],

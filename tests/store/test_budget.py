@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -221,7 +222,7 @@ BYTES = st.integers(0, 200)
 
 
 @pytest.mark.parametrize("kind", ["ledger", "index"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(steps=STEPS, total=BYTES, tenant=BYTES, retain=BYTES)
 def test_no_budget_is_ever_exceeded(
     kind: str, tmp_path_factory: pytest.TempPathFactory, steps: list[Any], total: int, tenant: int, retain: int
@@ -234,7 +235,10 @@ def test_no_budget_is_ever_exceeded(
 
 
 @pytest.mark.needs("redis")
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(10),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example(steps=[(0, "a", 0, False, True), (0, "a", 1, False, True)], total=9, tenant=9, retain=9)
 @given(steps=STEPS, total=BYTES, tenant=BYTES, retain=BYTES)
 def test_no_budget_is_ever_exceeded_on_a_server(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def damage(folder: Path, dice: random.Random) -> None:
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "open", "damage", "restart"]), st.integers(0, 5)), max_size=25)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(steps=STEPS, seed=st.integers(0, 999), codec=st.sampled_from(["raw", "zstd"]))
 def test_whatever_is_served_is_what_was_put(
     kit: Any, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], seed: int, codec: str

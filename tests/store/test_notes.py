@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvilt.errors import BlobError
@@ -75,7 +75,6 @@ times = st.floats(-1e300, 1e300)
 texts = st.text(max_size=20)
 
 
-@settings(deadline=None)
 @given(
     texts,
     st.lists(st.integers(0, 2**62), max_size=40),

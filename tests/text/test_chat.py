@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_tools_documents_names_and_keys_are_guarded_too(smollm2: Tokenizer) -> N
 pieces = st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<", "|", ">", "a", " ", "<|", "\ue000", "é"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(contents=st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
 def test_no_conversation_adds_or_loses_a_special_token(smollm2: Tokenizer, contents: list[str]) -> None:
     source = "<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +28,13 @@ def test_no_delta_holds_a_broken_character(smollm2: Tokenizer, text: str) -> Non
     assert sum(delta.count("\ufffd") for delta in deltas) == text.count("\ufffd")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(ids=st.lists(st.integers(0, 49300), max_size=40), skip=st.booleans())
 def test_deltas_of_any_ids_join_to_the_decode(smollm2: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(streamed(smollm2, ids, skip_special=skip)) == smollm2.decode(ids, skip_special=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.binary(max_size=20))
 def test_any_bytes_come_out_as_python_decodes_them(small_spm: tuple[Any, dict[str, Any]], data: bytes) -> None:
     tokenizer = from_metadata(small_spm[1])
@@ -43,7 +44,7 @@ def test_any_bytes_come_out_as_python_decodes_them(small_spm: tuple[Any, dict[st
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_spm_deltas_of_any_ids_join_to_the_decode(small_spm: tuple[Any, dict[str, Any]], data: st.DataObject) -> None:
     tokenizer = from_metadata(small_spm[1])

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from effort import examples, some
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -206,14 +207,14 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(at)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(name=names, text=texts, places=st.lists(st.integers(0, 200), max_size=8))
 @example("mistral", "[T", [1])
 def test_any_cut_gives_the_same_pieces(name: str, text: str, places: list[int]) -> None:
     assert read(name, cut(text, places)) == read(name, [text])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(name=names, text=texts)
 @example("gemma", "```tool_code\nf()\nprint()```")
 def test_nothing_is_lost_or_said_twice(name: str, text: str) -> None:
@@ -231,7 +232,7 @@ def test_nothing_is_lost_or_said_twice(name: str, text: str) -> None:
     assert marked or at == len(text)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(name=names, text=texts)
 def test_calls_are_well_formed_whatever_is_read(name: str, text: str) -> None:
     fragments: dict[int, str] = {}
@@ -292,7 +293,7 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             return f"[{', '.join(json_calls)}]"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     name=st.sampled_from(["hermes", "qwen3", "llama3", "mistral", "phi4", "gemma", "lfm2", "pythonic", "json"]),
     calls=st.lists(st.tuples(st.sampled_from(["f", "get-it"]), keywords), min_size=1, max_size=3),
@@ -306,7 +307,7 @@ def test_what_families_write_comes_back(name: str, calls: list[tuple[str, dict[s
     assert len(pieces) == 3 * len(calls)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     b=st.text(max_size=12) | st.sampled_from(["1", "null", "<b>", "a\n\n", "</parameter", "{}"]),
     c=values.filter(lambda value: not isinstance(value, str)),
@@ -321,12 +322,14 @@ def test_tags_give_strings_and_other_values_back(b: str, c: Any, places: list[in
     assert isinstance(arguments, CallArguments) and json.loads(arguments.text) == {"b": b, "c": c}
 
 
+SCRAPS = [
+    "<tool_call>", "<tool_call>{", '{"name": "f", "arguments": ', "[f(", "[TOOL_CALLS]", "[", "<", "</think", " ", "`",
+    "```tool_code\n", "<tool_call>[" + ONE, "f(a=[", "\\", '"', "functools", "<|tool_call|>[{", "1", "print(",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", parser_names())
-@pytest.mark.parametrize(
-    "scrap",
-    ["<tool_call>", "<tool_call>{", '{"name": "f", "arguments": ', "[", "[f(", "[TOOL_CALLS]", "<", "</think", " ", "`",
-     "```tool_code\n", "<tool_call>[" + ONE, "f(a=[", "\\", '"', "functools", "<|tool_call|>[{", "1", "print("],
-)  # fmt: skip
+@pytest.mark.parametrize("scrap", some(SCRAPS, 5))
 def test_work_grows_with_the_text_and_not_faster(name: str, scrap: str) -> None:
     """Counted, not timed: each character is looked at a few times whatever came before it."""
     for head in ("", "<think>", "[f(a=", '<tool_call>{"name": "f", "arguments": {"a": "'):

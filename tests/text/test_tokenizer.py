@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_smollm2_ids_and_texts_equal_transformers(smollm2: Tokenizer, smollm2_or
         assert smollm2.decode(ids) == smollm2_oracle.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
+@pytest.mark.slow
 def test_the_gguf_reader_of_transformers_agrees_except_for_its_missing_digit_rule(
     smollm2: Tokenizer, smollm2_path: Path
 ) -> None:
@@ -46,7 +48,7 @@ def test_the_gguf_reader_of_transformers_agrees_except_for_its_missing_digit_rul
         assert smollm2.encode(text) == oracle.encode(text), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=st.text(_SMOLLM2_ALPHABET, max_size=60))
 def test_byte_level_text_comes_back_as_it_was(smollm2: Tokenizer, smollm2_oracle: Any, text: str) -> None:
     ids = smollm2.encode(text)
@@ -54,7 +56,7 @@ def test_byte_level_text_comes_back_as_it_was(smollm2: Tokenizer, smollm2_oracle
     assert ids == smollm2_oracle.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(ids=st.lists(st.integers(0, 49151), max_size=30))
 def test_decode_of_any_ids_equals_transformers(smollm2: Tokenizer, smollm2_oracle: Any, ids: list[int]) -> None:
     expected = smollm2_oracle.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -160,7 +162,7 @@ def test_spm_ids_and_texts_equal_sentencepiece(small_spm: tuple[Any, dict[str, A
     assert tokenizer.encode(text) == [1, *ids]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(text=st.text(st.sampled_from("abcdefghijklmnop  éà\nПривет<tool>|turn.,🙂"), max_size=60))
 def test_spm_of_any_text_equals_sentencepiece(small_spm: tuple[Any, dict[str, Any]], text: str) -> None:
     oracle, metadata = small_spm
@@ -194,6 +196,7 @@ def test_spm_without_byte_tokens_says_unknown(small_spm: tuple[Any, dict[str, An
     assert from_metadata(metadata).encode("hello 漢漢", add_special=False)[-1] == 0
 
 
+@pytest.mark.slow
 def test_gemma3_equals_sentencepiece_and_builds_in_seconds(gemma3_metadata: dict[str, Any]) -> None:
     oracle = _gemma_oracle(gemma3_metadata)
     began = time.perf_counter()
@@ -218,7 +221,7 @@ def test_qwen2_equals_transformers(qwen2: Tokenizer, qwen2_oracle: Any) -> None:
     assert qwen2.token_bytes(151900) == b""  # an unused row
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_qwen2_text_comes_back_composed(qwen2: Tokenizer, text: str) -> None:
     assert qwen2.decode(qwen2.encode(text)) == _composed(text)

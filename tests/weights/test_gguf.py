@@ -160,6 +160,7 @@ def test_smollm2_equals_the_gguf_packages_reading(smollm2_path: Path) -> None:
     assert seen == {"F32", "Q4_1", "Q8_0"}
 
 
+@pytest.mark.slow
 def test_gemma3_equals_the_gguf_packages_reading(gemma3_path: Path) -> None:
     with GGUFFile.open(gemma3_path) as file:
         assert _same_as_package(file, gemma3_path, set())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,10 @@ def test_every_cut_in_the_header_is_refused(sound: bytes, spot: Path) -> None:
         assert not _read_all(spot, sound[:length])
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(400),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_bytes_may_change(sound: bytes, spot: Path, data: st.DataObject) -> None:
     raw = bytearray(sound)

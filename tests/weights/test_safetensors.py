@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -208,7 +209,7 @@ def test_a_file_cut_short_while_mapped_is_refused(single: Path) -> None:
             files.tensor("wide")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_any_bytes_of_a_file_may_change(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     raw = bytearray(_file({"a": _entry([2, 4], [0, 32]), "b": _entry([8], [32, 48], "BF16")}, bytes(48)))
