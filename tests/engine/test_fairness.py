@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from counted import Kitchen
+from effort import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from kvilt.engine.plan import Sample
 from kvilt.engine.scheduler import PATIENCE_STEPS, Limits
 
 SETTINGS = settings(
-    max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(120), derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 SIZE, WINDOW = 4, 50
 
@@ -134,7 +135,7 @@ others = st.builds(
 )
 
 
-@settings(SETTINGS, max_examples=60, phases=[Phase.generate])
+@settings(SETTINGS, max_examples=examples(60), phases=[Phase.generate])
 @given(
     crowd=st.lists(greedy, min_size=8, max_size=40),
     rest=st.lists(others, min_size=1, max_size=10),

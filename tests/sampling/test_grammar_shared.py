@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from effort import examples
 from grammars import BYTES, END, allowed, byte_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ def step(several: list[Matcher], dice: random.Random) -> None:
         one.accept(dice.choice([i for i in mask[row].nonzero()[:, 0].tolist() if i != END] or [END]))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     pattern=st.sampled_from(PATTERNS),
     rows=st.integers(2, 16),

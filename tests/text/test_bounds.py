@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def words(pipeline: Pipeline, text: str) -> list[str]:
     return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(text)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(text=HOSTILE)
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
     pipeline = tokenizer.core
@@ -82,7 +83,7 @@ def test_cuts_are_found(tokenizer: Tokenizer) -> None:
         assert len(list(tokenizer.core.cuts.pieces("many words " * 20, 4))) > 10
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(text=HOSTILE)
 def test_no_text_has_fewer_tokens_than_its_length_says(
     tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def searched(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(pattern=PATTERNS, names=st.lists(NAMES, min_size=1, max_size=6))
 def test_patterns_match_what_re_matches(pattern: str, names: list[str]) -> None:
     compiled = ModulePattern(pattern)
@@ -42,7 +43,7 @@ def test_patterns_match_what_re_matches(pattern: str, names: list[str]) -> None:
         assert compiled.matches(name) == searched(pattern, name), (pattern, name)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(pattern=st.text("ab.1()[]|*+?^$\\-dw{}:", max_size=10), name=NAMES)
 def test_any_text_is_refused_or_matches_what_re_matches(pattern: str, name: str) -> None:
     try:
