@@ -227,6 +227,15 @@ class GrammarQueueFull(QueueFull):
         self.args = (f"{waiting} grammars wait to be compiled and {limit} may; try again later",)
 
 
+class WorkTimeout(KviltError):
+    """Reading what a request asks for took longer than it may."""
+
+    def __init__(self, kind: str, limit_s: float) -> None:
+        super().__init__(f"this took longer than {limit_s:g} s ({kind}) and was ended; send less, or ask again later")
+        self.kind = kind
+        self.limit_s = limit_s
+
+
 class Draining(KviltError):
     """The engine finishes what it has and takes nothing new."""
 

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from ..batch import Adapter
 from ..engine.handles import HandleInfo, Handles
-from ..errors import InputError
+from ..errors import InputError, QueueFull
 from ..kv.cache import KVCache
+from ..kv.owner import owner_of
 from .model import Chosen, Message, Prompt
+from .offload import FILES, PROMPT, Offload
 
 _DELETED_S = 2.0  # how long a delete waits for a disk that notes handles
 
@@ -34,12 +36,14 @@ class AsyncKV:
         chat_ids: ChatIds,
         compute: Callable[[Sequence[int], str, Adapter], Awaitable[KVCache]],
         adapter: Callable[[Chosen, Sequence[int]], Adapter],
+        offload: Offload,
     ) -> None:
         self._handles = handles
         self._prompt_ids = prompt_ids
         self._chat_ids = chat_ids
         self._compute = compute
         self._adapter = adapter
+        self._offload = offload
 
     async def create(
         self,
@@ -57,9 +61,9 @@ class AsyncKV:
             raise InputError("a handle is made from a prompt or from messages; give one of them")
         if messages is None:
             assert prompt is not None
-            ids = await asyncio.to_thread(self._prompt_ids, prompt)
+            ids = await self._offload.run(PROMPT, self._prompt_ids, prompt, owner=owner_of(tenant))
         else:
-            ids = await asyncio.to_thread(self._chat_ids, messages, tools, False)
+            ids = await self._offload.run(PROMPT, self._chat_ids, messages, tools, False, owner=owner_of(tenant))
         self._handles.check_room(tenant, len(ids))
         adapter = self._adapter(Chosen(lora, lora_scale), ids)
         return self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s)
@@ -95,7 +99,7 @@ class AsyncKV:
     async def delete(self, handle: str, *, tenant: str = "") -> None:
         """Forget a handle; where handles outlive the process, the disk has heard of it by then, if it is quick."""
         self._handles.delete(tenant, handle)
-        await asyncio.to_thread(self._handles.flush, _DELETED_S)
+        await self._offload.run(FILES, self._handles.flush, _DELETED_S, owner=owner_of(tenant))
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
         """Write a handle to a file, computing its KV first if that had to give way; how many bytes it took."""
@@ -105,10 +109,17 @@ class AsyncKV:
             kv = await self._compute(loan.tokens, tenant, self._handles.adapter_of(loan))
             self._handles.fill(tenant, handle, kv.fork())
         # What is written is ours: the handle may give its KV up meanwhile. A thread that has begun closes it itself.
-        return await asyncio.shield(asyncio.to_thread(self._handles.write, tenant, kv, path))
+        return await asyncio.shield(self._write(tenant, kv, path))
+
+    async def _write(self, tenant: str, kv: KVCache, path: str | os.PathLike[str]) -> int:
+        try:
+            return await self._offload.run(FILES, self._handles.write, tenant, kv, path, owner=owner_of(tenant))
+        except QueueFull:  # it has not begun
+            kv.close()
+            raise
 
     async def restore(
         self, path: str | os.PathLike[str], *, tenant: str = "", ttl_s: float | None = None
     ) -> HandleInfo:
         """A handle from a file that `save` wrote for the same tenant and model."""
-        return await asyncio.to_thread(self._handles.restore, tenant, path, ttl_s)
+        return await self._offload.run(FILES, self._handles.restore, tenant, path, ttl_s, owner=owner_of(tenant))

@@ -31,6 +31,7 @@ from ..engine.view import EngineView
 from ..errors import HandleMismatch, InputError, StepHung, TruncateError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
+from ..kv.owner import owner_of
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
@@ -44,6 +45,7 @@ from .blend import Pieces, listed
 from .completion import Completion
 from .generation import SamplingDefaults
 from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
+from .offload import OWNER, PROMPT, STORE, Offload, uninterruptible
 from .outlet import Outlet, Post
 from .quality import gate_for
 from .warm import AT_ONCE, OnProgress, Warmed, Warming
@@ -125,7 +127,8 @@ class AsyncLLM(Model):
         self._lock = threading.Lock()
         self._outlets: weakref.WeakSet[Outlet] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
-        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter)
+        self.offload = Offload()
+        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter, self.offload)
 
     @property
     def healthy(self) -> bool:
@@ -218,7 +221,8 @@ class AsyncLLM(Model):
         """
         self.engine.chunks = self.documents.chunks
         chosen = Chosen(lora, lora_scale)
-        warming = await asyncio.to_thread(Warming, self, documents, chosen, tenant, on_progress)
+        read = partial(Warming, self, documents, chosen, tenant, on_progress)
+        warming = await self.offload.run(PROMPT, read, owner=owner_of(tenant))
         room = asyncio.Semaphore(min(AT_ONCE, self.config.max_waiting))  # never turned away because of its own
         await _all([self._warm(warming, ids, priority, room) for ids in warming.unique()])
         return warming.results()
@@ -242,17 +246,17 @@ class AsyncLLM(Model):
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take nothing new and wait until what there is has ended; False if that took too long."""
-        return await asyncio.to_thread(self._driver.drain, timeout_s)
+        return await self.offload.run(OWNER, self._driver.drain, timeout_s)
 
     async def aclose(self) -> None:
         """Stop, and let go of the model. Requests in progress fail."""
         self.grammars.close()
-        await asyncio.to_thread(self._driver.close)
+        await self.offload.run(OWNER, self._driver.close)
         if self._gate is not None:
-            await asyncio.to_thread(self._gate.close)
+            await self.offload.run(OWNER, self._gate.close)
         if self._driver.healthy:
-            await asyncio.to_thread(self.engine.close)  # while handles hold their KV: what is held is kept first
-        await asyncio.to_thread(self._handles.close)
+            await self.offload.run(OWNER, self.engine.close)  # while handles hold their KV: what is held is kept first
+        await self.offload.run(OWNER, self._handles.close)
         self.documents.close()
         if self._driver.healthy:
             self.executor.close()
@@ -270,6 +274,7 @@ class AsyncLLM(Model):
     # From what was asked to a job; these run in a thread of their own.
 
     def _pieces(self, pieces: Pieces, terms: Terms) -> Ready:
+        uninterruptible()
         if terms.kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
@@ -279,6 +284,7 @@ class AsyncLLM(Model):
         if listed(terms.documents):
             return self._pieces(self.documents.before(prompt, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.prompt_ids(prompt, begins=terms.kv is None)
+        uninterruptible()  # what is lent must be given back
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
             lent = Lent(loan.kv, exact=True) if loan.kv is not None else None
@@ -291,6 +297,7 @@ class AsyncLLM(Model):
         if listed(terms.documents):
             return self._pieces(self.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.chat_ids(messages, tools)
+        uninterruptible()
         if isinstance(terms.kv, str):
             return self._begins_with(ids, terms.kv, terms.tenant)
         reused = shared(ids, terms.kv)
@@ -377,12 +384,7 @@ class AsyncLLM(Model):
         loop = asyncio.get_running_loop()
         grammar = await self.grammars.compiled(params.grammar)  # first: a caller that leaves ends it
         prepare = partial(self._prepare, source, params, terms, loop, hearing, grammar)
-        making = asyncio.ensure_future(asyncio.to_thread(prepare))
-        try:
-            outlet = await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(_discard)
-            raise
+        outlet = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=Outlet.leave)
         self._admit(outlet)
         return outlet
 
@@ -412,7 +414,7 @@ class AsyncLLM(Model):
         """One document."""
         async with room:
             loop = asyncio.get_running_loop()
-            if not await loop.run_in_executor(self.documents.lookups, warming.missing, [ids]):
+            if not await self.offload.run(STORE, warming.missing, [ids], owner=owner_of(warming.tenant)):
                 return
             request, asked = warming.request(ids, priority=priority)
             outlet = self._outlet(Answer(asked), request, None, loop)
@@ -438,12 +440,6 @@ class AsyncLLM(Model):
         for outlet in outlets:
             with suppress(RuntimeError):  # its loop is closed
                 outlet.loop.call_soon_threadsafe(outlet.fail, error)
-
-
-def _discard(making: asyncio.Future[Outlet]) -> None:
-    """Nobody waits for this any more."""
-    if not making.cancelled() and making.exception() is None:
-        making.result().leave()
 
 
 def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[Terms, SamplingParams]:

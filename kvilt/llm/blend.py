@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..store.store import Store
 from ..store.tier import Budget
 from ..text.tokenizer import Tokenizer
 
-_LOOKUPS = 4  # threads
 _STORE_SHARE = 8  # one part in so many of the memory that is free, where no store is given
 
 
@@ -62,7 +60,6 @@ class Documents:
         self._given = store
         self._own: Store | None = None
         self._chunks: Chunks | None = None
-        self._lookups: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     @property
@@ -75,14 +72,6 @@ class Documents:
                     store = self._own = Store(Budget(available_memory_bytes() // _STORE_SHARE))
                 self._chunks = Chunks(self._executor, store, self.behind)
             return self._chunks
-
-    @property
-    def lookups(self) -> ThreadPoolExecutor:
-        """Threads that may wait for a slow store, so that nobody else's do."""
-        with self._lock:
-            if self._lookups is None:
-                self._lookups = ThreadPoolExecutor(_LOOKUPS, "kvilt-lookups")
-            return self._lookups
 
     @property
     def metrics(self) -> Metrics | None:

@@ -50,7 +50,7 @@ class Warming:
             raise InputError("documents is a list of texts, or of token ids, not one text")
         self._model = model
         self._chunks = model.documents.chunks
-        self._tenant = tenant
+        self.tenant = tenant
         self._on_progress = on_progress
         self._adapter = _alone(model, chosen)
         self._maker = model.executor.adapters.identity(self._adapter)
@@ -73,7 +73,7 @@ class Warming:
 
     def missing(self, some: Sequence[Ids]) -> list[Ids]:
         """Those that are not stored, or not whole; looks them all up at once, and waits for the answers."""
-        looked = [(ids, self._chunks.open(ids, self._tenant, self._maker)) for ids in some]
+        looked = [(ids, self._chunks.open(ids, self.tenant, self._maker)) for ids in some]
         missing = []
         for ids, loading in looked:
             self._ids[ids] = loading.address.key.hex()
@@ -90,7 +90,7 @@ class Warming:
         prompt = (*behind, *ids, ids[-1])  # a prompt computes its last token, so the document's own are all reused
         request = Request(
             prompt,
-            tenant=self._tenant,
+            tenant=self.tenant,
             reuse=False,
             documents=(Span(len(behind), len(prompt) - 1),),
             recipe=_REUSE,

@@ -6,13 +6,17 @@ import asyncio
 import time
 from typing import Any
 
-from starlette.requests import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
-from .refusal import Refused
+from ..llm.offload import PARSE, Offload
+from .refusal import ClientGone, Refused
 from .strict_json import MAX_VALUES, JSONRefused, TooManyValues, read_json
 
-_LARGE = 1 << 14  # bytes of a body that is worth a thread
+_SMALL = 1 << 12  # bytes of a body that is read at once: it takes less than a thread
+_READ = b"{}"  # stands for a body that was read
 
 
 class Limited:
@@ -50,13 +54,30 @@ def too_large(limit: int) -> Refused:
 
 
 class StrictRequest(Request):
-    """A request whose JSON is read by `parse`."""
+    """A request whose body is read and checked before FastAPI sees it, off the event loop unless it is small."""
 
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
+    async def load(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
+        """Read the body, and check it against the route's shape; afterwards the request holds the value alone."""
+        try:
             body = await self.body()
-            self._json = await asyncio.to_thread(parse, body) if len(body) > _LARGE else parse(body)
-        return self._json
+        except ClientDisconnect:
+            raise ClientGone() from None
+        if shape is None or not body:
+            return
+        if len(body) <= _SMALL:
+            self._json = _shaped(body, shape)
+        else:
+            self._body = _READ  # FastAPI keeps what it finds here until the request ends
+            self._json = await offload.run(PARSE, _shaped, body, shape, owner=owner)
+
+
+def _shaped(body: bytes, shape: TypeAdapter[Any]) -> Any:
+    """A body as the value that a route takes; FastAPI passes it on as it is."""
+    try:
+        return shape.validate_python(parse(body))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found[:1]]) from None
 
 
 def parse(body: bytes, max_values: int = MAX_VALUES) -> Any:

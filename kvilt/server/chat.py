@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +43,13 @@ class Talk:
         }
 
 
-async def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
-    """Check a request and work out what it asks for."""
+def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
+    """Check a request and work out what it asks for; may take a while."""
     lora = service.check_model(asked.model)
     _check(service, asked)
     messages = messages_of(asked.messages)
     tools = _tools(asked)
-    prompt = await _rendered(service, messages, tools)
+    prompt = _rendered(service, messages, tools)
     listening = Listening(
         service.parser, tools or (), asked.parallel_tool_calls is not False, prompt, service.parser_marks
     )
@@ -112,11 +111,11 @@ def _forced(service: Service, asked: ChatRequest, listening: Listening) -> dict[
     return {"lark": service.parser.tool_grammar(listening.tools, names, several, listening.prompt)}
 
 
-async def _rendered(service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+def _rendered(service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
     """The prompt as text where the parser wants to see its end."""
     if service.parser.thinking is None:
         return None
-    return await asyncio.to_thread(service.llm.chat_template.render, messages, tools=tools)
+    return service.llm.chat_template.render(messages, tools=tools)
 
 
 async def whole(service: Service, talk: Talk) -> dict[str, Any]:

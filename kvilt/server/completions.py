@@ -42,12 +42,12 @@ class Prompts:
         return terms_of(self.asked, self.caller, f"{self.name}-{index}", self.lora)
 
 
-async def ready(service: Service, asked: CompletionRequest, caller: Caller) -> Prompts:
-    """Check a request and work out what it asks for."""
+def ready(service: Service, asked: CompletionRequest, caller: Caller) -> Prompts:
+    """Check a request and work out what it asks for; may take a while."""
     lora = service.check_model(asked.model)
     prompts = _listed(asked)
     _check(service, asked, len(prompts))
-    ids, texts = await asyncio.to_thread(_read, service, asked, prompts)
+    ids, texts = _read(service, asked, prompts)
     params = sampling_of(
         asked,
         max_tokens=DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,

@@ -83,15 +83,15 @@ class Listener(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen until it ends, on both ports if there are two."""
-        if self.metrics is None:
-            await super().serve(sockets)
-            return
-        beside = asyncio.ensure_future(self.metrics.serve())
+        watching = asyncio.ensure_future(self.service.loop_watch.run())
+        beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
         try:
             await super().serve(sockets)
         finally:
-            self.metrics.should_exit = True
-            await beside
+            watching.cancel()
+            if self.metrics is not None and beside is not None:
+                self.metrics.should_exit = True
+                await beside
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

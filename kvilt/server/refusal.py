@@ -39,6 +39,7 @@ from ..errors import (
     TemplateError,
     TruncateError,
     Unsupported,
+    WorkTimeout,
 )
 
 _log = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def refusal_of(error: BaseException) -> Refused:
             return Refused(400, str(error), param="messages", code="context_length_exceeded")
         case QueueFull():
             return Refused(429, str(error), code="queue_full", headers={"retry-after": "1"})
+        case WorkTimeout():
+            return Refused(503, str(error), code="took_too_long", headers={"retry-after": "5", **_NO_RETRY})
         case Draining() | ModelClosed() | Cancelled():
             return draining()
         case StepHung():

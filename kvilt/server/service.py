@@ -19,8 +19,9 @@ from ..kv.owner import owner_of
 from ..llm import AsyncLLM
 from ..metrics import Metrics
 from ..text.parse import parser_for
-from .counters import SERVER_METRICS
+from .counters import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS
 from .gate import Caller
+from .loop_watch import LoopWatch
 from .prometheus import rendered
 from .refusal import Refused
 from .settings import ServeConfig
@@ -40,10 +41,11 @@ class Service:
         self.parser = parser_for(llm.tokenizer.chat_template, llm.executor.spec.family)
         self.parser_marks = marks_of(self.parser, llm.tokenizer.special)
         self.metrics = Metrics(SERVER_METRICS)
+        self.loop_watch = LoopWatch(self.metrics)
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.snapshots = Snapshots(partial(state_of, llm))
+        self.snapshots = Snapshots(partial(state_of, llm), offload=llm.offload)
         sweep_saved(config)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,6 +86,10 @@ class Service:
 
     def exposition(self) -> str:
         """Everything that is counted, of all keys together, for Prometheus."""
+        self.loop_watch.publish()
+        for kind, (running, waiting) in self.llm.offload.load().items():
+            self.metrics.set(OFFLOAD_RUNNING, running, kind=kind)
+            self.metrics.set(OFFLOAD_WAITING, waiting, kind=kind)
         documents = self.llm.documents.metrics
         counted = [self.llm.engine.metrics, self.metrics, *([documents] if documents else [])]
         return "".join(rendered(one, self.model) for one in counted)

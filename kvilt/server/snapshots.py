@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from ..kv.owner import owner_of
+from ..llm.offload import INSPECT, Offload
 
 EVERY_S = 0.5  # between two snapshots of one key
 REST = 24  # so many times as long as a snapshot took, none is made
@@ -27,12 +28,14 @@ class Snapshots:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         cost: Callable[[], float] = time.thread_time,
+        offload: Offload | None = None,
     ) -> None:
         """`build` runs in a thread; `cost` is what that thread has used of a processor so far."""
         self._build = build
         self._clock = clock
         self._sleep = sleep
         self._cost = cost
+        self._offload = offload or Offload()
         self._turn = asyncio.Lock()
         self._free_s = 0.0  # when the next one may be made
         self._due_s: dict[str, float] = {}  # by owner: when its next one may be
@@ -58,7 +61,7 @@ class Snapshots:
                 await self._wait(self._free_s)
             finally:
                 del self._coming[tenant]  # who asks from here on wants a later one
-            made, took_s = await asyncio.to_thread(self._timed, tenant)
+            made, took_s = await self._offload.run(INSPECT, self._timed, tenant)
             self._free_s = self._clock() + REST * took_s
             return made
         finally:

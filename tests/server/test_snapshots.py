@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvilt.kv.owner import part_of
+from kvilt.llm.offload import Lane, Offload
 from kvilt.server.snapshots import EVERY_S, REST, Snapshots
 
 
@@ -47,10 +48,10 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def here(work: Callable[..., Any], *args: Any) -> Any:
+    async def here(_offload: Offload, _lane: Lane, work: Callable[..., Any], *args: Any) -> Any:
         return work(*args)
 
-    monkeypatch.setattr(asyncio, "to_thread", here)
+    monkeypatch.setattr(Offload, "run", here)
 
 
 def run(scene: Callable[[Bench], Coroutine[Any, Any, None]], took_s: float = 0.0) -> Bench:

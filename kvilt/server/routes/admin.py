@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Response
 
+from ...llm.offload import OWNER
 from ..gate import check_admin
 from ..respond import json_response
 from ..schema.answers import Cleared
@@ -18,5 +17,5 @@ router = APIRouter(route_class=StrictRoute, tags=["admin"])
 async def reset_prefix_cache(service: Here, caller: Who) -> Response:
     """Forget every prefix, of every key, as before a measurement; handles and requests in progress keep their KV."""
     check_admin(caller)
-    await asyncio.to_thread(service.llm.executor.prefixes.clear)
+    await service.llm.offload.run(OWNER, service.llm.executor.prefixes.clear)
     return json_response({"cleared": True})

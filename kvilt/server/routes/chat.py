@@ -7,12 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ...llm.offload import PROMPT
 from ..chat import ChatStream, ready, whole
 from ..respond import json_response
 from ..schema.answers import ChatCompletion
 from ..schema.chat import ChatRequest
 from ..spans import answered, tell
-from ..sse import EventStream, unless_gone
+from ..sse import EventStream
 from .common import ASKING, Here, StrictRoute, Who
 
 router = APIRouter(route_class=StrictRoute, tags=["chat"])
@@ -24,11 +25,11 @@ _OK: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/chat/completions", responses=_OK | ASKING, response_model=None)
 async def chat(asked: ChatRequest, request: Request, service: Here, caller: Who) -> Response:
     """Answer a conversation."""
-    talk = await ready(service, asked, caller)
+    talk = await service.llm.offload.run(PROMPT, ready, service, asked, caller, owner=caller.tenant)
     tell(request.scope, "chat", service.model, talk.params)
     count = partial(answered, request.scope)
     if not asked.stream:
-        done = await unless_gone(request.receive, whole(service, talk))
+        done = await whole(service, talk)
         count(done["usage"])
         return json_response(done)
     stream = await service.llm.stream_chat(talk.messages, talk.params, **talk.given())

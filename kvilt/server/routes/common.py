@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 
 from ..body import StrictRequest
 from ..gate import Caller
@@ -14,12 +15,23 @@ from ..refusal import ClientGone, refusal_of
 from ..schema.answers import Error
 from ..schema.fields import Salt
 from ..service import Service, caller_of, service_of
-
-Here = Annotated[Service, Depends(service_of)]
-Who = Annotated[Caller, Depends(caller_of)]
+from ..sse import unless_gone
 
 
-def owner_of(caller: Who, cache_salt: Salt | None = None) -> Caller:
+# FastAPI calls what is not async in threads of its own, each time.
+async def _here(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _who(request: Request) -> Caller:
+    return caller_of(request)
+
+
+Here = Annotated[Service, Depends(_here)]
+Who = Annotated[Caller, Depends(_who)]
+
+
+async def owner_of(caller: Who, cache_salt: Salt | None = None) -> Caller:
     """Whose handles these are: those of a key, or of a salt of a key."""
     return caller.salted(cache_salt)
 
@@ -49,18 +61,28 @@ def refusals(*more: int) -> dict[int | str, dict[str, Any]]:
 
 
 ASKING = refusals(400, 404, 408, 409, 410, 413, 415, 429)
-BODY = refusals(400, 404, 408, 413, 415)
+BODY = refusals(400, 404, 408, 413, 415, 429)
 
 
 class StrictRoute(APIRoute):
-    """A route that reads JSON strictly, and whose errors become refusals here and nowhere else."""
+    """A route that reads JSON strictly, ends with its client, and turns errors into refusals."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        shape = None if kind is None else TypeAdapter(kind)
 
         async def strictly(request: Request) -> Response:
+            own = StrictRequest(request.scope, request.receive)
+            caller: Caller | None = request.scope.get("kvilt.caller")
+
+            async def work() -> Response:
+                return await handle(own)
+
             try:
-                return await handle(StrictRequest(request.scope, request.receive))
+                owner = "" if caller is None else caller.tenant
+                await own.load(shape, service_of(request).llm.offload, owner)
+                return await unless_gone(request.receive, work())
             except ClientGone:
                 raise
             except Exception as error:

@@ -7,12 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ...llm.offload import PROMPT
 from ..completions import CompletionStream, open_streams, ready, whole
 from ..respond import json_response
 from ..schema.answers import TextCompletion
 from ..schema.completion import CompletionRequest
 from ..spans import answered, tell
-from ..sse import EventStream, unless_gone
+from ..sse import EventStream
 from .common import ASKING, Here, StrictRoute, Who
 
 router = APIRouter(route_class=StrictRoute, tags=["completions"])
@@ -24,11 +25,11 @@ _OK: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/completions", responses=_OK | ASKING, response_model=None)
 async def completions(asked: CompletionRequest, request: Request, service: Here, caller: Who) -> Response:
     """Continue a prompt, or several."""
-    prompts = await ready(service, asked, caller)
+    prompts = await service.llm.offload.run(PROMPT, ready, service, asked, caller, owner=caller.tenant)
     tell(request.scope, "text_completion", service.model, prompts.params)
     count = partial(answered, request.scope)
     if not asked.stream:
-        done = await unless_gone(request.receive, whole(service, prompts))
+        done = await whole(service, prompts)
         count(done["usage"])
         return json_response(done)
     streams = await open_streams(service, prompts)

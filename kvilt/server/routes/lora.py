@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from fastapi import APIRouter, Response
 
 from ...errors import AdapterUnknown, KviltError, ModelNotFound
 from ...executor.lora import AdapterInfo
+from ...llm.offload import OWNER
 from ..gate import check_admin
 from ..refusal import Refused
 from ..respond import json_response
@@ -25,7 +25,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": LoraCard}, **BODY}
 async def load(asked: LoadLora, service: Here, caller: Who) -> Response:
     """Load an adapter; its name is then a model's."""
     check_admin(caller)
-    return json_response(_card(await asyncio.to_thread(_load, service, asked)))
+    return json_response(_card(await service.llm.offload.run(OWNER, _load, service, asked)))
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None, responses=_ANSWERS)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from fastapi import APIRouter, Response
 
-from ...errors import InputError
+from ...errors import ContextOverflow, InputError
+from ...llm.offload import TOKENIZE
 from ..ask import messages_of
 from ..counts import token_text
 from ..respond import json_response
 from ..schema.tokens import Detokenized, DetokenizeRequest, TokenizeRequest, TokenizerInfo, Tokens
 from ..service import Service
-from .common import BODY, Here, StrictRoute, refusals
+from .common import BODY, Here, StrictRoute, Who, refusals
 
 router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
 
 @router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **BODY})
-async def tokenize(asked: TokenizeRequest, service: Here) -> Response:
+async def tokenize(asked: TokenizeRequest, service: Here, caller: Who) -> Response:
     """The tokens of a prompt, or of messages as a conversation shows them."""
     service.check_model(asked.model)
-    return json_response(await asyncio.to_thread(_tokens, service, asked))
+    return await service.llm.offload.run(TOKENIZE, _tokens, service, asked, owner=caller.tenant)
 
 
-def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+def _tokens(service: Service, asked: TokenizeRequest) -> Response:
     llm = service.llm
     if (asked.prompt is None) == (asked.messages is None):
         raise InputError("give a prompt or messages to tokenize, one of them")
@@ -37,18 +35,23 @@ def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
         ids = llm.chat_ids(messages_of(asked.messages), tools, asked.add_generation_prompt)
     made = {"tokens": ids, "count": len(ids), "max_model_len": llm.executor.max_context}
     shown = [token_text(llm.tokenizer, token) for token in ids] if asked.return_token_strs else None
-    return {**made, "token_strs": shown}
+    return json_response({**made, "token_strs": shown})
 
 
 @router.post("/detokenize", response_model=None, responses={200: {"model": Detokenized}, **BODY})
-async def detokenize(asked: DetokenizeRequest, service: Here) -> Response:
-    """The text of tokens."""
+async def detokenize(asked: DetokenizeRequest, service: Here, caller: Who) -> Response:
+    """The text of tokens, as many as a prompt may have."""
     service.check_model(asked.model)
+    return await service.llm.offload.run(TOKENIZE, _text, service, asked, owner=caller.tenant)
+
+
+def _text(service: Service, asked: DetokenizeRequest) -> Response:
+    if len(asked.tokens) > (limit := service.llm.executor.max_context):
+        raise ContextOverflow(len(asked.tokens), limit)
     size = service.llm.executor.spec.vocab_size
     if (past := next((token for token in asked.tokens if token >= size), None)) is not None:
         raise InputError(f"tokens: {past} is past the vocabulary of {size} tokens")
-    text = await asyncio.to_thread(service.llm.tokenizer.decode, asked.tokens, skip_special=False)
-    return json_response({"prompt": text})
+    return json_response({"prompt": service.llm.tokenizer.decode(asked.tokens, skip_special=False)})
 
 
 @router.get("/tokenizer_info", response_model=None, responses={200: {"model": TokenizerInfo}, **refusals()})
