@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,14 +54,14 @@ runs = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=7), st.integer
 streams = st.lists(runs, max_size=6).map(lambda parts: list(chain.from_iterable(parts)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(detection=detections(), tokens=streams)
 def test_it_fires_exactly_where_the_definition_does(detection: RepetitionDetection, tokens: list[int]) -> None:
     expected = [loops(detection, tokens[: end + 1]) for end in range(len(tokens))]
     assert fired(detection, tokens) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     start=st.lists(st.integers(0, 99), max_size=600),
     pattern=st.lists(st.integers(0, 4), min_size=1, max_size=DEFAULT.max_pattern_size),
@@ -86,7 +87,7 @@ def test_streams_without_a_period_never_fire(detection: RepetitionDetection) -> 
     assert not any(fired(detection, list(islice(thue_morse(), 2_000))))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(pattern=st.lists(st.integers(0, 4), min_size=1, max_size=40), gap=st.integers(1, 4))
 def test_a_break_begins_the_count_again(pattern: list[int], gap: int) -> None:
     almost = list(islice(cycle(pattern), DEFAULT.needed(1) - 1))
