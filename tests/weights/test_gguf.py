@@ -166,6 +166,7 @@ def test_gemma3_equals_the_gguf_packages_reading(gemma3_path: Path) -> None:
         assert _same_as_package(file, gemma3_path, set())
 
 
+@pytest.mark.slow
 def test_qwen2_equals_the_gguf_packages_reading(qwen2_path: Path) -> None:
     with GGUFFile.open(qwen2_path) as file:
         assert _same_as_package(file, qwen2_path, set())
