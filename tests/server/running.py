@@ -133,7 +133,7 @@ def running(
             client.close()
         if thread.is_alive():
             server.end()
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 

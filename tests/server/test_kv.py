@@ -393,7 +393,7 @@ def test_many_pollers_share_few_snapshots(start: Start, executor: Executor, monk
     def slow(*args: Any) -> Any:
         built.append(threading.current_thread())
         begun.set()
-        assert go.wait(30)
+        assert go.wait(300)
         return look(*args)
 
     monkeypatch.setattr(executor.prefixes, "runs", slow)
@@ -409,7 +409,7 @@ def test_many_pollers_share_few_snapshots(start: Start, executor: Executor, monk
         monkeypatch.setattr(snapshots, "get", counted)
         with ThreadPoolExecutor(41) as threads:
             first = threads.submit(alice.get, "/v1/kv/state")
-            assert begun.wait(30)
+            assert begun.wait(300)
             others = [threads.submit(alice.get, "/v1/kv/state") for _ in range(40)]
             until(lambda: count == 41)
             assert alice.get("/health").status_code == 200, "nobody else waits for it"

@@ -221,7 +221,7 @@ def slowed(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> threading.Eve
     honest = executor.run
 
     def run(batch: Batch) -> Logits:
-        go.wait(60)
+        go.wait(300)
         return honest(batch)
 
     monkeypatch.setattr(executor, "run", run)
