@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 
-from ..errors import GrammarError, GrammarUnsupported
-from .schema_check import checked
+from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from .schema_check import MAX_WRITTEN, checked
 
 # The library's own idea of a comment, a string and a pattern (which may hold line ends), so that none hides anything.
+# Quantifiers give nothing back, and a string or pattern without an end ends the search: each character is looked at a
+# bounded number of times.
 _PARTS = re.compile(
-    r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?P<schema>%json)|(?P<regex>%regex)'
-    r"|(?P<options>%llguidance)|(?P<token><[^<>\s]+>)|(?P<option>(?<![a-z0-9_-])(?:temperature|max_tokens|stop)\s*=)"
+    r'(?:#|//)[^\n]*+|"(?:\\.|[^"\\\x00-\x1f\x7f])*+"|/(?:\\.|[^/\\])++/|(?P<open>["/])|(?P<schema>%json)|(?P<regex>%regex)'
+    r"|(?P<options>%llguidance)|(?P<token><[^<>\s]++>)"
+    r"|(?P<option>(?<![a-z0-9_-])(?:temperature|max_tokens|stop)\s*+=)"
 )
 _BLANK = re.compile(r"[ \t\r\n]*")
 
@@ -22,15 +25,22 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 def checked_lark(text: str) -> str:
     """The grammar to give to the library for this one."""
     pieces: list[str] = []
-    at = 0
+    at = written = 0
     while (found := _PARTS.search(text, at)) is not None:
         match found.lastgroup:
             case "schema" | "regex":
                 start = _end_of_blank(text, found.end())
                 end = _end_of_json(text, start)
                 inside = text[start:end]
-                pieces += [text[at : found.end()], " ", checked(inside) if found.lastgroup == "schema" else inside]
+                inside = checked(inside) if found.lastgroup == "schema" else inside
+                written += len(inside)
+                if written > MAX_WRITTEN:
+                    raise GrammarTooLarge("lark", f"its schemas need more than {MAX_WRITTEN} characters written out")
+                pieces += [text[at : found.end()], " ", inside]
                 at = end
+            case "open":
+                what = "string" if found[0] == '"' else "pattern"
+                raise GrammarError("lark", f"the {what} that begins at character {found.start()} has no end")
             case "options" | "token" | "option":
                 raise _refusal(found)
             case _:

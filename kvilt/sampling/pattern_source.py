@@ -85,10 +85,13 @@ def read_pattern(pattern: str, where: str) -> Node:
     """The tree of a pattern; `where` names it in errors."""
     node = _Reader(pattern, where).read()
     if (size := _size(node)) > MAX_SIZE:
-        raise GrammarTooLarge(
-            where, f"repetitions make this pattern {size} characters long, and {MAX_SIZE} is the limit; repeat less"
-        )
+        raise _too_long(where, size)
     return node
+
+
+def _too_long(where: str, size: int) -> GrammarTooLarge:
+    what = f"repetitions make this pattern {size} characters long, and {MAX_SIZE} is the limit; repeat less"
+    return GrammarTooLarge(where, what)
 
 
 def _size(node: Node) -> int:
@@ -106,6 +109,7 @@ class _Reader:
 
     def __init__(self, pattern: str, where: str) -> None:
         self.text, self.at, self.where, self.depth = pattern, 0, where, 0
+        self.atoms = 0
 
     def read(self) -> Node:
         node = self._either()
@@ -171,6 +175,9 @@ class _Reader:
         if char == "(":
             return self._group()
         self.at += 1
+        self.atoms += 1
+        if self.atoms > MAX_SIZE:  # the rest need not be read
+            raise _too_long(self.where, self.atoms)
         if char in "^$":
             return Anchor(char)
         if char == ".":

@@ -6,8 +6,10 @@ Refuses to know tokens and the library itself.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -23,6 +25,7 @@ MAX_VALUES = 4096  # that const and enum name in all, those inside others includ
 MAX_MEMBERS = 1000  # properties of one schema
 MAX_BRANCHES = 500  # of allOf, anyOf, oneOf and prefixItems
 MAX_PATTERNS = 32  # of patternProperties, which are compared pair by pair
+MAX_WRITTEN = 4 << 20  # characters of patterns, formats and values, written out
 MAX_COUNT = 1_000_000  # of characters, items and properties
 MAX_NUMBER = 2**53  # above, a float skips whole numbers
 MAX_DECIMALS = 15
@@ -33,6 +36,7 @@ MAX_MULTIPLE = 10_000  # the least common multiple of all that stand in a schema
 # past the schema of its property.
 STYLE: Mapping[str, str] = {"whitespace_pattern": r"(?:\x20|\x0A[\x20\x09]{0,40})", "json_allowed_escapes": 'nrbtf\\"'}
 
+_UNWRITABLE = re.compile(f"[{''.join(f'{chr(low)}-{chr(high)}' for low, high in UNWRITABLE)}]")
 _NEWEST = "draft/2020-12/schema"
 _DRAFTS = (_NEWEST, "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
 _TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
@@ -70,10 +74,11 @@ class _Writer:
         self.names: dict[Path, str] = {}
         self.pending: list[Path] = []
         self.inlined: list[Path] = []
-        self.formats: dict[str, list[dict[str, Any]]] = {}
+        self.patterns: dict[str, str] = {}  # as written, by how they were given
         self.used: dict[Path, None] = {}
         self.nodes = 0
         self.values = 0
+        self.written = 0
         self.multiple = 1
         self.bounds: list[tuple[Path, str, int | float]] = []
         self.merges = False  # whether keywords of one schema may come to stand beside those of another
@@ -83,7 +88,7 @@ class _Writer:
             "type": _type,
             "const": lambda path, value: {"const": self._value(path, "const", value)},
             "enum": self._enum,
-            "pattern": lambda path, value: {"pattern": _pattern(path, "pattern", value)},
+            "pattern": lambda path, value: {"pattern": self._pattern(path, "pattern", value)},
             "format": self._format,
             "multipleOf": self._multiple,
             "required": _required,
@@ -106,18 +111,25 @@ class _Writer:
 
     def _check_bounds(self) -> None:
         """Refuse a whole number that is excluded beside a fraction less than 1 away: the library lets it in."""
-        for path, keyword, edge in self.bounds:
-            sign = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(keyword, 0)
-            if not sign or not isinstance(edge, int):
-                continue
-            for other, beside, value in self.bounds:
-                facing = beside.lower().endswith("maximum" if sign > 0 else "minimum")
-                if facing and 0 < sign * (value - edge) < 1 and (other == path or self.merges):
-                    raise GrammarUnsupported(
-                        named(path),
-                        keyword,
-                        f"{keyword} {edge} beside {beside} {value} is not supported; move one of them",
-                    )
+        beside: dict[tuple[Path | None, str, int], tuple[str, int | float]] = {}
+        for path, keyword, value in self.bounds:
+            if value != int(value):  # by the whole number that it could be too near to
+                upper = keyword.lower().endswith("maximum")
+                edge = "exclusiveMinimum" if upper else "exclusiveMaximum"
+                near = math.floor(value) if upper else math.ceil(value)
+                beside[None if self.merges else path, edge, near] = (keyword, value)
+        for path, keyword, value in self.bounds:
+            other = beside.get((None if self.merges else path, keyword, int(value))) if value == int(value) else None
+            if other is not None:
+                raise GrammarUnsupported(
+                    named(path), keyword, f"{keyword} {value} beside {other[0]} {other[1]} is not supported; move one"
+                )
+
+    def _write(self, characters: int) -> None:
+        """Count what the schema becomes; it may be far longer than what its author wrote."""
+        self.written += characters
+        if self.written > MAX_WRITTEN:
+            raise GrammarTooLarge("json_schema", f"needs more than {MAX_WRITTEN} characters written out; simplify it")
 
     def _schema(self, path: Path) -> Schema:
         self.used[path] = None
@@ -166,7 +178,7 @@ class _Writer:
         inner = {name: self._schema((*path, keyword, name)) for name in value}
         if keyword != "patternProperties":
             return inner
-        written = {_pattern(path, keyword, name): schema for name, schema in inner.items()}
+        written = {self._pattern(path, keyword, name): schema for name, schema in inner.items()}
         if len(written) < len(inner):
             raise GrammarUnsupported(named(path), keyword, "patternProperties holds the same pattern twice; join them")
         return written
@@ -239,10 +251,18 @@ class _Writer:
             raise GrammarUnsupported(
                 named(path), "format", f"the format {_shown(value)} is not supported; the formats are {known}"
             )
-        if value not in self.formats:
-            parts: list[dict[str, Any]] = [{"pattern": search_in_string(p, named(path))} for p in form.patterns]
-            self.formats[value] = [*parts, *([{"maxLength": form.max_length}] if form.max_length else [])]
-        return {"allOf": self.formats[value]}
+        patterns = _format_patterns(value)
+        self._write(sum(map(len, patterns)))
+        parts: list[dict[str, Any]] = [{"pattern": pattern} for pattern in patterns]
+        return {"allOf": [*parts, *([{"maxLength": form.max_length}] if form.max_length else [])]}
+
+    def _pattern(self, path: Path, keyword: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise GrammarError(named(path), f"{keyword} must be a string, not {kind(value)}")
+        if value not in self.patterns:
+            self.patterns[value] = search_in_string(value, f"{named(path)}/{keyword}")
+        self._write(len(self.patterns[value]))
+        return self.patterns[value]
 
     def _multiple(self, path: Path, value: Any) -> dict[str, Any]:
         number = _number(path, "multipleOf", value)
@@ -279,7 +299,8 @@ class _Writer:
             case list():
                 return [self._value(path, keyword, each) for each in value]
             case str():
-                if any(low <= ord(char) <= high for char in value for low, high in UNWRITABLE):
+                self._write(len(value))
+                if _UNWRITABLE.search(value):
                     what = f"{keyword} names a control character, which kvilt never writes"
                     raise GrammarUnsupported(named(path), "control characters", what)
                 return value
@@ -287,6 +308,12 @@ class _Writer:
                 return value
             case _:
                 return _number(path, keyword, value)
+
+
+@functools.cache
+def _format_patterns(name: str) -> tuple[str, ...]:
+    """The patterns of a known format, written out; a dozen milliseconds for the longest."""
+    return tuple(search_in_string(pattern, name) for pattern in FORMATS[name].patterns)
 
 
 def _grouped(schema: dict[str, Any]) -> dict[str, Any]:
@@ -321,12 +348,6 @@ def _required(path: Path, value: Any) -> dict[str, Any]:
     if len(value) > MAX_MEMBERS:
         raise GrammarTooLarge(named(path), f"required may hold at most {MAX_MEMBERS} names, not {len(value)}")
     return {"required": value}
-
-
-def _pattern(path: Path, keyword: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise GrammarError(named(path), f"{keyword} must be a string, not {kind(value)}")
-    return search_in_string(value, f"{named(path)}/{keyword}")
 
 
 def _whole(path: Path, keyword: str, value: Any) -> int:

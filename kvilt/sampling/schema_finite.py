@@ -11,23 +11,28 @@ from typing import Any
 from ..errors import GrammarError
 from .schema_source import Path, Source, named
 
-_ROUNDS = 64  # a chain of references longer than this is believed to end
+_WORK = 200_000  # looks at schemas; a chain of references that takes more is believed to end
 
 
 def check_finite(source: Source, used: Sequence[Path]) -> None:
     """Refuse a schema none of whose values ends; `used` are the subschemas that matter, all of them checked."""
     finite: set[Path] = set()
-    for _ in range(_ROUNDS):
-        before = len(finite)
-        for path in reversed(used):  # what is referred to stands behind what refers
-            if path not in finite and _ends(source, path, finite):
+    left, work = list(reversed(used)), 0  # what is referred to stands behind what refers
+    while work < _WORK:
+        work += len(left)
+        waiting = []
+        for path in left:
+            if _ends(source, path, finite):
                 finite.add(path)
+            else:
+                waiting.append(path)
         if () in finite:
             return
-        if len(finite) == before:
+        if len(waiting) == len(left):
             raise GrammarError(
                 named(()), "every value would go on without end: the schema requires itself inside itself"
             )
+        left = waiting
 
 
 def _ends(source: Source, path: Path, finite: set[Path]) -> bool:

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 
 MAX_DEPTH = 64
+MAX_URI = 2048  # of names and references, joined with those around them
 
 Path = tuple[str, ...]
 Schema = dict[str, Any] | bool
@@ -65,7 +66,7 @@ class Source:
     def _identify(self, path: Path, schema: dict[str, Any], base: str) -> str:
         """Note the names a schema gives itself; returns its base URI."""
         if (name := schema.get("$id")) is not None:
-            base, fragment = urldefrag(_join(base, _name(path, "$id", name)))
+            base, fragment = urldefrag(_join(path, base, _name(path, "$id", name)))
             if fragment:
                 raise GrammarUnsupported(named(path), "$id", "an $id with a fragment is not supported; use $anchor")
             self.resources[base] = path
@@ -83,7 +84,7 @@ class Source:
         place = self.places[path]
         assert isinstance(place.schema, dict)
         reference = _name(path, "$ref", place.schema["$ref"])
-        uri, fragment = urldefrag(_join(place.base, reference))
+        uri, fragment = urldefrag(_join(path, place.base, reference))
         root = self.resources.get(uri)
         if root is None:
             raise GrammarUnsupported(
@@ -205,8 +206,10 @@ def _name(path: Path, keyword: str, value: object) -> str:
     return value
 
 
-def _join(base: str, reference: str) -> str:
+def _join(path: Path, base: str, reference: str) -> str:
     """A reference as an absolute URI; urljoin knows no URNs, whose fragments stand for themselves."""
+    if len(base) + len(reference) > MAX_URI:
+        raise GrammarTooLarge(named(path), f"a URI may have at most {MAX_URI} characters, with that it is relative to")
     if reference.startswith("#"):
         return base + reference
     try:
@@ -223,5 +226,9 @@ def kind(value: object) -> str:
 
 def named(path: Path) -> str:
     """A place as a message names it."""
-    text = "/".join(("#", *path))
-    return f"json_schema at {text if len(text) <= 100 else text[:97] + '...'}"
+    text = "#"
+    for step in path:
+        text += f"/{step[:100]}"
+        if len(text) > 100:
+            return f"json_schema at {text[:97]}..."
+    return f"json_schema at {text}"
