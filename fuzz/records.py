@@ -17,6 +17,7 @@ import torch
 
 from kvilt.errors import BlobError, KviltError
 from kvilt.kv.identity import Identity
+from kvilt.kv.owner import owner_of
 from kvilt.store.address import Address, chunk_address
 from kvilt.store.codecs import codec_named
 from kvilt.store.layer import LayerKV
@@ -74,7 +75,7 @@ def _read(data: bytes, address: Address) -> str:
     except BlobError as error:
         return label(error)
     facts = peek(read, len(data))
-    if (facts.tenant, facts.kind) != (header.tenant, header.kind):
+    if (facts.tenant, facts.kind) != (owner_of(header.tenant), header.kind):
         raise Finding("peek and read_header disagree")
     try:
         read_content(read, header, address)
