@@ -50,6 +50,7 @@ class EngineConfig:
     """How requests share steps."""
 
     step_tokens: int = 512  # tokens of one step; a longer prompt runs in several, beside other requests' rows
+    shared_step_tokens: int = 128  # the same while one owner draws beside others: each token waits for a whole step
     max_rows: int = 128  # samples in one step
     max_waiting: int = 1024  # requests that may wait; more are refused
     unread_tokens: int = 64  # tokens a client may leave unread before its request is held
@@ -65,7 +66,7 @@ class EngineConfig:
     stored_prefix_tokens: int | None = 64
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):
+        for name in ("step_tokens", "shared_step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")

@@ -170,6 +170,7 @@ ENGINE = Group(
     MappingProxyType(
         {
             "step_tokens": Option(int | None, None, "Tokens of one step."),
+            "shared_step_tokens": Option(int | None, None, "Tokens of one step while a key draws beside others."),
             "max_rows": Option(int | None, None, "Samples in one step."),
             "max_waiting": Option(int | None, None, "Requests that may wait."),
             "max_handles": Option(int | None, None, "KV handles of one key."),

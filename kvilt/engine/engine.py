@@ -75,7 +75,7 @@ class Engine:
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
-        limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens)
+        limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
         self._gating = Gating(gate, executor, self.metrics, self._tracks) if gate is not None else None
         self._warmth = None
         if store is not None and store.least_budget is not None and config.stored_prefix_tokens is not None:

@@ -33,6 +33,7 @@ class Limits:
     step_tokens: int
     max_rows: int
     page_tokens: int
+    shared_tokens: int = 128  # of a step in which one owner draws beside others: each of its tokens waits for a step
 
     def __post_init__(self) -> None:
         if not 0 < self.max_rows <= self.step_tokens:
@@ -124,8 +125,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Whom it admits runs, whom it preempts waits."""
         self._plans += 1
-        limits = self._limits
-        draft = _Draft(limits.step_tokens, limits.max_rows, self._pages.free(), [], [], [], self._shares())
+        tokens, rows = self._step_tokens(), self._limits.max_rows
+        shares = self._owners.shares(rows, tokens, self._wants)
+        draft = _Draft(tokens, rows, self._pages.free(), [], [], [], shares)
         self._go_on(draft)
         if draft.short is not None:
             self._give_way(draft, draft.short)
@@ -178,9 +180,12 @@ class Scheduler:
 
     # Shares of a step.
 
-    def _shares(self) -> dict[str, Share]:
-        """What each owner may take of the next step."""
-        return self._owners.shares(self._limits.max_rows, self._limits.step_tokens, self._wants)
+    def _step_tokens(self) -> int:
+        """Tokens of the next step: fewer where the prompts of one owner would hold up what another one draws."""
+        limits = self._limits
+        if len(self._owners.accounts) > 1 and any(sample.left == 1 and not sample.held for sample in self._running):
+            return min(limits.step_tokens, max(limits.shared_tokens, limits.max_rows))
+        return limits.step_tokens
 
     def _wants(self) -> dict[str, list[int]]:
         """For each owner the tokens of each row it could use, in the order in which it would."""

@@ -249,6 +249,18 @@ def test_what_an_owner_cannot_use_goes_to_the_others() -> None:
     assert tokens["a"] == 68 + 7, "the rest of the prompt by whole steps, then decodes"
 
 
+def test_the_prompts_of_one_owner_do_not_make_steps_long_for_what_another_draws() -> None:
+    here = Kitchen(4000, Limits(200, 8, SIZE, shared_tokens=20), index=False)
+    for i in range(10):
+        here.add(f"prompts {i}", [1] * 400, 1, owner="prompts")
+    assert sum(work.count for work in here.step().work) == 200, "an owner that is alone has whole steps"
+    here.add("draws", [2] * 4, 5, owner="draws")
+    here.step()
+    while ("draws", 0) not in here.ended:
+        assert sum(work.count for work in here.step().work) == 20
+    assert sum(work.count for work in here.step().work) == 200
+
+
 def test_priorities_count_inside_an_owner_only() -> None:
     here = shared(max_rows=2, step_tokens=8)
     for i in range(10):
