@@ -223,6 +223,24 @@ def test_the_stop_strings_of_a_request_are_compiled_once(llm: LLM, monkeypatch: 
     assert compiled == [("never", "nowhere")]
 
 
+def test_prompts_that_cannot_fit_are_not_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.tokenizer.core
+    assert core.sizes.fewest("7", 1) == 1  # known from here on
+    monkeypatch.setattr(core, "core", None)  # whatever is tokenized fails
+    long = "word " * 100_000
+    for ask in (
+        lambda: llm.generate(long),
+        lambda: llm.generate(["short", long][1:]),
+        lambda: llm.stream(long),
+        lambda: llm.prefill(long),
+        lambda: llm.chat([{"role": "user", "content": long}]),
+        lambda: llm.generate([1, 2], documents=[long]),
+        lambda: llm.blend([[1], long, [2]]),
+    ):
+        with pytest.raises(ContextOverflow, match="at least"):
+            ask()
+
+
 def test_stop_ids_and_ignore_eos(llm: LLM) -> None:
     free = llm.generate("Count: 1, 2, 3,", max_tokens=20)
     third = free.token_ids[2]

@@ -27,6 +27,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_NGRAM = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
+MAX_BAD_WORD_BYTES = 1 << 14  # of all of them; each is tokenized twice
 MAX_BAD_SEQUENCES = 1024
 MAX_BAD_SEQUENCE_TOKENS = 1024
 # Outside these a float32 logit divided by the temperature may overflow, and 0 already means greedy.
@@ -111,7 +112,8 @@ class SamplingParams:
             self._set(name, _real(name, getattr(self, name), low, high, meaning))
         _whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM)
         self._set("bad_words_ids", _sequences(self.bad_words_ids))
-        self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
+        words = _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        self._set("bad_words", _within("bad_words", words, MAX_BAD_WORD_BYTES))
         self._set("logit_bias", _bias(self.logit_bias))
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)

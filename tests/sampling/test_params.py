@@ -28,6 +28,7 @@ BAD = [
     *[("no_repeat_ngram_size", value) for value in (-1, MAX_NGRAM + 1, 10**5000)],
     *[("typical_p", value) for value in (0, 0.0, -0.1, 1.0000001)],
     *[("bad_words", value) for value in ("", [""], ["a", ""], [1], ["x"] * (MAX_BAD_WORDS + 1), ["x" * 10_000], 5)],
+    ("bad_words", ["é" * 1000] * 9),
     *[
         ("bad_words_ids", value)
         for value in ([[]], [[1], []], [1], "ab", [[-1]], [[True]], [["1"]], [[2**40]], {(1,)}, [[1]] * 5_000)

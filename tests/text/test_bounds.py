@@ -92,6 +92,27 @@ def test_no_text_has_fewer_tokens_than_its_length_says(
     assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
 
 
+def test_letters_composed_over_the_seam_of_two_chunks_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = from_metadata(bpe_metadata("qwen2"))
+    for chars in (1, 2, 3, 4):
+        monkeypatch.setattr(token_sizes, "CHUNK_CHARS", chars)
+        for text in ("ᄀ\u1161\u11a8" * 3, "e\u0301\u0323" * 3, "α\u0313\u0300\u0345" * 3):
+            assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+
+
+def test_bytes_without_a_token_do_not_count(smollm2: Tokenizer) -> None:
+    lost = token_sizes.spelling_of(smollm2.core.core).lost
+    text = next(chr(byte) for byte in lost if byte < 0x80) * 1000
+    assert smollm2.core.ids(text) == []
+    assert smollm2.core.sizes.fewest(text, 10**9) == 0
+
+
+@pytest.mark.parametrize("tokenizer", ["gemma3", "spm", "json", "json-first"], indirect=True)
+def test_blocks_count_as_the_spaces_that_they_stand_for(tokenizer: Tokenizer) -> None:
+    text = "▁" * 300
+    assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+
+
 @pytest.mark.parametrize("name", _REAL)
 def test_the_largest_tokens_are_within_the_bound(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)

@@ -150,7 +150,9 @@ def test_formats_are_those_of_python(text: str, values: Any, expected: str) -> N
     assert rendered("{{ text % values }}", text=text, values=values) == expected == text % values
 
 
-@pytest.mark.parametrize("text", ["%*d", "%.*f", "%99999d", "%(a)99999s", "%%%99999d", "%(a)%%99999d", "%.99999f"])
+@pytest.mark.parametrize(
+    "text", ["%*d", "%.*f", "%99999d", "%(a)99999s", "%%%99999d", "%(a)%%99999d", "%.99999f", "%(a"]
+)
 def test_wide_formats_are_refused(text: str) -> None:
     with pytest.raises(TemplateError):
         rendered("{{ text % values }}", text=text, values={"a": 1})

@@ -15,13 +15,7 @@ F32, I64 = torch.float32, torch.int64
 
 def checked(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = F32) -> Tensor:
     """The tensor, if it has this dtype and shape, lies on the CPU, and has no gaps; else InputError by name."""
-    if (
-        tensor.dtype is not dtype
-        or not tensor.is_cpu
-        or tensor.shape != shape
-        or tensor.layout is not torch.strided
-        or not tensor.is_contiguous()
-    ):
+    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
         raise InputError(
             f"{what}: the native kernels take contiguous {_named(dtype, shape)} on the CPU, "
             f"not {_named(tensor.dtype, tensor.shape)} on {tensor.device}, {tensor.layout}; convert it first"
