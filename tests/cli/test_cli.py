@@ -78,7 +78,10 @@ def test_several_samples_are_numbered_blocks_or_a_list(model: str) -> None:
 
 def test_an_answer_follows_a_schema_a_pattern_or_a_choice(model: str, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}  # so that every answer is short, whatever is drawn
+    schema.write_text(
+        json.dumps({"type": "object", "properties": {"n": digit}, "required": ["n"], "additionalProperties": False})
+    )
     asked = ("run", "--model", model, "--max-tokens", "60", "Two and two?")
     done = kvilt(*asked, "--json-schema", str(schema))
     assert isinstance(json.loads(done.stdout)["n"], int), done.stderr
