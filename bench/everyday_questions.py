@@ -47,9 +47,6 @@ SETTINGS: dict[str, dict[str, float]] = {
     "t 0.7, min-p 0.1": {"temperature": 0.7, "min_p": 0.1},
     "t 0.7, min-p 0.2": {"temperature": 0.7, "min_p": 0.2},
     "t 0.7, top-p 0.9, penalty 1.1": {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
-    "t 1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
-    "t 1, min-p 0.2": {"temperature": 1.0, "min_p": 0.2},
-    "t 1": {"temperature": 1.0},
 }
 
 

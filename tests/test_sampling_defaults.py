@@ -119,6 +119,13 @@ def test_temperature_0_is_exactly_greedy() -> None:
     assert asked(temperature=0.0, repetition_penalty=1.3) == SamplingParams(max_tokens=9, repetition_penalty=1.3)
 
 
+def test_a_grammar_takes_no_penalty() -> None:
+    """Under one, a model would avoid the quotes and brackets that it has to write."""
+    assert asked(regex="[a-z]+").repetition_penalty == 1.0
+    assert asked(regex="[a-z]+").temperature == 0.6
+    assert asked(regex="[a-z]+", repetition_penalty=1.2).repetition_penalty == 1.2
+
+
 def test_a_typo_is_found_without_a_model() -> None:
     with pytest.raises(ParamError, match="top_p"):
         written({**LEFT, "top_p": 7.0})

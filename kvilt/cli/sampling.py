@@ -29,10 +29,16 @@ def written(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def chosen(options: Mapping[str, Any], llm: LLM) -> SamplingParams:
-    """These options over the model's defaults; a temperature of 0 is greedy, and takes nothing from them."""
+    """These options over the model's defaults; a temperature of 0 is greedy, and takes nothing from them.
+
+    A grammar takes no penalty from them: brackets, quotes and field names come again and again.
+    """
     given = _given(options)
     base = None if given.get("temperature") == 0 else llm.sampling_defaults.params
-    return SamplingParams.of(base, **given)
+    params = SamplingParams.of(base, **given)
+    if params.grammar is None or "repetition_penalty" in given:
+        return params
+    return SamplingParams.of(params, repetition_penalty=1.0)
 
 
 def with_short_seed(params: SamplingParams) -> SamplingParams:
