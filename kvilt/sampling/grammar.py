@@ -67,6 +67,7 @@ class Limits:
     waiting: int = 32  # grammars that wait for them
     mask_s: float = 0.010  # what masks of one grammar may take on average, in CPU seconds
     mask_credit_s: float = 5.0  # and how far beyond that they may go in all
+    replay_s: float = 0.25  # CPU seconds to take in a sample's tokens again, on another lexer
     renew_s: float = 0.050  # a grammar that took longer to compile gets no second lexer while samples run
 
 
@@ -228,10 +229,14 @@ class Grammar:
             matcher.leave(lexer)
 
     def spend(self, seconds: float) -> None:
-        """Count what a mask took against what masks of this grammar may take on average."""
+        """Count what a mask took, and the token before it, against what that may take on average.
+
+        What is above twice the average counts ten times: one long wait in a step is worse than several short ones.
+        """
         limits = self.compiler.limits
+        cost = seconds + 9 * max(0.0, seconds - 2 * limits.mask_s)
         with self._lock:
-            self._credit_s = min(self._credit_s + limits.mask_s - seconds, limits.mask_credit_s)
+            self._credit_s = min(self._credit_s + limits.mask_s - cost, limits.mask_credit_s)
 
     @property
     def overspent(self) -> str:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.int32]  # [words]: bit i of word w is token 32 * w + i
 
 _SHARED_LIMIT = "too many states"  # the library's word for the limit that samples reach together
+_SLOW = "too many states, and its tokens take too long to be taken in again"
+_AT_ONCE = 16  # tokens between two looks at the clock
 _DISAGREES = "the library does not take in the tokens that it allowed"
 
 
@@ -45,7 +47,7 @@ class Stand:
 class Matcher:
     """Where one sample stands in its grammar: which tokens may come next, and whether it may end."""
 
-    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_stand", "_tokens")
+    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_stand", "_taken_s", "_tokens")
 
     def __init__(self, grammar: Grammar, tokens: Iterable[int] = (), ends: int = 0) -> None:
         self._grammar = grammar
@@ -53,6 +55,7 @@ class Matcher:
         self._ends = ends
         self._failure = ""  # why it can go no further
         self._mask: Bits | None = None  # of this place, once it is known; never written to again
+        self._taken_s = 0.0  # for taking in tokens since the last mask
         self._stand: Stand | None = None  # behind the tokens; None until it is needed
 
     @property
@@ -82,10 +85,12 @@ class Matcher:
                 raise _not_allowed(token)
             self._ends += 1
             return
+        began = time.thread_time()
         if self._ends or not self._take(token):
             raise _not_allowed(token)
         self._tokens.append(token)
         self._mask = None
+        self._taken_s += time.thread_time() - began
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never been accepted."""
@@ -135,10 +140,11 @@ class Matcher:
         """The mask of this place [words]; nothing is allowed where there is a failure."""
         if self._mask is None:
             mask = np.zeros_like(self._grammar.compiler.end_mask)
+            self._failure = self._failure or self._grammar.overspent
             began = time.thread_time()
             self._compute(mask)
-            self._grammar.spend(time.thread_time() - began)
-            self._failure = self._failure or self._grammar.overspent
+            self._grammar.spend(self._taken_s + time.thread_time() - began)
+            self._taken_s = 0.0
             self._mask = np.zeros_like(mask) if self._failure else mask
         return self._mask
 
@@ -172,9 +178,13 @@ class Matcher:
                 failure = error.reason
                 break
             place = lexer.start.deep_copy()
-            if place.try_consume_tokens(list(tokens)) == len(tokens):
+            taken = _take_all(place, tokens, self._grammar.compiler.limits.replay_s)
+            if taken == len(tokens):
                 self._move(Stand(lexer, place))
                 return
+            if taken is None:
+                failure = _SLOW
+                break
             failure = first_line(place.get_error()) or _DISAGREES
             self._grammar.drop(lexer)
         self._stand, self._failure = None, failure
@@ -182,6 +192,19 @@ class Matcher:
     def _move(self, stand: Stand) -> None:
         self._stand = stand
         stand.lexer.users.add(self)
+
+
+def _take_all(place: LLMatcher, tokens: Sequence[int], limit_s: float) -> int | None:
+    """How many of these tokens a place takes in; None where that takes too long."""
+    began = time.thread_time()
+    for at in range(0, len(tokens), _AT_ONCE):
+        piece = list(tokens[at : at + _AT_ONCE])
+        taken = place.try_consume_tokens(piece)
+        if taken < len(piece):
+            return at + taken
+        if time.thread_time() - began > limit_s:
+            return None
+    return len(tokens)
 
 
 def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import GrammarFailed
-from kvilt.sampling.constraint import Regex
+from kvilt.sampling.constraint import Lark, Regex
 from kvilt.sampling.grammar import Grammar, Limits
 from kvilt.sampling.matcher import Matcher, masks
 
@@ -23,7 +23,11 @@ PATTERNS = [
     "(x|y)*x(x|y){10}z?",
 ]
 ROOMY = byte_compiler(limits=Limits(states=200_000))
-COSTLY = {"mask_s": 10.0, "renew_s": 10.0}  # what is tested here does not depend on the speed of the machine
+COSTLY = {
+    "mask_s": 10.0,
+    "renew_s": 10.0,
+    "replay_s": 10.0,
+}  # what is tested here does not depend on the speed of the machine
 
 
 def step(several: list[Matcher], dice: random.Random) -> None:
@@ -122,17 +126,52 @@ def test_a_grammar_that_is_slow_to_compile_gets_no_second_lexer() -> None:
         allowed(one)
 
 
+def spend(grammar: Grammar, seconds: float, step_s: float) -> None:
+    for _ in range(round(seconds / step_s)):
+        grammar.spend(grammar.compiler.limits.mask_s + step_s)
+
+
 def test_masks_that_take_too_long_on_average_end_their_samples() -> None:
-    grammar = byte_compiler(limits=Limits(mask_s=0.001, mask_credit_s=1.0)).compile(Regex("[ab]*"))
+    grammar = byte_compiler(limits=Limits(mask_s=1.0, mask_credit_s=10.0)).compile(Regex("[ab]*"))
     one, other = grammar.matcher(), grammar.matcher()
-    grammar.spend(0.9)
+    spend(grammar, 9.0, 0.5)
     assert allowed(one)
-    grammar.spend(0.2)
+    spend(grammar, 3.0, 0.5)
     assert allowed(one)  # known already
     for each in (one, other):
         each.accept(ord("a"))
-        with pytest.raises(GrammarFailed, match="take more than 1 ms on average"):
+        with pytest.raises(GrammarFailed, match="take more than 1000 ms on average"):
             allowed(each)
-    for _ in range(200):
+    for _ in range(20):
         grammar.spend(0.0)
     assert allowed(grammar.matcher())
+
+
+def test_one_long_mask_costs_more_than_several_short_ones() -> None:
+    limits = Limits(mask_s=1.0, mask_credit_s=10.0)
+    short, long = (byte_compiler(limits=limits).compile(Regex("[ab]*")) for _ in range(2))
+    for _ in range(5):
+        short.spend(2.0)
+    long.spend(10.0)
+    assert not short.overspent and long.overspent
+
+
+def test_an_ambiguous_grammar_ends_by_what_its_tokens_take() -> None:
+    """Each token of it takes longer than the one before, whatever the library's limits say."""
+    grammar = byte_compiler(limits=Limits(mask_s=0.0001, mask_credit_s=0.05)).compile(Lark('start: a\na: a a | "x"'))
+    one = grammar.matcher()
+    with pytest.raises(GrammarFailed, match="on average"):
+        for _ in range(10_000):
+            assert allowed(one)
+            one.accept(ord("x"))
+
+
+def test_tokens_are_not_taken_in_again_for_ever() -> None:
+    grammar = byte_compiler(limits=Limits(replay_s=0.0)).compile(Regex("[ab]*"))
+    one = grammar.matcher()
+    for _ in range(20):
+        assert allowed(one)
+        one.accept(ord("a"))
+    grammar.drop(grammar.lexer())
+    with pytest.raises(GrammarFailed, match="too long to be taken in again"):
+        allowed(one)
