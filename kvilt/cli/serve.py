@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import sys
@@ -52,6 +53,8 @@ def serve(
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
             llm.load_lora(path, name)
+        gc.collect()
+        gc.freeze()  # what is there now stays: collections of what requests leave need not walk over it
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(listen(llm, settings, _ready))
 

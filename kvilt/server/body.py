@@ -56,12 +56,15 @@ def too_large(limit: int) -> Refused:
 class StrictRequest(Request):
     """A request whose body is read and checked before FastAPI sees it, off the event loop unless it is small."""
 
+    body_bytes = 0  # as they came
+
     async def load(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
         """Read the body, and check it against the route's shape; afterwards the request holds the value alone."""
         try:
             body = await self.body()
         except ClientDisconnect:
             raise ClientGone() from None
+        self.body_bytes = len(body)
         if shape is None or not body:
             return
         if len(body) <= _SMALL:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ParamError
-from ..llm import AsyncStream, Delta, Reading
+from ..llm import AsyncStream, Completion, Delta, Reading
+from ..llm.offload import ANSWER
 from ..sampling.params import SamplingParams
 from .ask import grammar_of, messages_of, progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, chat_logprobs, running_usage, usage_of
@@ -126,6 +127,15 @@ async def whole(service: Service, talk: Talk) -> dict[str, Any]:
             voices[delta.index].hear(delta)
         done = stream.completion
     kept = await keep(service, done, talk.given()["tenant"]) if talk.asked.kv_out else {}
+    if talk.params.logprobs is None:
+        return _answer(service, talk, voices, done, kept)
+    return await service.llm.offload.run(ANSWER, _answer, service, talk, voices, done, kept, owner=talk.caller.tenant)
+
+
+def _answer(
+    service: Service, talk: Talk, voices: list[Voice], done: Completion, kept: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    """All samples as choices; with logprobs it may take a while."""
     choices = []
     for index, (voice, sample) in enumerate(zip(voices, (done, *done.alternatives), strict=True)):
         logprobs = None if sample.logprobs is None else chat_logprobs(service.llm.tokenizer, sample.logprobs)

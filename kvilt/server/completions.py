@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ParamError
 from ..llm import AsyncStream, Completion, Delta, Reading
+from ..llm.offload import ANSWER
 from ..sampling.params import SamplingParams
 from .ask import progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, running_usage, usage_of
@@ -107,6 +108,15 @@ async def whole(service: Service, prompts: Prompts) -> dict[str, Any]:
         tasks = [group.create_task(_one(service, prompts, index)) for index in range(len(prompts.ids))]
     done = [task.result() for task in tasks]
     kept = await keep(service, done[0], prompts.given(0)["tenant"]) if prompts.asked.kv_out else {}
+    if prompts.asked.logprobs is None:
+        return _answer(service, prompts, done, kept)
+    return await service.llm.offload.run(ANSWER, _answer, service, prompts, done, kept, owner=prompts.caller.tenant)
+
+
+def _answer(
+    service: Service, prompts: Prompts, done: Sequence[Completion], kept: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    """All samples as choices; with logprobs it may take a while."""
     choices = []
     for place, completion in enumerate(done):
         for index, sample in enumerate((completion, *completion.alternatives)):
@@ -176,6 +186,7 @@ class CompletionStream:
         self._running = bool(options and options.continuous_usage_stats)
         self._read: dict[int, Reading] = {}
         self._generated = 0
+        self._scored: dict[int, Scores] = {}  # by choice; those that have not begun
         self._scores: dict[int, Scores] = {}  # by choice; a choice is in it once it has begun
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -183,6 +194,7 @@ class CompletionStream:
         ends = []
         try:
             async for place, delta in merged(self._streams):
+                await self._score_prompt(place, delta)
                 if delta.finish_reason is not None and self._prompts.asked.kv_out:
                     ends.append(delta)
                 elif said := self._said(place, delta):
@@ -195,6 +207,21 @@ class CompletionStream:
             for stream in self._streams:
                 await stream.aclose()
         yield DONE
+
+    async def _score_prompt(self, place: int, delta: Delta) -> None:
+        """Before the first token of a choice: the logprobs of a prompt that it echoes, which may take a while."""
+        index = place * self._prompts.params.n + delta.index
+        asked = self._prompts.asked
+        if delta.reading is None and asked.echo and asked.logprobs is not None and index not in self._scores:
+            owner = self._prompts.caller.tenant
+            made = await self._service.llm.offload.run(ANSWER, self._prompt_scores, place, owner=owner)
+            self._scored[index] = made
+
+    def _prompt_scores(self, place: int) -> Scores:
+        scores = Scores(self._service.llm.tokenizer)
+        if self._prompts.asked.echo:
+            scores.read(self._prompts.ids[place], self._streams[place].prompt_logprobs or ())
+        return scores
 
     def _said(self, place: int, delta: Delta, **more: Any) -> bytes | None:
         """A delta as a chunk; None where it has nothing to say."""
@@ -217,9 +244,7 @@ class CompletionStream:
         """What a choice begins with: the prompt, if it is echoed, when its first delta comes."""
         if index in self._scores:
             return ""
-        scores = self._scores[index] = Scores(self._service.llm.tokenizer)
-        if self._prompts.asked.echo:
-            scores.read(self._prompts.ids[place], self._streams[place].prompt_logprobs or ())
+        self._scores[index] = self._scored.pop(index) if index in self._scored else self._prompt_scores(place)
         return self._prompts.texts[place]
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:

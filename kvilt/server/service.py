@@ -22,6 +22,7 @@ from ..text.parse import parser_for
 from .counters import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS
 from .gate import Caller
 from .loop_watch import LoopWatch
+from .memory import Trimmer
 from .prometheus import rendered
 from .refusal import Refused
 from .settings import ServeConfig
@@ -42,6 +43,7 @@ class Service:
         self.parser_marks = marks_of(self.parser, llm.tokenizer.special)
         self.metrics = Metrics(SERVER_METRICS)
         self.loop_watch = LoopWatch(self.metrics)
+        self.trimmer = Trimmer(llm.offload)
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -81,3 +81,10 @@ def test_long_texts_are_cut_while_others_are_served(server: Running) -> None:
                 assert other.get("/health").status_code == 200
         slow.join(300)
     assert answers == [400]  # it cannot fit
+
+
+def test_more_tokens_than_fit_are_not_put_together(server: Running) -> None:
+    with server.http() as http:
+        assert http.post("/detokenize", json={"tokens": [5] * 1024}).status_code == 200
+        refused = http.post("/detokenize", json={"tokens": [5] * 1025})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")

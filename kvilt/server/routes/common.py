@@ -73,6 +73,7 @@ class StrictRoute(APIRoute):
         shape = None if kind is None else TypeAdapter(kind)
 
         async def strictly(request: Request) -> Response:
+            service = service_of(request)
             own = StrictRequest(request.scope, request.receive)
             caller: Caller | None = request.scope.get("kvilt.caller")
 
@@ -81,11 +82,13 @@ class StrictRoute(APIRoute):
 
             try:
                 owner = "" if caller is None else caller.tenant
-                await own.load(shape, service_of(request).llm.offload, owner)
+                await own.load(shape, service.llm.offload, owner)
                 return await unless_gone(request.receive, work())
             except ClientGone:
                 raise
             except Exception as error:
                 return refusal_of(error).response()
+            finally:
+                service.trimmer.ended(own.body_bytes)
 
         return strictly
