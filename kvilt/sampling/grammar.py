@@ -44,6 +44,7 @@ _TOO_LARGE = (
     "unable to determine",
     "too much",
     "fuel exhausted",
+    "precomputation failed",
 )
 
 

@@ -20,7 +20,7 @@ from kvilt.llm.grammars import Grammars
 from kvilt.sampling import library
 from kvilt.sampling.compile_queue import CompileQueue, Ticket
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
-from kvilt.sampling.grammar import Compiler, Limits
+from kvilt.sampling.grammar import Compiler, Limits, _refusal
 from kvilt.sampling.trial import Abandoned, Bounds, Worker
 
 HANG_S = 60.0  # what no machine takes for what is waited for here
@@ -79,6 +79,16 @@ def test_a_grammar_that_takes_too_much_ends_its_worker_and_nothing_else(isolated
     with pytest.raises(GrammarTooLarge, match="simplify it"):
         isolated.compile(HOSTILE[name])
     assert takes(isolated.compile(Choice(["a", name])), "a")
+
+
+FUEL = Lark("start: A\nA: " + " & ".join(f"/.*{chr(97 + i % 26)}.{{{i % 9}}}/" for i in range(130)))
+
+
+def test_a_grammar_that_the_librarys_fuel_does_not_suffice_for_is_too_large(isolated: Compiler) -> None:
+    with pytest.raises(GrammarTooLarge, match="fuel exhausted"):
+        isolated.compile(FUEL)
+    advice = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable it"
+    assert isinstance(_refusal(advice, "lark"), GrammarTooLarge)
 
 
 # A worker that does what it is told, instead of compiling.
