@@ -111,9 +111,8 @@ def _check_folder(folder: str | None) -> None:
 
 def _fitting(llm: LLM, files: Sequence[TextFile], tally: Tally) -> Iterator[Document]:
     for one in files:
-        ids = llm.documents.ids(one.text)
         try:
-            llm.documents.check_alone(one.name, len(ids))
+            ids = llm.documents.ids_alone(one.name, one.text)
         except InputError as error:
             _fail(tally, one.name, str(error))
         else:

@@ -13,7 +13,7 @@ from typing import Any
 from ..blend.chunk import Chunks
 from ..blend.recipe import Quilt, Recipe
 from ..config import available_memory_bytes
-from ..errors import InputError, ParamError
+from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
 from ..metrics import Metrics
@@ -94,8 +94,17 @@ class Documents:
             return self._tokenizer.encode(text, add_special=False, limit=self._executor.max_context, taken=taken)
         return read_ids(text, self._executor.spec.vocab_size)
 
-    def check_alone(self, name: str, tokens: int) -> None:
-        """Raise, by this name, unless a document of so many tokens can be computed and reused here."""
+    def ids_alone(self, name: str, text: str | Sequence[int]) -> list[int]:
+        """The tokens of a document that can be computed and reused here; raises by this name where it cannot be."""
+        try:
+            ids = self.ids(text)
+        except ContextOverflow as error:
+            why = f"has at least {error.tokens} tokens, and with a max_context this small {error.limit - 1} fit"
+            raise ParamError(name, f"{why}; shorten it") from error
+        self._check_alone(name, len(ids))
+        return ids
+
+    def _check_alone(self, name: str, tokens: int) -> None:
         if not tokens:
             raise ParamError(name, "is empty; give at least one token")
         pool, needed = self._executor.pool, tokens + len(self.behind) + 1

@@ -14,7 +14,7 @@ from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..engine.request import Request
 from ..engine.track import Job
-from ..errors import ContextOverflow, InputError, ParamError
+from ..errors import InputError
 from ..sampling.params import SamplingParams
 from .answer import Asked
 from .model import Chosen, Model, Prompt
@@ -126,12 +126,7 @@ class Warming:
             self._on_progress(done, sum(map(len, self._unique)))
 
     def _read(self, index: int, text: Prompt) -> Ids:
-        try:
-            ids = tuple(self._model.documents.ids(text))
-        except ContextOverflow as error:
-            raise ParamError(f"documents.{index}", f"has at least {error.tokens} tokens; {error.limit} fit") from error
-        self._model.documents.check_alone(f"documents.{index}", len(ids))
-        return ids
+        return tuple(self._model.documents.ids_alone(f"documents.{index}", text))
 
 
 def _alone(model: Model, chosen: Chosen) -> Adapter:

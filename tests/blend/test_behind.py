@@ -101,6 +101,6 @@ def test_nothing_and_too_much_are_refused(tiny_executor: Executor, tokenizer: To
 def test_it_takes_room_that_documents_then_lack(tiny_executor: Executor, tokenizer: Tokenizer) -> None:
     llm = LLM(tiny_executor, tokenizer, behind=[SYSTEM])
     most = tiny_executor.max_context - len(llm.documents.behind) - 1
-    llm.documents.check_alone("document", most)
+    llm.documents._check_alone("document", most)
     with pytest.raises(ParamError, match=f"{most} fit"):
-        llm.documents.check_alone("document", most + 1)
+        llm.documents._check_alone("document", most + 1)

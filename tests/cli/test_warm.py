@@ -126,7 +126,7 @@ def test_files_that_cannot_be_are_named_and_the_others_stored(model: str, files:
         ("absent", "cannot be read: No such file"),
         ("binary", "holds a NUL byte"),
         ("latin", "is not UTF-8 text (byte 1)"),
-        ("long", "has 2000 tokens, and with a max_context this small 1023 fit"),
+        ("long", "has at least 2000 tokens, and with a max_context this small 1023 fit"),
         ("blank", "is empty"),
     ):
         assert any(line.startswith(f"kvilt: {files / name}: {why}") for line in said), said
