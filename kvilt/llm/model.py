@@ -10,7 +10,7 @@ from typing import Any
 from ..batch import Adapter, Base
 from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
-from ..errors import InputError, ParamError
+from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.executor import Executor
 from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
@@ -75,7 +75,11 @@ class Model:
         self.grammars = Grammars(tokenizer, self.stop_ids)
         self._stops = StopCache()
         self._template: ChatTemplate | None = None
-        self.documents = Documents(executor, tokenizer, store, None if behind is None else self._begins(behind))
+        try:
+            begins = None if behind is None else self._begins(behind)
+        except ContextOverflow as error:
+            raise ParamError("behind", f"has at least {error.tokens} tokens; shorten it") from error
+        self.documents = Documents(executor, tokenizer, store, begins)
 
     @property
     def chat_template(self) -> ChatTemplate:
