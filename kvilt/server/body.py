@@ -58,13 +58,16 @@ class StrictRequest(Request):
 
     body_bytes = 0  # as they came
 
-    async def load(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
-        """Read the body, and check it against the route's shape; afterwards the request holds the value alone."""
+    async def read(self) -> None:
+        """Wait for the whole body."""
         try:
-            body = await self.body()
+            self.body_bytes = len(await self.body())
         except ClientDisconnect:
             raise ClientGone() from None
-        self.body_bytes = len(body)
+
+    async def check(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
+        """Check the body against the route's shape; afterwards the request holds the value alone."""
+        body = await self.body()
         if shape is None or not body:
             return
         if len(body) <= _SMALL:

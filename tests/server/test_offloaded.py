@@ -94,6 +94,8 @@ def test_a_client_that_leaves_ends_what_is_done_for_it(
         until(lambda: idle(server), "ending")
         until(lambda: server.service._in_progress == 0)
         assert server.llm.engine.requests == 0
+        ends = server.service.metrics.snapshot()["kvilt_http_requests_total"]["series"]
+        assert {one["labels"]["status"] for one in ends} == {"200", "499"}, "not by its deadline"
 
 
 @pytest.mark.parametrize("phase", ["parse", "check", "prompt", "tokenize"])

@@ -120,6 +120,22 @@ def test_each_character_is_looked_at_a_bounded_number_of_times(parts: list[str],
     assert tokens.calls + runs.calls <= 2 * len(text) + 4
 
 
+def test_no_call_into_c_sees_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two pieces the event loop can run, and the work can be ended."""
+    seen: list[int] = []
+    honest = strict_json.scanstring
+
+    def scanned(piece: str, at: int, strict: bool) -> tuple[str, int]:
+        seen.append(len(piece))
+        return honest(piece, at, strict)
+
+    monkeypatch.setattr(strict_json, "scanstring", scanned)
+    text = '"' + "\\n" * 500_000 + '"'
+    assert read_json(text) == "\n" * 500_000
+    assert max(seen) <= strict_json._LAST_PIECE + 1
+    assert len(seen) < 30
+
+
 @pytest.mark.parametrize("part", ATTACKS, ids=lambda part: part[:12])
 def test_twice_the_text_takes_about_twice_the_time(part: str) -> None:
     """CPU time of this thread, so that other work on the machine does not count."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
 
 from ..body import StrictRequest
 from ..gate import Caller
@@ -64,6 +65,13 @@ ASKING = refusals(400, 404, 408, 409, 410, 413, 415, 429)
 BODY = refusals(400, 404, 408, 413, 415, 429)
 
 
+class Unsent(Response):
+    """The answer to a client that has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send nothing."""
+
+
 class StrictRoute(APIRoute):
     """A route that reads JSON strictly, ends with its client, and turns errors into refusals."""
 
@@ -78,14 +86,14 @@ class StrictRoute(APIRoute):
             caller: Caller | None = request.scope.get("kvilt.caller")
 
             async def work() -> Response:
+                await own.check(shape, service.llm.offload, "" if caller is None else caller.tenant)
                 return await handle(own)
 
             try:
-                owner = "" if caller is None else caller.tenant
-                await own.load(shape, service.llm.offload, owner)
+                await own.read()
                 return await unless_gone(request.receive, work())
             except ClientGone:
-                raise
+                return Unsent()
             except Exception as error:
                 return refusal_of(error).response()
             finally:
