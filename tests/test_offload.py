@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -97,6 +99,39 @@ def test_work_is_ended_with_its_caller() -> None:
         assert await offload.run(LANE, lambda: 5) == 5
 
     run(scene)
+
+
+TRACED = """
+import asyncio, sys, threading
+from kvilt.llm.offload import Lane, Offload
+
+def endless():
+    begun.set()
+    while True:
+        pass
+
+async def scene(offload):
+    lane = Lane("traced", 1, 2, 300.0)
+    await offload.run(lane, int)
+    task = asyncio.ensure_future(offload.run(lane, endless))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    while offload.load()["traced"] != (0, 0):
+        await asyncio.sleep(0.001)
+    threading.settrace(lambda *_: None)
+    sys.settrace(lambda *_: None)
+    for _ in range(50):
+        await offload.run(lane, int)
+
+begun = threading.Event()
+asyncio.run(scene(Offload()))
+"""
+
+
+def test_no_exception_is_left_on_its_way() -> None:
+    """The interpreter would look for it at every step, and under a debugger or coverage it would do nothing else."""
+    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=120)
 
 
 def test_what_waits_is_bounded_for_each_owner_and_takes_turns() -> None:

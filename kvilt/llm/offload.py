@@ -195,7 +195,21 @@ class Offload:
         with self._lock:
             job.closed = True
         _here.job = None
-        _inject(threading.get_ident(), ctypes.py_object())
+        if job.left:
+            _take_what_comes()
+
+
+def _take_what_comes() -> None:
+    """Let an exception that may be on its way to this thread come now.
+
+    Withdrawing it would leave the interpreter's flag for it raised for good, and Python 3.11 then hangs under a tracer.
+    """
+    try:
+        _inject(threading.get_ident(), _Ended)
+        while True:
+            pass
+    except _Ended:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
