@@ -41,5 +41,6 @@ def quietly(action: Callable[[], T], otherwise: T) -> T:
     try:
         return action()
     except BaseException as error:
-        contained(error)
+        if isinstance(contained(error), KviltError):  # others are logged by now
+            _log.warning("%s: %s", type(error).__name__, error)
         return otherwise

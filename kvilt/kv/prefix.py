@@ -249,14 +249,16 @@ class PrefixIndex:
             for group, pages in enumerate(held):
                 self._pool.share(group, pages)
             rows: list[CacheRow] = []
-            for image in images:
-                if not self._restore(trail, nodes, image, rows):
-                    break
-                placed += 1
-            for row in reversed(rows):
-                row.close()
-            for group, pages in enumerate(held):
-                self._pool.drop(group, reversed(pages))
+            try:
+                for image in images:
+                    if not self._restore(trail, nodes, image, rows):
+                        break
+                    placed += 1
+            finally:
+                for row in reversed(rows):
+                    row.close()
+                for group, pages in enumerate(held):
+                    self._pool.drop(group, reversed(pages))
             return placed
 
     def _restore(self, trail: Trail, nodes: list[Node], image: RowImage, rows: list[CacheRow]) -> bool:

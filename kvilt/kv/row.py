@@ -287,14 +287,23 @@ def rows_from_images(pool: PagePool, images: Sequence[RowImage], owner: str = ""
         for g in range(len(layout.groups))
     ]
     spare = pool.take(counts, owner)
-    rows = [_row_from_image(pool, image, spare) for image in images]
-    for row in rows:
-        row.owner = owner
+    rows: list[CacheRow] = []
+    try:
+        for image in images:
+            rows.append(CacheRow(pool))
+            rows[-1].owner = owner
+            _fill(rows[-1], pool, image, spare)
+    except BaseException:
+        for row in rows:
+            row.close()
+        for g, pages in enumerate(spare):
+            pool.drop(g, pages)
+        raise
     return rows
 
 
-def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> CacheRow:
-    row = CacheRow(pool)
+def _fill(row: CacheRow, pool: PagePool, image: RowImage, spare: list[list[int]]) -> None:
+    """Put an image into a new row, on spare pages."""
     row.ids, row.embeds, row.firsts = image.ids[:], dict(image.embeds), list(image.firsts)
     row.origin, row.adapter, row.adapted_from = image.origin, image.adapter, image.adapted_from
     for g, first in enumerate(image.firsts):
@@ -303,4 +312,3 @@ def _row_from_image(pool: PagePool, image: RowImage, spare: list[list[int]]) -> 
         row.tables[g] = [GONE] * gone + [spare[g].pop() for _ in range(count)]
         slots = row.slots(g, first, image.length).to(pool.device)
         pool.ops.write_slots(pool.stores[g], slots, image.groups[g])
-    return row

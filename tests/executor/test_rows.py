@@ -13,7 +13,7 @@ from kvilt.batch import Batch, Embeds, Hidden, Ids, LayerSpan, Nothing, Row, Sam
 from kvilt.config import RunConfig
 from kvilt.errors import InputError
 from kvilt.executor.load import load_executor
-from kvilt.kv.row import CacheRow
+from kvilt.kv.row import CacheRow, rows_from_images
 
 
 def run(executor: Executor, source: Source, want: Want = Nothing(), layers: LayerSpan = LayerSpan()) -> None:  # noqa: B008
@@ -85,3 +85,17 @@ def test_a_cache_does_not_change_between_the_check_of_a_batch_and_its_tables(
         cut.join()
         with pytest.raises(InputError, match="changed after this batch was made"):
             tiny.run(batch)
+
+
+def test_images_that_cannot_be_written_leave_no_page_behind(tiny: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.create_kv_cache() as kv:
+        tiny.prefill([1, 2, 3], kv)
+        image, used = kv.row(0).image(), tiny.pool.usage().used
+
+        def full(*_given: object) -> None:
+            raise RuntimeError("cannot be written")
+
+        monkeypatch.setattr(tiny.pool.ops, "write_slots", full)
+        with pytest.raises(RuntimeError, match="cannot be written"):
+            rows_from_images(tiny.pool, [image, image])
+        assert tiny.pool.usage().used == used

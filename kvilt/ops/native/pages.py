@@ -192,14 +192,20 @@ def write_slots(engine: Any, store: PageStore, slots: Tensor, kv: KeysValues) ->
     pages, slots = own(store), _slots(slots)
     shape = pages.shape
     each = (shape.layers, len(slots), shape.kv_heads)
-    scales = each if shape.scales else (0,)
     kv = KeysValues(
         checked("keys", kv.keys.contiguous(), (*each, shape.key_dim), shape.dtype),
         checked("values", kv.values.contiguous(), (*each, shape.value_dim), shape.dtype),
-        checked("key_scales", kv.key_scales.contiguous(), scales),
-        checked("value_scales", kv.value_scales.contiguous(), scales),
+        _scales("key_scales", kv.key_scales, each if shape.scales else None),
+        _scales("value_scales", kv.value_scales, each if shape.scales else None),
     )
     engine.write_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
+
+
+def _scales(name: str, scales: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """Scales of this shape; pages without scales take tensors without elements, of any shape."""
+    if shape is None:
+        check(not scales.numel(), name, "must be empty for pages without scales")
+    return checked(name, scales.contiguous(), scales.shape if shape is None else shape)
 
 
 def _addresses(kv: KeysValues) -> tuple[int, int, int, int]:
