@@ -55,8 +55,11 @@ def serve(
             llm.load_lora(path, name)
         gc.collect()
         gc.freeze()  # what is there now stays: collections of what requests leave need not walk over it
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(listen(llm, settings, _ready))
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(listen(llm, settings, _ready))
+        finally:
+            gc.unfreeze()  # or the native module is not taken down in order at exit
 
 
 def _ready(listener: Listener) -> None:

@@ -114,6 +114,7 @@ def test_sigterm_under_load_loses_no_request(model: Path) -> None:
                 assert answer.json()["usage"]["completion_tokens"] == 200
         assert server.wait() == 0
         assert "Traceback" not in "".join(server.said)
+        assert "leaked" not in "".join(server.said), "the native module is taken down in order"
 
 
 def running(http: httpx.Client) -> int:
