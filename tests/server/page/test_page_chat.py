@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from gates import Gate
 from playwright.sync_api import expect
 from running import Running, until
 
@@ -50,7 +51,16 @@ def test_shift_enter_is_a_new_line_and_blanks_are_not_sent(server: Running, visi
     assert page.locator(".message").count() == 0
 
 
-def test_stopping_keeps_what_came(server: Running, visiting: Visiting) -> None:
+@pytest.fixture
+def halfway(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """An answer comes this far, and no further before the gate is set."""
+    gate = Gate(executor, monkeypatch)
+    gate.last = 60
+    yield gate
+    gate.set()
+
+
+def test_stopping_keeps_what_came(server: Running, visiting: Visiting, halfway: Gate) -> None:
     visit = visiting(server)
     visit.keep(maxTokens=900)
     page = visit.open().page
@@ -58,6 +68,7 @@ def test_stopping_keeps_what_came(server: Running, visiting: Visiting) -> None:
     expect(page.locator(".assistant .body > .md")).to_have_text(re.compile(".{20}", re.DOTALL))
     page.get_by_label("Stop", exact=True).click()
     visit.idle()
+    halfway.set()
     expect(page.locator(".facts")).to_contain_text("stopped")
     assert len(page.locator(".assistant .body > .md").inner_text()) > 20
     assert "of " in visit.facts(), "the counts came while it ran"
@@ -179,7 +190,7 @@ def test_by_keyboard_alone(server: Running, visiting: Visiting) -> None:
     expect(page.locator("#prompt")).to_be_focused()
 
 
-def test_escape_stops_and_tab_reaches_everything(server: Running, visiting: Visiting) -> None:
+def test_escape_stops_and_tab_reaches_everything(server: Running, visiting: Visiting, halfway: Gate) -> None:
     visit = visiting(server)
     visit.keep(maxTokens=900)
     page = visit.open().page
@@ -264,7 +275,7 @@ def test_long_prompts_show_how_far_they_are_read(
     def held(batch: Any, *more: Any, **named: Any) -> Any:
         seen.append(batch)
         if len(seen) == 3:
-            go_on.wait(120)
+            go_on.wait(300)
         return run(batch, *more, **named)
 
     executor.prefixes.clear()
