@@ -47,15 +47,21 @@ Engine::Engine(int threads, const std::string& isa)
 
 Rows Engine::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
-  const int64_t needed = rows * blocks;
+  const int64_t needed = rows * blocks, groups = (rows + kGroup - 1) / kGroup;
   if (int64_t(floats_.size()) < needed * 4) {
     values_.resize(needed * kBlock);
     floats_.resize(needed * 4);
+    rest_values_.resize(needed * kBlock);
+    rest_floats_.resize(needed * 4);
   }
-  const Rows quantized{x, values_.data(), floats_.data(), rows, inputs, blocks};
+  const int64_t rests = groups * (1 + kGroup * blocks);
+  if (int64_t(rests_.size()) < rests) rests_.resize(rests);
+  const Rows quantized{x, values_.data(), rest_values_.data(), floats_.data(), rest_floats_.data(), rests_.data(),
+                       rows, inputs, blocks};
   if (!packed) return quantized;
-  if (needed < kWorthSharing) for (int64_t row = 0; row < rows; ++row) kernels_->quantize(quantized, row);
-  else workers_.run(rows, [&](int64_t row, int) { kernels_->quantize(quantized, row); });
+  const auto one = [&](int64_t group, int) { kernels_->quantize(quantized, group); };
+  if (needed < kWorthSharing) for (int64_t group = 0; group < groups; ++group) one(group, 0);
+  else workers_.run(groups, one);
   return quantized;
 }
 

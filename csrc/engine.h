@@ -17,6 +17,9 @@
 
 namespace kvilt {
 
+// Of the arithmetic: a change of any result's bits counts it up, and KV of another revision is not used.
+constexpr int kRevision = 3;
+
 struct Product {
   Packed weight;
   Target to;
@@ -100,8 +103,9 @@ class Engine {
   std::unique_ptr<Program> recording_;
   std::atomic<bool> stopped_{false};
   std::mutex lock_;
-  std::vector<int8_t> values_;
-  std::vector<float> floats_;
+  std::vector<int8_t> values_, rest_values_;
+  std::vector<float> floats_, rest_floats_;
+  std::vector<int32_t> rests_;
 };
 
 // The instruction sets this machine can run, best first.

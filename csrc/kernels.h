@@ -28,13 +28,18 @@ struct Packed {
 // Rows of activations, as they are and as int8. Rows stand in groups of eight (the last may be smaller), and inside a
 // group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
 // the scaled sum of the block, and the scaled sums of its halves.
+//
+// Few blocks of a row hold its largest activations, and most of the error that eight bits make. What eight bits leave of
+// those stands in eight more: the rests of a group, [rest][32] values and [rest][4] floats, by block and then by row.
 struct Rows {
   const float* plain;  // [rows][inputs]
-  int8_t* values;
-  float* floats;
+  int8_t *values, *rest_values;
+  float *floats, *rest_floats;
+  int32_t* rests;  // [group][1 + 8 * blocks]: how many, and of which block and row: block * 8 + row
   int64_t rows, inputs, blocks;
 
   int64_t groups() const { return (rows + kGroup - 1) / kGroup; }
+  int32_t* rests_of(int64_t group) const { return rests + group * (1 + kGroup * blocks); }
   int64_t count(int64_t group) const { return rows - group * kGroup < kGroup ? rows - group * kGroup : kGroup; }
 };
 
@@ -47,7 +52,7 @@ struct Target {
 
 struct Kernels {
   const char* name;
-  void (*quantize)(const Rows& x, int64_t row);
+  void (*quantize)(const Rows& x, int64_t group);
   // One tile of outputs for the rows of groups [first, last).
   void (*linear)(const Packed& w, int64_t tile, const Rows& x, int64_t first, int64_t last, const Target& to);
   // activation(gate) * up, both products of the same input.

@@ -11,27 +11,67 @@
 
 namespace kvilt::KVILT_ISA {
 
-inline void quantize(const Rows& x, int64_t row) {
-  const int64_t group = row / kGroup, r = row % kGroup, rows = x.count(group);
-  int8_t* values = x.values + group * kGroup * x.blocks * kBlock + r * kBlock;
-  float* floats = x.floats + group * kGroup * x.blocks * 4 + r;
-  const float* from = x.plain + row * x.inputs;
-  float last[kBlock] = {};  // the last block, filled up with zeros
-  const int64_t whole = x.inputs / kBlock;
-  if (whole < x.blocks) std::memcpy(last, from + whole * kBlock, (x.inputs - whole * kBlock) * sizeof(float));
-  for (int64_t b = 0; b < x.blocks; ++b, values += rows * kBlock, floats += rows * 4) {
-    const float* block = b < whole ? from + b * kBlock : last;
-    const F16x low = load(block), high = load(block + 16);
-    const float peak = largest(larger(absolute(low), absolute(high)));
-    const float scale = peak / 127.0f;
-    const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    const float first = scale * float(store_bytes(values, low * inverse));
-    const float second = scale * float(store_bytes(values + 16, high * inverse));
-    floats[0] = scale;
-    floats[rows] = first + second;
-    floats[2 * rows] = first;
-    floats[3 * rows] = second;
+constexpr float kNothing = 1e-30f;   // a peak below it counts as zero: its inverse would not be a number
+constexpr float kRestShare = 4.0f;   // a block has a rest if its squared peak is this many times the row's mean
+
+// A row's inputs, block by block; the last one may be filled up with zeros.
+struct Blocks {
+  const float* from;
+  int64_t whole;
+  float last[kBlock] = {};
+
+  Blocks(const Rows& x, int64_t row) : from(x.plain + row * x.inputs), whole(x.inputs / kBlock) {
+    std::memcpy(last, from + whole * kBlock, (x.inputs - whole * kBlock) * sizeof(float));
   }
+  const float* operator[](int64_t b) const { return b < whole ? from + b * kBlock : last; }
+};
+
+// A block as bytes, with its floats `rows` apart.
+inline void quantize_block(F16x low, F16x high, int64_t rows, int8_t* values, float* floats) {
+  const float peak = largest(larger(absolute(low), absolute(high)));
+  const float scale = peak / 127.0f;
+  const float inverse = peak > kNothing ? 127.0f / peak : 0.0f;
+  const float first = scale * float(store_bytes(values, low * inverse));
+  const float second = scale * float(store_bytes(values + 16, high * inverse));
+  floats[0] = scale;
+  floats[rows] = first + second;
+  floats[2 * rows] = first;
+  floats[3 * rows] = second;
+}
+
+// The squared peak above which a row's blocks have a rest.
+inline float rest_limit(const float* scales, int64_t blocks, int64_t stride) {
+  float sum = 0;
+  for (int64_t b = 0; b < blocks; ++b) sum += scales[b * stride] * scales[b * stride];
+  return sum * (kRestShare / float(blocks));
+}
+
+inline void quantize(const Rows& x, int64_t group) {
+  const int64_t rows = x.count(group), start = group * kGroup * x.blocks;
+  int8_t *values = x.values + start * kBlock, *rest_values = x.rest_values + start * kBlock;
+  float *floats = x.floats + start * 4, *rest_floats = x.rest_floats + start * 4, limits[kGroup];
+  for (int64_t r = 0; r < rows; ++r) {
+    const Blocks blocks(x, group * kGroup + r);
+    for (int64_t b = 0; b < x.blocks; ++b) {
+      const F16x low = load(blocks[b]), high = load(blocks[b] + 16);
+      quantize_block(low, high, rows, values + (b * rows + r) * kBlock, floats + b * rows * 4 + r);
+    }
+    limits[r] = rest_limit(floats + r, x.blocks, rows * 4);
+  }
+  int32_t* rests = x.rests_of(group);
+  int32_t found = 0;
+  for (int64_t b = 0; b < x.blocks; ++b, values += rows * kBlock, floats += rows * 4)
+    for (int64_t r = 0; r < rows; ++r) {
+      const float scale = floats[r];
+      if (!(scale * scale > limits[r])) continue;
+      const Blocks blocks(x, group * kGroup + r);
+      const int8_t* own = values + r * kBlock;
+      const F16x low = fma(load_byte(own), -scale, load(blocks[b]));  // what eight bits leave
+      const F16x high = fma(load_byte(own + 16), -scale, load(blocks[b] + 16));
+      quantize_block(low, high, 1, rest_values + found * kBlock, rest_floats + found * 4);
+      rests[++found] = int32_t(b * kGroup + r);
+    }
+  rests[0] = found;
 }
 
 // Bytes of weights to ask for ahead. The machine's own prefetching stops where a page ends, and a block takes many rows
@@ -121,6 +161,39 @@ void packed_rows(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
   for (int r = 0; r < G * R; ++r) out[r] = joined(sums + r, G * R);
 }
 
+// Adds the rests of a group to its rows' products with one tile.
+template <Kind K>
+void add_rests(const uint8_t* w, const Rows& x, int64_t group, F16x* out) {
+  using F = Format<K>;
+  const int32_t *rests = x.rests_of(group) + 1, count = rests[-1];
+  if (count == 0) return;
+  const int8_t* values = x.rest_values + group * kGroup * x.blocks * kBlock;
+  const float* floats = x.rest_floats + group * kGroup * x.blocks * 4;
+  const int64_t rows = x.count(group);
+  Part sums[kParts * kGroup];
+  for (int64_t r = 0; r < rows; ++r)
+    for (int part = 0; part < kParts; ++part) sums[part * kGroup + r] = part_of(out[r], part);
+  F16x factor = {}, low_factor = {};
+  for (int32_t first = 0, last; first < count; first = last) {
+    const int64_t block = rests[first] / kGroup;
+    for (last = first + 1; last < count && rests[last] / kGroup == block;) ++last;
+    const uint8_t* super = w + F::tile_bytes(block / kSuper * kSuper);
+    const uint8_t* at = super + F::header + block % kSuper * F::block;
+    if constexpr (F::k) factor = load_half(reinterpret_cast<const uint16_t*>(super));
+    if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
+    const Scales once = scales_of<K>(at + F::codes, factor, low_factor);
+    for (int part = 0; part < kParts; ++part) {
+      const Codes<F::bits> codes(at, part);
+      for (int32_t i = first; i < last; ++i) {
+        Part& sum = sums[part * kGroup + rests[i] % kGroup];
+        sum = add_block<K, 1>(sum, codes, part, values + i * kBlock, floats + i * 4,
+                              [&]() -> const Scales& { return once; });
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) out[r] = joined(sums + r, kGroup);
+}
+
 template <Kind K>
 inline F16x load_weights(const uint8_t* w, int64_t at) {
   if constexpr (K == Kind::kFloat) return load(reinterpret_cast<const float*>(w) + at);
@@ -151,12 +224,14 @@ using Product = void (*)(const uint8_t* w, const Rows& x, int64_t group, F16x* o
 struct Products {
   Product of[kGroup];
   Product two;  // whole groups
+  Product rests;
 };
 
 template <Kind K, int... R>
 constexpr Products products(std::integer_sequence<int, R...>) {
-  if constexpr (K == Kind::kFloat || K == Kind::kHalf || K == Kind::kBfloat) return {{plain_rows<K, R + 1>...}, nullptr};
-  else return {{packed_rows<K, R + 1, 1>...}, packed_rows<K, kGroup, 2>};
+  if constexpr (K == Kind::kFloat || K == Kind::kHalf || K == Kind::kBfloat)
+    return {{plain_rows<K, R + 1>...}, nullptr, nullptr};
+  else return {{packed_rows<K, R + 1, 1>...}, packed_rows<K, kGroup, 2>, add_rests<K>};
 }
 template <int... K>
 constexpr std::array<Products, kKinds> all_products(std::integer_sequence<int, K...>) {
@@ -174,7 +249,10 @@ inline int64_t together(const Packed& w, const Rows& x, int64_t group, int64_t l
 inline void product(const Packed& w, int64_t tile, const Rows& x, int64_t group, int64_t groups, F16x* out) {
   const Products& products = kProducts[int(w.kind)];
   const Product product = groups == 2 ? products.two : products.of[x.count(group) - 1];
-  product(w.data + tile * tile_bytes(w.kind, w.inputs), x, group, out);
+  const uint8_t* from = w.data + tile * tile_bytes(w.kind, w.inputs);
+  product(from, x, group, out);
+  if (!products.rests) return;  // plain weights take activations as they are
+  for (const int64_t end = group + groups; group < end; ++group, out += kGroup) products.rests(from, x, group, out);
 }
 
 // Sixteen floats of a row's outputs; the last tile may have fewer.

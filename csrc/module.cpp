@@ -32,6 +32,7 @@ struct Weight {
 
 NB_MODULE(_kvilt_native, m) {
   m.doc() = "kvilt's native CPU kernels";
+  m.attr("REVISION") = kRevision;
   m.def("available_isas", &available_isas);
   m.def("limits", [](int threads, int64_t bytes) {
     Limits found{};

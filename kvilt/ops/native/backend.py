@@ -34,7 +34,6 @@ from .pack import pack
 from .record import NativeRecorder
 from .reduce import NativeReductions
 
-REVISION = 2  # of the arithmetic: KV of another revision is not the same bits
 _ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
 
 
@@ -64,7 +63,8 @@ class NativeOps:
 
     @property
     def numerics(self) -> str:
-        return f"native-{REVISION}/{self._engine.isa}"
+        # The module's own revision, whatever Python code runs beside it: modules before the third did not say it.
+        return f"native-{getattr(self._module, 'REVISION', 2)}/{self._engine.isa}"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
