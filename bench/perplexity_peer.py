@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvilt
-from kvilt.cli.perplexity import measure
+from kvilt.bench.perplexity import measure
 from kvilt.weights.hub import resolve
 
 

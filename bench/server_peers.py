@@ -36,10 +36,10 @@ from typing import Any
 from peers.models import BENCH, MODELS
 from peers.noise import DISTURBED_CORES, Watch, wait_quiet
 
-from kvilt.cli.bench_serve import measure
-from kvilt.cli.bench_serve_http import Target
-from kvilt.cli.bench_serve_load import Shape
-from kvilt.cli.bench_serve_stats import Goal, Spread, Summary, summary
+from kvilt.bench.serve import measure
+from kvilt.bench.serve_client import ServerTarget
+from kvilt.bench.serve_load import LoadPlan
+from kvilt.bench.serve_stats import SLO, LoadSummary, Percentiles, summary
 
 XLLAMA = BENCH / "xllama/bin/python"
 GREEDY: Mapping[str, Any] = {"samplers": ["top_k"], "top_k": 1}  # llama.cpp's cheapest way to take the best token
@@ -68,7 +68,7 @@ class Sample:
     peer: str
     clients: int
     others: float  # cores that other processes used meanwhile
-    result: Summary
+    result: LoadSummary
 
 
 @contextmanager
@@ -114,14 +114,14 @@ def _address(name: str, process: subprocess.Popen[str], log: Path, sign: str) ->
         raise SystemExit(f"{name} does not start: {(text.strip().splitlines() or ['it said nothing'])[-1]}")
 
 
-def sample(peer: Peer, shape: Shape, chat: bool, retries: int) -> Sample:
+def sample(peer: Peer, plan: LoadPlan, chat: bool, retries: int) -> Sample:
     """One round of one server; again, if somebody else used the machine."""
     for left in range(retries, -1, -1):
         watch, used_s = Watch(), peer.cpu_s()
-        run = asyncio.run(measure(Target(peer.url, chat), shape, None, lambda *_: None, peer.extra))
+        run = asyncio.run(measure(ServerTarget(peer.url, chat), plan, None, lambda *_: None, peer.extra))
         noise = watch.noise()
         others = max(0.0, noise.others - (peer.cpu_s() - used_s) / noise.seconds)
-        taken = Sample(peer.name, shape.clients or 1, others, summary(run.traces, Goal()))
+        taken = Sample(peer.name, plan.clients or 1, others, summary(run.traces, SLO()))
         if taken.result.errors:
             message = next(trace.message for trace in run.traces if trace.error)
             raise SystemExit(f"{peer.name} answered with {taken.result.errors}: {message}")
@@ -134,7 +134,7 @@ def sample(peer: Peer, shape: Shape, chat: bool, retries: int) -> Sample:
 def rounds(peers: list[Peer], asked: argparse.Namespace, clients: int) -> Iterator[Sample]:
     """The same prompts to every server, in changing order, after a round that does not count."""
     for number in range(asked.rounds + 1):
-        shape = Shape(
+        plan = LoadPlan(
             workload=asked.workload,
             requests=max(asked.requests, 2 * clients) if number else clients,
             prompt_tokens=asked.prompt_tokens,
@@ -144,7 +144,7 @@ def rounds(peers: list[Peer], asked: argparse.Namespace, clients: int) -> Iterat
         )
         for peer in peers if number % 2 else peers[::-1]:
             _progress(f"{clients} clients, round {number}/{asked.rounds}, {peer.name}")
-            taken = sample(peer, shape, asked.chat, asked.retries if number else 0)
+            taken = sample(peer, plan, asked.chat, asked.retries if number else 0)
             if number:
                 yield taken
     _progress("")
@@ -172,7 +172,7 @@ def report(samples: list[Sample], clients: list[int]) -> None:
         print(f"{count:>7} {' '.join(cells)}   {others:.2f}{mark}")
 
 
-def _first(result: Summary) -> Spread:
+def _first(result: LoadSummary) -> Percentiles:
     assert result.ttft_ms is not None  # every request was answered
     return result.ttft_ms
 

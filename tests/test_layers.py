@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "kvilt"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("bench",),
     ("cluster",),
     ("server",),
     ("__init__",),
@@ -41,8 +42,8 @@ CORE = frozenset({"torch", "numpy", "safetensors", "tokenizers", "jinja2"})
 EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli": frozenset({"typer", "rich", "prompt_toolkit", "click"}),
     "kvilt.cli.serve": frozenset({"uvloop"}),
-    "kvilt.cli.bench_serve_plot": frozenset({"matplotlib"}),
-    "kvilt.cli.blend_plot": frozenset({"matplotlib"}),
+    "kvilt.bench.serve_plot": frozenset({"matplotlib"}),
+    "kvilt.bench.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
     "kvilt.server.spans": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
@@ -260,6 +261,8 @@ UPWARD = [
     ("kvilt.blend.chunk", "from ..speculative.drafter import Drafter"),
     ("kvilt.executor.executor", "from ..engine.plan import StepPlan"),
     ("kvilt.llm", "from .server.app import app"),
+    ("kvilt.bench.serve", "from ..cli.progress import tracked"),
+    ("kvilt.server.app", "from ..bench.serve import measure"),
     ("kvilt.llm", "from . import load"),
     ("kvilt.llm", "import kvilt"),
     ("kvilt.engine.engine", "from kvilt import LLM"),
@@ -368,7 +371,7 @@ def test_a_violation_says_where_and_what() -> None:
 def test_the_layers_are_those_of_the_design() -> None:
     """The line of the design, read back: a change of this table is a change of the design."""
     design = (
-        "cli > cluster > server > llm > engine > blend | speculative > executor > models | sampling "
+        "cli > bench > cluster > server > llm > engine > blend | speculative > executor > models | sampling "
         "> batch | text | store > kv | weights > ops > quant > config | metrics > errors"
     )
     expected = [tuple(room.strip() for room in place.split("|")) for place in design.split(">")]

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.blend_measure import BlendCase
 from ..errors import InputError, ParamError
 from .texts import read_text
 
 _JSON = (".json", ".jsonl")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A question, what it is asked about, and what would be right, where somebody knows."""
-
-    question: str
-    documents: tuple[str, ...]
-    answers: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The same for the same question about the same documents, wherever it stands in a file."""
-        return hashlib.sha256(json.dumps([self.question, self.documents]).encode()).hexdigest()[:16]
-
-
-def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: int) -> list[Case]:
+def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: int) -> list[BlendCase]:
     """The cases of JSON files, and every question about `each` of the text files, in an order of its own."""
     if not files:
         raise ParamError("files", "give text files to ask about, or a JSON file with questions and documents")
@@ -41,7 +26,7 @@ def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: 
     if questions and not texts:
         raise ParamError("question", "questions need text files to be asked about; JSON files have their own")
     mixed = random.Random(seed)
-    cases += [Case(one, tuple(mixed.sample(texts, min(each, len(texts))))) for one in questions]
+    cases += [BlendCase(one, tuple(mixed.sample(texts, min(each, len(texts))))) for one in questions]
     if not cases:
         raise InputError("there are no questions in these files")
     return cases
@@ -52,7 +37,7 @@ def read_questions(path: str) -> list[str]:
     return [line.strip() for line in read_text(path).splitlines() if line.strip()]
 
 
-def _cases(path: str) -> Iterator[Case]:
+def _cases(path: str) -> Iterator[BlendCase]:
     raw = read_text(path)
     try:
         whole = (
@@ -70,13 +55,13 @@ def _cases(path: str) -> Iterator[Case]:
             raise InputError(f"{path}: entry {number} is not {shape}") from None
 
 
-def _case(entry: Mapping[str, Any]) -> Case:
+def _case(entry: Mapping[str, Any]) -> BlendCase:
     """`ctxs` is what sets of questions in the style of MuSiQue call their documents."""
     documents = tuple(map(_document, entry["documents"] if "documents" in entry else entry["ctxs"]))
     answers = entry.get("answers", [entry["answer"]] if "answer" in entry else [])
     if not isinstance(entry["question"], str) or not documents or isinstance(answers, str):
         raise TypeError
-    return Case(entry["question"], documents, tuple(str(one) for one in answers if str(one).strip()))
+    return BlendCase(entry["question"], documents, tuple(str(one) for one in answers if str(one).strip()))
 
 
 def _document(raw: str | Mapping[str, str]) -> str:

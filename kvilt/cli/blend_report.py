@@ -12,21 +12,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..bench.blend_curve import curve
+from ..bench.blend_measure import SYSTEM, BlendCase, methods
+from ..bench.blend_plot import plot
+from ..bench.blend_results import MethodSummary, ReportSettings, lines, summaries
+from ..bench.serve_plot import check_plot
 from ..blend.recipe import MEND
 from ..errors import ParamError
 from ..llm import LLM, load
 from ..store.codecs import codec_named
-from .bench_serve_plot import check_plot
-from .blend_cases import Case, read_cases, read_questions
-from .blend_curve import curve
-from .blend_measure import SYSTEM, methods
-from .blend_plot import plot
-from .blend_results import Setting, Summary, lines, summaries
-from .progress import bars
+from .blend_cases import read_cases, read_questions
+from .progress import bars, tracked
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BlendQuestions:
     """What to ask about which documents."""
 
     files: Sequence[str]
@@ -40,7 +40,7 @@ class Asked:
     mend: float | None = None  # None: as recipes do
     behind: bool = False  # whether documents are computed behind the system text
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[BlendCase]:
         for name in ("documents", "limit", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -51,8 +51,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How it is told."""
+class ReportOutput:
+    """How it is output."""
 
     out: str | None
     as_json: bool
@@ -60,29 +60,34 @@ class Told:
 
 
 def report(
-    asked: Asked, model: str, strategies: Sequence[str], percents: Sequence[int], told: Told, config: dict[str, Any]
+    questions: BlendQuestions,
+    model: str,
+    strategies: Sequence[str],
+    percents: Sequence[int],
+    output: ReportOutput,
+    config: dict[str, Any],
 ) -> None:
     """Measure and print. What is wrong with the questions is said before a model is loaded."""
-    if told.plot is not None:
+    if output.plot is not None:
         check_plot()
-    mend = MEND if asked.mend is None else asked.mend
-    cases, wanted = asked.cases(), methods(strategies, [percent / 100 for percent in percents], mend)
-    begins = [{"role": "system", "content": SYSTEM}] if asked.behind else None
+    mend = MEND if questions.mend is None else questions.mend
+    cases, wanted = questions.cases(), methods(strategies, [percent / 100 for percent in percents], mend)
+    begins = [{"role": "system", "content": SYSTEM}] if questions.behind else None
     with bars() as shown:
         llm = load(model, on_fetch=shown.fetching, behind=begins, **config)
     with llm:
-        setting = Setting(model, _context(asked.context, llm), asked.codec, mend, asked.behind)
-        found = summaries(lines(llm, cases, wanted, setting, told.out))
-    _show(found, told.as_json)
-    if told.plot is not None:
-        plot(_points(found), f"{model}, {len(cases)} questions", told.plot)
+        setting = ReportSettings(model, _context(questions.context, llm), questions.codec, mend, questions.behind)
+        found = summaries(lines(llm, cases, wanted, setting, output.out, tracked))
+    _show(found, output.as_json)
+    if output.plot is not None:
+        plot(_points(found), f"{model}, {len(cases)} questions", output.plot)
 
 
-def _points(found: Sequence[Summary]) -> list[tuple[str, float, float]]:
+def _points(found: Sequence[MethodSummary]) -> list[tuple[str, float, float]]:
     return [(one.method, one.recomputed, one.kl) for one in found]
 
 
-def _show(found: Sequence[Summary], as_json: bool) -> None:
+def _show(found: Sequence[MethodSummary], as_json: bool) -> None:
     """The table, and the curve of quality against ratio."""
     if as_json:
         print(json.dumps([asdict(one) for one in found]))

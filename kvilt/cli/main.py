@@ -202,11 +202,11 @@ def blend_report(
 ) -> None:
     """What blending your documents saves, and how far its answers part from whole prefills."""
     with reported():
-        from .blend_report import Asked, Told, report
+        from .blend_report import BlendQuestions, ReportOutput, report
 
-        asked = Asked(files, question or [], questions, documents, seed, limit, context, codec, mend, behind)
-        told = Told(out, json, plot)
-        report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), told, config)
+        asked = BlendQuestions(files, question or [], questions, documents, seed, limit, context, codec, mend, behind)
+        output = ReportOutput(out, json, plot)
+        report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), output, config)
 
 
 measures = typer.Typer(invoke_without_command=True)
@@ -232,10 +232,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     with reported():
-        from .bench import Shape
+        from ..bench.throughput import BenchPlan
         from .bench import bench as measure
 
-        shape = Shape(
+        plan = BenchPlan(
             prefill=opt.numbers("prefill", prefill),
             contexts=opt.numbers("contexts", contexts),
             batches=opt.numbers("batches", batches),
@@ -243,11 +243,11 @@ def bench(
             runs=runs,
             cold=cold,
         )
-        measure(model, shape, json, config)
+        measure(model, plan, json, config)
 
 
 @measures.command("serve")
-@opt.gathers(shape=opt.LOAD)
+@opt.gathers(load=opt.LOAD)
 def bench_serve(
     url: Annotated[str, typer.Option(help="The server's address, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[
@@ -261,17 +261,17 @@ def bench_serve(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it, too: out.png, out.svg.")] = None,
     *,
-    shape: dict[str, Any],
+    load: dict[str, Any],
 ) -> None:
     """Latency and throughput of any server that speaks the OpenAI API."""
     with reported():
+        from ..bench.serve_client import ServerTarget
+        from ..bench.serve_load import LoadPlan
+        from ..bench.serve_stats import SLO
         from .bench_serve import bench_serve as measure
-        from .bench_serve_http import Target
-        from .bench_serve_load import Shape
-        from .bench_serve_stats import Goal
 
-        target = Target(url, chat, api_key, timeout_s)
-        measure(target, Shape(**shape), Goal(slo_ttft_ms, slo_itl_ms), model, json, plot)
+        target = ServerTarget(url, chat, api_key, timeout_s)
+        measure(target, LoadPlan(**load), SLO(slo_ttft_ms, slo_itl_ms), model, json, plot)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import ONE_THREAD, Done, kvilt, kvilt_process
 from gguf import GGUFWriter
+from tiny import write_tiny_of_bytes
 
 from kvilt import load
 
@@ -211,6 +212,24 @@ def test_help_does_not_import_torch() -> None:
         "try: main()\nexcept SystemExit: pass"
     )
     assert not modules & {"torch", "numpy", "tokenizers", "jinja2"}
+
+
+def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
+    """Neither its help nor an answer imports what other commands are made of."""
+    model = str(write_tiny_of_bytes(tmp_path))
+    for asked in (["run", "--help"], ["run", "--raw", "Hi", "--model", model, "--max-tokens", "2", "--threads", "1"]):
+        modules = imported(
+            f"import sys; sys.argv = ['kvilt', *{asked!r}]\n"
+            "from kvilt.cli.main import main\n"
+            "try: main()\nexcept SystemExit as end: assert not end.code"
+        )
+        rooms = {name.split(".")[1] for name in modules if name.startswith("kvilt.")}
+        assert not rooms & {"bench", "server", "cluster"}
+        commands = {name.removeprefix("kvilt.cli.") for name in modules if name.startswith("kvilt.cli.")}
+        assert commands <= {"main", "options", "report", "run", "progress", "sampling", "store", "texts"}
+        assert ("run" in commands) == ("--help" not in asked), "an answer was asked for"
+        heads = {name.partition(".")[0] for name in modules}
+        assert not heads & {"fastapi", "starlette", "uvicorn", "orjson", "prompt_toolkit", "matplotlib", "redis"}
 
 
 def test_importing_kvilt_costs_little_beyond_torch() -> None:

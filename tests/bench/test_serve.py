@@ -15,40 +15,41 @@ import pytest
 from fake_openai import Answer, FakeOpenAI, serving
 from typer.testing import CliRunner
 
-from kvilt.cli.bench_serve import Run, ServerUnusable, _lines, measure
-from kvilt.cli.bench_serve_http import Target, Trace, ask
-from kvilt.cli.bench_serve_load import Shape, arrival_times, conversations
-from kvilt.cli.bench_serve_stats import Goal, Spread, is_good, spread, summary
+from kvilt.bench.serve import LoadRun, ServerUnusable, measure
+from kvilt.bench.serve_client import RequestTrace, ServerTarget, send_request
+from kvilt.bench.serve_load import LoadPlan, arrival_times, conversations
+from kvilt.bench.serve_stats import SLO, Percentiles, is_good, spread, summary
+from kvilt.cli.bench_serve import _lines
 from kvilt.cli.main import app
 from kvilt.errors import ParamError
 
 
-def measured(fake: FakeOpenAI, shape: Shape, chat: bool = True, model: str | None = None) -> Run:
-    async def go() -> Run:
+def measured(fake: FakeOpenAI, plan: LoadPlan, chat: bool = True, model: str | None = None) -> LoadRun:
+    async def go() -> LoadRun:
         async with serving(fake):
-            return await measure(Target(fake.url, chat), shape, model, lambda *_: None)
+            return await measure(ServerTarget(fake.url, chat), plan, model, lambda *_: None)
 
     return asyncio.run(go())
 
 
-def asked(fake: FakeOpenAI, body: dict[str, Any], **options: Any) -> Trace:
-    async def go() -> Trace:
+def asked(fake: FakeOpenAI, body: dict[str, Any], **options: Any) -> RequestTrace:
+    async def go() -> RequestTrace:
         async with serving(fake):
-            return await ask(Target(options.pop("url", fake.url), True, **options), body)
+            return await send_request(ServerTarget(options.pop("url", fake.url), True, **options), body)
 
     return asyncio.run(go())
 
 
 # Times that were given, numbers worked out by hand.
 
-FAST = Trace(10.0, 10.5, [10.1, 10.2, 10.4], prompt_tokens=4, output_tokens=5, cached_tokens=3)
-SLOW = Trace(11.0, 13.0, [12.0, 13.0], prompt_tokens=6, output_tokens=2)
-LOST = Trace(10.5, 14.0, [11.0], error="timeout")
-ONE = Trace(12.0, 12.2, [12.1], output_tokens=1)
+FAST = RequestTrace(10.0, 10.5, [10.1, 10.2, 10.4], prompt_tokens=4, output_tokens=5, cached_tokens=3)
+SLOW = RequestTrace(11.0, 13.0, [12.0, 13.0], prompt_tokens=6, output_tokens=2)
+LOST = RequestTrace(10.5, 14.0, [11.0], error="timeout")
+ONE = RequestTrace(12.0, 12.2, [12.1], output_tokens=1)
 
 
 def test_numbers_from_given_times() -> None:
-    found = summary([FAST, SLOW, LOST], Goal(), skipped=2)
+    found = summary([FAST, SLOW, LOST], SLO(), skipped=2)
     assert (found.requests, found.answered, found.skipped, found.errors) == (3, 2, 2, {"timeout": 1})
     assert found.seconds == pytest.approx(4.0)  # from 10.0 to 14.0: the lost one took its time, too
     assert (found.prompt_tokens, found.cached_tokens, found.output_tokens) == (10, 3, 7)
@@ -71,32 +72,32 @@ def test_percentiles_interpolate() -> None:
 @pytest.mark.parametrize(
     ("trace", "goal", "good"),
     [
-        (FAST, Goal(ttft_ms=101), True),
-        (FAST, Goal(ttft_ms=99), False),
-        (FAST, Goal(itl_ms=76), True),  # 300 ms for 4 tokens
-        (FAST, Goal(itl_ms=74), False),
-        (SLOW, Goal(ttft_ms=2000, itl_ms=999), False),
-        (ONE, Goal(itl_ms=0.001), True),  # nothing came after its first token
-        (LOST, Goal(ttft_ms=9999), False),
+        (FAST, SLO(ttft_ms=101), True),
+        (FAST, SLO(ttft_ms=99), False),
+        (FAST, SLO(itl_ms=76), True),  # 300 ms for 4 tokens
+        (FAST, SLO(itl_ms=74), False),
+        (SLOW, SLO(ttft_ms=2000, itl_ms=999), False),
+        (ONE, SLO(itl_ms=0.001), True),  # nothing came after its first token
+        (LOST, SLO(ttft_ms=9999), False),
     ],
 )
-def test_goodput_counts_answers_that_kept_the_goal(trace: Trace, goal: Goal, good: bool) -> None:
+def test_goodput_counts_answers_that_kept_the_goal(trace: RequestTrace, goal: SLO, good: bool) -> None:
     assert is_good(trace, goal) is good
     found = summary([trace], goal)
     assert found.good == int(good)
 
 
 def test_without_usage_pieces_are_counted_and_that_is_said() -> None:
-    bare = Trace(0.0, 1.0, [0.5, 0.6, 0.7])
-    found = summary([bare, FAST], Goal())
+    bare = RequestTrace(0.0, 1.0, [0.5, 0.6, 0.7])
+    found = summary([bare, FAST], SLO())
     assert (found.output_tokens, found.counted_by) == (3 + 5, "chunks")
-    assert any("pieces of text were counted" in line for line in _lines(Run("m", [bare], 0, []), Goal(), found))
+    assert any("pieces of text were counted" in line for line in _lines(LoadRun("m", [bare], 0, []), SLO(), found))
 
 
 def test_a_run_in_which_nothing_was_answered_has_no_latencies() -> None:
-    found = summary([LOST], Goal(ttft_ms=1))
+    found = summary([LOST], SLO(ttft_ms=1))
     assert found.ttft_ms is None and found.e2e_ms is None and found.output_tokens_per_s == 0
-    assert summary([], Goal()).seconds == 0
+    assert summary([], SLO()).seconds == 0
 
 
 # What is asked, and when.
@@ -104,25 +105,25 @@ def test_a_run_in_which_nothing_was_answered_has_no_latencies() -> None:
 
 @pytest.mark.parametrize("workload", ["random", "shared-prefix", "multi-turn"])
 def test_prompts_come_from_the_seed_alone(workload: str) -> None:
-    shape = Shape(workload, requests=10, prompt_tokens=20, turns=4)
-    assert conversations(shape) == conversations(shape)
-    assert conversations(shape) != conversations(Shape(workload, requests=10, prompt_tokens=20, turns=4, seed=1))
-    turns = [turn for each in conversations(shape) for turn in each.turns]
+    plan = LoadPlan(workload, requests=10, prompt_tokens=20, turns=4)
+    assert conversations(plan) == conversations(plan)
+    assert conversations(plan) != conversations(LoadPlan(workload, requests=10, prompt_tokens=20, turns=4, seed=1))
+    turns = [turn for each in conversations(plan) for turn in each.turns]
     assert len(turns) == 10 and all(len(turn.split()) == 20 for turn in turns)
     assert len(set(turns)) == 10
 
 
 def test_shared_prefixes_are_shared_and_conversations_have_their_turns() -> None:
-    shape = Shape("shared-prefix", requests=40, prompt_tokens=20, groups=3)
-    assert len({" ".join(each.turns[0].split()[:15]) for each in conversations(shape)}) == 3
-    shape = Shape("multi-turn", requests=10, prompt_tokens=4, turns=4)
-    assert [len(each.turns) for each in conversations(shape)] == [4, 4, 2]
+    plan = LoadPlan("shared-prefix", requests=40, prompt_tokens=20, groups=3)
+    assert len({" ".join(each.turns[0].split()[:15]) for each in conversations(plan)}) == 3
+    plan = LoadPlan("multi-turn", requests=10, prompt_tokens=4, turns=4)
+    assert [len(each.turns) for each in conversations(plan)] == [4, 4, 2]
 
 
 def test_arrivals_are_those_of_a_poisson_process() -> None:
-    times = arrival_times(Shape(rate=50.0), 20_000)
+    times = arrival_times(LoadPlan(rate=50.0), 20_000)
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
-    assert times == arrival_times(Shape(rate=50.0), 20_000) and times == sorted(times)
+    assert times == arrival_times(LoadPlan(rate=50.0), 20_000) and times == sorted(times)
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(0.02, rel=0.03)
     # Times between arrivals are exponential: as much spread as mean, and 1/e of them longer than it.
@@ -144,20 +145,20 @@ def test_arrivals_are_those_of_a_poisson_process() -> None:
 )
 def test_shapes_that_mean_nothing_are_refused_by_name(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ParamError) as caught:
-        Shape(**given)
+        LoadPlan(**given)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", ""])
 def test_addresses_that_are_none_are_refused(url: str) -> None:
     with pytest.raises(ParamError, match="url"):
-        Target(url, True)
+        ServerTarget(url, True)
 
 
 def test_v1_is_added_where_it_is_missing() -> None:
-    paths = {Target(f"http://h{base}", True).path("/models") for base in ("", "/", "/v1", "/v1/")}
+    paths = {ServerTarget(f"http://h{base}", True).path("/models") for base in ("", "/", "/v1", "/v1/")}
     assert paths == {"/v1/models"}
-    assert Target("http://h/proxy", False).path("/completions") == "/proxy/v1/completions"
+    assert ServerTarget("http://h/proxy", False).path("/completions") == "/proxy/v1/completions"
 
 
 # Against the fake server.
@@ -165,7 +166,7 @@ def test_v1_is_added_where_it_is_missing() -> None:
 
 def test_clients_of_a_closed_loop_are_as_many_as_asked_for() -> None:
     fake = FakeOpenAI(gather=3)  # which answers nobody until three wait
-    run = measured(fake, Shape(requests=12, clients=3, prompt_tokens=5))
+    run = measured(fake, LoadPlan(requests=12, clients=3, prompt_tokens=5))
     assert len(run.traces) == 12 and all(trace.error is None for trace in run.traces)
     assert fake.most_in_flight == 3
     assert run.model == "fake" and run.left_out == []
@@ -173,7 +174,7 @@ def test_clients_of_a_closed_loop_are_as_many_as_asked_for() -> None:
 
 def test_requests_of_an_open_loop_do_not_wait_for_answers() -> None:
     fake = FakeOpenAI(gather=10)  # which answers nobody until all are there
-    run = measured(fake, Shape(requests=10, rate=2000.0, prompt_tokens=5))
+    run = measured(fake, LoadPlan(requests=10, rate=2000.0, prompt_tokens=5))
     assert fake.most_in_flight == 10 and len(run.traces) == 10
 
 
@@ -181,7 +182,7 @@ def test_requests_of_an_open_loop_do_not_wait_for_answers() -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_stream_is_read_however_it_is_cut(chat: bool, chunked: bool) -> None:
     fake = FakeOpenAI(lambda _: Answer(("Hel", "lo é", "!"), chunked=chunked))
-    run = measured(fake, Shape(requests=1, max_tokens=9, prompt_tokens=3), chat, "mine")
+    run = measured(fake, LoadPlan(requests=1, max_tokens=9, prompt_tokens=3), chat, "mine")
     (trace,) = run.traces
     assert (trace.text, len(trace.stamps_s), trace.error) == ("Hello é!", 3, None)
     assert (trace.prompt_tokens, trace.output_tokens, trace.cached_tokens) == (7, 6, 5)
@@ -195,7 +196,7 @@ def test_a_stream_is_read_however_it_is_cut(chat: bool, chunked: bool) -> None:
 
 def test_turns_carry_the_answers_before_them() -> None:
     fake = FakeOpenAI(lambda body: Answer((f"answer {len(body['messages'])}",)))
-    measured(fake, Shape("multi-turn", requests=3, turns=3, prompt_tokens=2))
+    measured(fake, LoadPlan("multi-turn", requests=3, turns=3, prompt_tokens=2))
     last = fake.bodies[-1]["messages"]
     assert [message["role"] for message in last] == ["user", "assistant", "user", "assistant", "user"]
     assert [message["content"] for message in last[1::2]] == ["answer 1", "answer 3"]
@@ -204,7 +205,7 @@ def test_turns_carry_the_answers_before_them() -> None:
 
 def test_turns_of_completions_go_on_behind_the_text() -> None:
     fake = FakeOpenAI(lambda _: Answer((" yes",)))
-    measured(fake, Shape("multi-turn", requests=2, turns=2, prompt_tokens=2), chat=False)
+    measured(fake, LoadPlan("multi-turn", requests=2, turns=2, prompt_tokens=2), chat=False)
     first, second = (body["prompt"] for body in fake.bodies[1:])
     assert second.startswith(f"{first} yes\n") and len(second.split()) == 2 + 1 + 2
 
@@ -221,7 +222,7 @@ def test_turns_of_completions_go_on_behind_the_text() -> None:
 def test_failures_are_counted_by_kind(answer: Answer, kind: str, message: str) -> None:
     trace = asked(FakeOpenAI(lambda _: answer), {"max_tokens": 2, "messages": []})
     assert trace.error == kind and message in trace.message
-    assert summary([trace, FAST], Goal()).errors == {kind: 1}
+    assert summary([trace, FAST], SLO()).errors == {kind: 1}
 
 
 def test_a_server_that_is_not_there_and_one_that_never_answers() -> None:
@@ -234,11 +235,11 @@ def test_a_turn_that_fails_ends_its_conversation_alone() -> None:
     def script(body: dict[str, Any]) -> Answer:
         return Answer(status=500, message="boom") if len(body.get("messages", ())) == 3 else Answer()
 
-    run = measured(FakeOpenAI(script), Shape("multi-turn", requests=8, turns=4, prompt_tokens=2))
+    run = measured(FakeOpenAI(script), LoadPlan("multi-turn", requests=8, turns=4, prompt_tokens=2))
     assert run.skipped == 4 and [trace.error for trace in run.traces] == [None, "HTTP 500"] * 2
-    found = summary(run.traces, Goal(), run.skipped)
+    found = summary(run.traces, SLO(), run.skipped)
     assert found.requests + found.skipped == 8
-    assert any("4 turns" in line for line in _lines(run, Goal(), found))
+    assert any("4 turns" in line for line in _lines(run, SLO(), found))
 
 
 def test_fields_that_a_server_refuses_are_left_out_and_that_is_said() -> None:
@@ -246,18 +247,18 @@ def test_fields_that_a_server_refuses_are_left_out_and_that_is_said() -> None:
         return Answer(status=400, message="unknown field: ignore_eos") if "ignore_eos" in body else Answer()
 
     fake = FakeOpenAI(script)
-    run = measured(fake, Shape(requests=2, prompt_tokens=2))
+    run = measured(fake, LoadPlan(requests=2, prompt_tokens=2))
     assert run.left_out == ["ignore_eos"] and all(trace.error is None for trace in run.traces)
     assert "ignore_eos" not in fake.bodies[-1] and "stream_options" in fake.bodies[-1]
-    found = summary(run.traces, Goal())
-    assert any("refuses it: ignore_eos" in line for line in _lines(run, Goal(), found))
+    found = summary(run.traces, SLO())
+    assert any("refuses it: ignore_eos" in line for line in _lines(run, SLO(), found))
 
 
 def test_a_server_that_refuses_everything_is_told_as_it_says() -> None:
     with pytest.raises(ServerUnusable, match="wrong key"):
-        measured(FakeOpenAI(lambda _: Answer(status=401, message="wrong key")), Shape(requests=1))
+        measured(FakeOpenAI(lambda _: Answer(status=401, message="wrong key")), LoadPlan(requests=1))
     with pytest.raises(ServerUnusable, match="no chat template"):
-        measured(FakeOpenAI(lambda _: Answer(status=400, message="no chat template")), Shape(requests=1))
+        measured(FakeOpenAI(lambda _: Answer(status=400, message="no chat template")), LoadPlan(requests=1))
 
 
 def test_the_key_is_sent() -> None:
@@ -301,7 +302,7 @@ def test_the_command_prints_a_table_and_json() -> None:
     report = json.loads(machine.stdout)
     assert report["result"]["answered"] == 4 and report["result"]["output_tokens"] == 24
     assert report["shape"]["clients"] == 2 and report["chat"] is False
-    assert set(report["result"]["ttft_ms"]) == set(Spread.__slots__)
+    assert set(report["result"]["ttft_ms"]) == set(Percentiles.__slots__)
 
 
 def test_the_command_says_what_is_wrong_in_a_sentence() -> None:

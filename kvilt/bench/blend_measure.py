@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 import string
@@ -23,7 +25,6 @@ from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..llm import LLM
-from .blend_cases import Case
 
 STEP_TOKENS = 512
 ANSWER_TOKENS = 24
@@ -33,7 +34,21 @@ FORM = "Question: {question}\nAnswer with a few words."
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class BlendCase:
+    """A question, what it is asked about, and what would be right, where somebody knows."""
+
+    question: str
+    documents: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The same for the same question about the same documents, wherever it stands in a file."""
+        return hashlib.sha256(json.dumps([self.question, self.documents]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendMethod:
     """A way to the first token; without a recipe a prefill, with the text before the documents cached or not."""
 
     name: str
@@ -41,12 +56,12 @@ class Method:
     cached: bool = True
 
 
-FULL, PREFIX = Method("full", cached=False), Method("prefix")
-REUSE = Method("reuse", Recipe(0.0, "head", min_gain=0.0))
+FULL, PREFIX = BlendMethod("full", cached=False), BlendMethod("prefix")
+REUSE = BlendMethod("reuse", Recipe(0.0, "head", min_gain=0.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BlendOutcome:
     """What one method made of one question. `kl` and `agreement` are against the whole prefill."""
 
     method: str
@@ -69,13 +84,13 @@ class _Truth:
     answer: list[int]
 
 
-def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = MEND) -> list[Method]:
+def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = MEND) -> list[BlendMethod]:
     """A whole prefill, a cached prefix, plain reuse, and every strategy at every ratio."""
     recipes = [Recipe(ratio, name, mend=mend, min_gain=0.0) for name in strategies for ratio in ratios]
-    return [FULL, PREFIX, REUSE, *(Method(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
+    return [FULL, PREFIX, REUSE, *(BlendMethod(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
 
 
-def quilt_of(llm: LLM, case: Case, context: int) -> Quilt:
+def quilt_of(llm: LLM, case: BlendCase, context: int) -> Quilt:
     """System text, documents and question as one chat prompt; documents are cut alike until they fit."""
     asked = FORM.format(question=case.question)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
@@ -87,7 +102,9 @@ def quilt_of(llm: LLM, case: Case, context: int) -> Quilt:
     return llm.documents.between(pieces, [one[:room] for one in documents], Recipe()).quilt
 
 
-def compare(llm: LLM, chunks: Chunks, case: Case, context: int, wanted: Sequence[Method]) -> Iterator[Outcome]:
+def compare(
+    llm: LLM, chunks: Chunks, case: BlendCase, context: int, wanted: Sequence[BlendMethod]
+) -> Iterator[BlendOutcome]:
     """The outcome of every method; the whole prefill runs first, whoever asks, because all are compared with it."""
     quilt = quilt_of(llm, case, context)
     whole, truth = _measure(llm, chunks, quilt, FULL, case, None)
@@ -131,8 +148,8 @@ def blend(executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, kv: 
 
 
 def _measure(
-    llm: LLM, chunks: Chunks, quilt: Quilt, method: Method, case: Case, truth: _Truth | None
-) -> tuple[Outcome, _Truth]:
+    llm: LLM, chunks: Chunks, quilt: Quilt, method: BlendMethod, case: BlendCase, truth: _Truth | None
+) -> tuple[BlendOutcome, _Truth]:
     executor, recomputed = llm.executor, 0
     with executor.call(), executor.create_kv_cache() as kv:
         if method.cached:
@@ -146,7 +163,7 @@ def _measure(
         mine = _Truth(logits, _greedy(llm, kv, int(logits.argmax())))
         truth = truth or mine
         text = llm.tokenizer.decode([i for i in mine.answer if i not in llm.stop_ids])
-        found = Outcome(
+        found = BlendOutcome(
             method=method.name,
             first_token_s=first_token_s,
             prompt=len(quilt.ids),

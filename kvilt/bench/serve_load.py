@@ -29,7 +29,7 @@ _WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadPlan:
     """How much of what is asked; checked when it is made."""
 
     workload: str = "random"
@@ -61,61 +61,65 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ScriptedConversation:
     """What one user says; each turn waits for the answer to the one before."""
 
     turns: tuple[str, ...]
 
 
-def conversations(shape: Shape) -> list[Conversation]:
-    """All that will be asked, `requests` turns in all; the same for the same shape."""
-    dice = random.Random(f"prompts {shape.seed}")
-    match shape.workload:
+def conversations(plan: LoadPlan) -> list[ScriptedConversation]:
+    """All that will be asked, `requests` turns in all; the same for the same plan."""
+    dice = random.Random(f"prompts {plan.seed}")
+    match plan.workload:
         case "shared-prefix":
-            shared = max(1, shape.prompt_tokens * 3 // 4)
-            prefixes = [_words(dice, shared) for _ in range(shape.groups)]
-            own = max(1, shape.prompt_tokens - shared)
-            texts = [f"{dice.choice(prefixes)} {_words(dice, own)}" for _ in range(shape.requests)]
-            return [Conversation((text,)) for text in texts]
+            shared = max(1, plan.prompt_tokens * 3 // 4)
+            prefixes = [_words(dice, shared) for _ in range(plan.groups)]
+            own = max(1, plan.prompt_tokens - shared)
+            texts = [f"{dice.choice(prefixes)} {_words(dice, own)}" for _ in range(plan.requests)]
+            return [ScriptedConversation((text,)) for text in texts]
         case "multi-turn":
-            counts = [min(shape.turns, shape.requests - i) for i in range(0, shape.requests, shape.turns)]
-            return [Conversation(tuple(_words(dice, shape.prompt_tokens) for _ in range(count))) for count in counts]
+            counts = [min(plan.turns, plan.requests - i) for i in range(0, plan.requests, plan.turns)]
+            return [
+                ScriptedConversation(tuple(_words(dice, plan.prompt_tokens) for _ in range(count))) for count in counts
+            ]
         case _:
-            return [Conversation((_words(dice, shape.prompt_tokens),)) for _ in range(shape.requests)]
+            return [ScriptedConversation((_words(dice, plan.prompt_tokens),)) for _ in range(plan.requests)]
 
 
-def arrival_times(shape: Shape, count: int) -> list[float]:
+def arrival_times(plan: LoadPlan, count: int) -> list[float]:
     """Seconds from the start at which conversations begin: of a Poisson process with `rate` requests a second."""
-    assert shape.rate is not None
-    dice = random.Random(f"arrivals {shape.seed}")
-    per_conversation = shape.turns if shape.workload == "multi-turn" else 1
+    assert plan.rate is not None
+    dice = random.Random(f"arrivals {plan.seed}")
+    per_conversation = plan.turns if plan.workload == "multi-turn" else 1
     times, now_s = [], 0.0
     for _ in range(count):
-        now_s += dice.expovariate(shape.rate / per_conversation)
+        now_s += dice.expovariate(plan.rate / per_conversation)
         times.append(now_s)
     return times
 
 
-class Turn(Protocol):
+class SendTurn(Protocol):
     """Sends one turn behind those before it (what was said and answered); the answer's text, None if there is none."""
 
     def __call__(self, before: Sequence[tuple[str, str]], said: str, due_s: float | None) -> Awaitable[str | None]: ...
 
 
-async def drive(shape: Shape, turn: Turn, skipped: Callable[[int], None]) -> None:
+async def drive(plan: LoadPlan, turn: SendTurn, skipped: Callable[[int], None]) -> None:
     """Ask everything. `skipped` hears how many turns of a conversation were given up because one failed."""
-    todo = conversations(shape)
-    if shape.rate is None:
-        await _closed(todo, turn, skipped, shape.clients or 1)
+    todo = conversations(plan)
+    if plan.rate is None:
+        await _closed(todo, turn, skipped, plan.clients or 1)
     else:
-        await _open(todo, turn, skipped, arrival_times(shape, len(todo)))
+        await _open(todo, turn, skipped, arrival_times(plan, len(todo)))
 
 
-async def _closed(todo: list[Conversation], turn: Turn, skipped: Callable[[int], None], clients: int) -> None:
+async def _closed(
+    todo: list[ScriptedConversation], turn: SendTurn, skipped: Callable[[int], None], clients: int
+) -> None:
     """Each client asks its next question when its last one was answered."""
     waiting = iter(todo)
 
-    async def client(questions: Iterator[Conversation]) -> None:
+    async def client(questions: Iterator[ScriptedConversation]) -> None:
         for each in questions:
             await _talk(each, turn, skipped, None)
 
@@ -124,7 +128,9 @@ async def _closed(todo: list[Conversation], turn: Turn, skipped: Callable[[int],
             group.create_task(client(waiting))
 
 
-async def _open(todo: list[Conversation], turn: Turn, skipped: Callable[[int], None], times: Sequence[float]) -> None:
+async def _open(
+    todo: list[ScriptedConversation], turn: SendTurn, skipped: Callable[[int], None], times: Sequence[float]
+) -> None:
     """Questions come at their times, however many are unanswered."""
     started_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -134,7 +140,9 @@ async def _open(todo: list[Conversation], turn: Turn, skipped: Callable[[int], N
             group.create_task(_talk(each, turn, skipped, due_s))
 
 
-async def _talk(each: Conversation, turn: Turn, skipped: Callable[[int], None], due_s: float | None) -> None:
+async def _talk(
+    each: ScriptedConversation, turn: SendTurn, skipped: Callable[[int], None], due_s: float | None
+) -> None:
     before: list[tuple[str, str]] = []
     for i, said in enumerate(each.turns):
         answer = await turn(tuple(before), said, due_s if i == 0 else None)

@@ -14,9 +14,9 @@ from commands import kvilt
 from tiny import write_tiny
 
 from kvilt import Executor
-from kvilt.cli.bench import Products, Shape, products, timed, workloads
-from kvilt.cli.bench_cold import ColdStartFailed, measure_cold
-from kvilt.cli.perplexity import measure
+from kvilt.bench.cold_start import ColdStartFailed, measure_cold_start
+from kvilt.bench.perplexity import measure
+from kvilt.bench.throughput import BenchPlan, MatmulCounts, matmul_counts, timed, workloads
 from kvilt.config import RunConfig
 from kvilt.errors import InputError, ParamError
 from kvilt.executor.load import load_executor
@@ -102,7 +102,7 @@ def test_perplexity_refuses_by_name(args: tuple[str, ...], says: str) -> None:
 
 def test_bench_times_every_workload(tmp_path: Path) -> None:
     executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 22))
-    shape = Shape(prefill=(8, 16), contexts=(4,), batches=(2, 3), steps=4, runs=1)
+    shape = BenchPlan(prefill=(8, 16), contexts=(4,), batches=(2, 3), steps=4, runs=1)
     todo = [*workloads(executor, shape)]
     results = [timed(workload, shape.runs) for workload in todo]
     assert [result.name for result in results] == ["prefill 8", "prefill 16", "decode at 4", "batch of 2", "batch of 3"]
@@ -121,8 +121,8 @@ MATRICES = 3 * [(24, 24), (12, 24), (12, 24), (24, 24), (40, 24), (40, 24), (24,
 
 def test_operations_are_two_for_every_weight_a_token_meets(tiny: Executor) -> None:
     layers, head = sum(outputs * inputs for outputs, inputs in MATRICES), 61 * 24
-    assert products(tiny.spec) == Products(layers, head)
-    prefill, decode, batch = workloads(tiny, Shape(prefill=(8,), contexts=(4,), batches=(3,), steps=5))
+    assert matmul_counts(tiny.spec) == MatmulCounts(layers, head)
+    prefill, decode, batch = workloads(tiny, BenchPlan(prefill=(8,), contexts=(4,), batches=(3,), steps=5))
     assert prefill.ops == 2 * (8 * layers + head)  # the head sees the last token alone
     assert decode.ops == 2 * 5 * (layers + head)
     assert batch.ops == 3 * decode.ops
@@ -130,7 +130,7 @@ def test_operations_are_two_for_every_weight_a_token_meets(tiny: Executor) -> No
 
 def test_a_step_reads_the_weights_once_and_the_kv_in_reach_of_every_row(tiny: Executor) -> None:
     (group,) = tiny.layout.groups
-    one, far, batch = workloads(tiny, Shape(prefill=(), contexts=(4, 40), batches=(3,), steps=6))
+    one, far, batch = workloads(tiny, BenchPlan(prefill=(), contexts=(4, 40), batches=(3,), steps=6))
     seen = {length: length - group.first_needed(length) for length in (4 + 3, 40 + 3)}
     assert seen[43] == (8 if isinstance(group.reach, Window) else 43)
     token_bytes = group.shape.token_bytes
@@ -148,7 +148,7 @@ def test_weight_bytes_are_what_a_step_reads(tiny: Executor) -> None:
 @pytest.mark.parametrize("fields", [{"steps": 0}, {"runs": 0}, {"prefill": (0,)}, {"batches": (4, -1)}])
 def test_bench_refuses_by_name(fields: dict[str, object]) -> None:
     with pytest.raises(ParamError, match=next(iter(fields))):
-        Shape(**fields)  # type: ignore[arg-type]
+        BenchPlan(**fields)  # type: ignore[arg-type]
 
 
 SIZES = ("--prefill", "8", "--contexts", "4", "--batches", "2", "--steps", "2", "--runs", "1")
@@ -184,7 +184,7 @@ def test_bench_refuses_what_is_no_number() -> None:
 
 def test_a_cold_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(ColdStartFailed, match=r"nothing-here.*--no-cold"):
-        measure_cold(str(tmp_path / "nothing-here.gguf"), {})
+        measure_cold_start(str(tmp_path / "nothing-here.gguf"), {})
 
 
 def test_limits_are_measured_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

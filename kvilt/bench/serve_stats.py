@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from .bench_serve_http import Trace
+from .serve_client import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """A distribution in milliseconds."""
 
     mean: float
@@ -24,7 +24,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class SLO:
     """What a request must keep to count as good; None is no limit."""
 
     ttft_ms: float | None = None
@@ -36,7 +36,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LoadSummary:
     """All numbers of a run. Rates are over `seconds`, from the first request to the last answer."""
 
     requests: int
@@ -52,20 +52,20 @@ class Summary:
     requests_per_s: float
     good_requests_per_s: float | None
     good: int | None
-    ttft_ms: Spread | None
-    itl_ms: Spread | None
-    tpot_ms: Spread | None
-    e2e_ms: Spread | None
+    ttft_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    tpot_ms: Percentiles | None
+    e2e_ms: Percentiles | None
 
 
-def summary(traces: Sequence[Trace], goal: Goal, skipped: int = 0) -> Summary:
+def summary(traces: Sequence[RequestTrace], slo: SLO, skipped: int = 0) -> LoadSummary:
     """The numbers of these requests; answers that broke off count as errors and nothing else."""
     fine = [trace for trace in traces if trace.error is None]
     seconds = max((t.ended_s for t in traces), default=0.0) - min((t.started_s for t in traces), default=0.0)
     tokens = sum(map(output_tokens, fine))
-    good = sum(is_good(trace, goal) for trace in fine) if goal.given else None
+    good = sum(is_good(trace, slo) for trace in fine) if slo.given else None
     gaps = [later - earlier for trace in fine for earlier, later in pairwise(trace.stamps_s)]
-    return Summary(
+    return LoadSummary(
         requests=len(traces),
         answered=len(fine),
         skipped=skipped,
@@ -86,17 +86,17 @@ def summary(traces: Sequence[Trace], goal: Goal, skipped: int = 0) -> Summary:
     )
 
 
-def ttft_s(trace: Trace) -> float | None:
+def ttft_s(trace: RequestTrace) -> float | None:
     """Seconds to the first text."""
     return trace.stamps_s[0] - trace.started_s if trace.stamps_s else None
 
 
-def output_tokens(trace: Trace) -> int:
+def output_tokens(trace: RequestTrace) -> int:
     """As the server says; else its pieces of text, which may hold more than a token each."""
     return len(trace.stamps_s) if trace.output_tokens is None else trace.output_tokens
 
 
-def tpot_s(trace: Trace) -> float | None:
+def tpot_s(trace: RequestTrace) -> float | None:
     """Seconds a token after the first one, over a whole answer."""
     tokens = output_tokens(trace)
     if len(trace.stamps_s) < 2 or tokens < 2:
@@ -104,21 +104,21 @@ def tpot_s(trace: Trace) -> float | None:
     return (trace.stamps_s[-1] - trace.stamps_s[0]) / (tokens - 1)
 
 
-def is_good(trace: Trace, goal: Goal) -> bool:
-    """Whether an answer kept the goal: its first text in time, and its tokens after that fast enough on average."""
+def is_good(trace: RequestTrace, slo: SLO) -> bool:
+    """Whether an answer kept the slo: its first text in time, and its tokens after that fast enough on average."""
     first, each = ttft_s(trace), tpot_s(trace)
-    late = goal.ttft_ms is not None and (first is None or first * 1000 > goal.ttft_ms)
-    slow = goal.itl_ms is not None and each is not None and each * 1000 > goal.itl_ms
+    late = slo.ttft_ms is not None and (first is None or first * 1000 > slo.ttft_ms)
+    slow = slo.itl_ms is not None and each is not None and each * 1000 > slo.itl_ms
     return trace.error is None and not late and not slow
 
 
-def spread(seconds: Sequence[float]) -> Spread | None:
+def spread(seconds: Sequence[float]) -> Percentiles | None:
     """None where there is nothing to describe."""
     if not seconds:
         return None
     ms = np.asarray(seconds, np.float64) * 1000
     p50, p90, p99 = (float(value) for value in np.percentile(ms, (50, 90, 99)))
-    return Spread(float(ms.mean()), p50, p90, p99, float(ms.max()))
+    return Percentiles(float(ms.mean()), p50, p90, p99, float(ms.max()))
 
 
 def _total(counts: Sequence[int | None]) -> int | None:

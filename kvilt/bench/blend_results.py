@@ -15,23 +15,22 @@ from ..errors import InputError
 from ..llm import LLM
 from ..store.store import Store
 from ..store.tier import Budget
-from .blend_cases import Case
-from .blend_measure import FULL, REUSE, Method, Outcome, compare
-from .progress import tracked
+from .blend_measure import FULL, REUSE, BlendCase, BlendMethod, BlendOutcome, compare
+from .progress import Track, untracked
 
 _STORE_BYTES = 4 << 30  # the documents of one question at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReportLine:
     """One question, one method, as a line of the file that a report goes on from."""
 
-    case: str  # `Case.name`
-    outcome: Outcome
+    case: str  # `BlendCase.name`
+    outcome: BlendOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ReportSettings:
     """What results of one file have in common; its first line."""
 
     model: str
@@ -42,7 +41,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class MethodSummary:
     """One method over all questions."""
 
     method: str
@@ -57,13 +56,20 @@ class Summary:
     f1: float | None
 
 
-def lines(llm: LLM, cases: Sequence[Case], wanted: Sequence[Method], setting: Setting, path: str | None) -> list[Line]:
+def lines(
+    llm: LLM,
+    cases: Sequence[BlendCase],
+    wanted: Sequence[BlendMethod],
+    setting: ReportSettings,
+    path: str | None,
+    track: Track = untracked,
+) -> list[ReportLine]:
     """Measure what the file does not have yet; each result is there as soon as it is known."""
     asked = {case.name: case for case in cases}
     known = [line for line in _read(path, setting) if line.case in asked]
     done = {(line.case, line.outcome.method) for line in known}
     missing = {name: [one for one in wanted if (name, one.name) not in done] for name in asked}
-    with tracked("blending", sum(map(len, missing.values()))) as show:
+    with track("blending", sum(map(len, missing.values()))) as show:
         for count, line in enumerate(_measured(llm, asked, missing, setting), 1):
             known.append(line)
             if path is not None:
@@ -74,20 +80,20 @@ def lines(llm: LLM, cases: Sequence[Case], wanted: Sequence[Method], setting: Se
 
 
 def _measured(
-    llm: LLM, asked: Mapping[str, Case], missing: Mapping[str, Sequence[Method]], setting: Setting
-) -> Iterator[Line]:
+    llm: LLM, asked: Mapping[str, BlendCase], missing: Mapping[str, Sequence[BlendMethod]], setting: ReportSettings
+) -> Iterator[ReportLine]:
     for name, case in asked.items():
         if not missing[name]:
             continue
         with Store(Budget(_STORE_BYTES), chunk_codec=setting.codec) as store:
             chunks = Chunks(llm.executor, store, llm.documents.behind)
             for outcome in compare(llm, chunks, case, setting.context, missing[name]):
-                yield Line(name, outcome)
+                yield ReportLine(name, outcome)
 
 
-def summaries(found: Sequence[Line]) -> list[Summary]:
+def summaries(found: Sequence[ReportLine]) -> list[MethodSummary]:
     """The methods in the order they came."""
-    by_method: dict[str, list[Line]] = {}
+    by_method: dict[str, list[ReportLine]] = {}
     for line in found:
         by_method.setdefault(line.outcome.method, []).append(line)
     whole = {line.case: line.outcome.first_token_s for line in by_method.get(FULL.name, [])}
@@ -95,13 +101,13 @@ def summaries(found: Sequence[Line]) -> list[Summary]:
     return [_summary(name, mine, whole, reuse) for name, mine in by_method.items()]
 
 
-def _summary(name: str, mine: Sequence[Line], whole: dict[str, float], reuse: dict[str, float]) -> Summary:
+def _summary(name: str, mine: Sequence[ReportLine], whole: dict[str, float], reuse: dict[str, float]) -> MethodSummary:
     """Ratios are over the questions that both have."""
     outcomes = [line.outcome for line in mine]
     faster = [whole[line.case] / line.outcome.first_token_s for line in mine if line.case in whole]
     both = [(line.outcome.kl, reuse[line.case]) for line in mine if line.case in reuse]
     plain = fmean(kl for _, kl in both) if both else 0.0
-    return Summary(
+    return MethodSummary(
         method=name,
         questions=len(mine),
         first_token_s=median(one.first_token_s for one in outcomes),
@@ -125,20 +131,20 @@ def _append(path: str, fields: dict[str, Any]) -> None:
         file.write(json.dumps(fields) + "\n")
 
 
-def _read(path: str | None, setting: Setting) -> list[Line]:
+def _read(path: str | None, setting: ReportSettings) -> list[ReportLine]:
     """The results of a file that was made with the same setting; one that is not there is begun."""
     if path is None:
         return []
     if not Path(path).exists():
         _append(path, asdict(setting))
         return []
-    found: list[Line | Setting] = []
+    found: list[ReportLine | ReportSettings] = []
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(text)
-            found.append(Line(fields.pop("case"), Outcome(**fields)) if found else Setting(**fields))
+            found.append(ReportLine(fields.pop("case"), BlendOutcome(**fields)) if found else ReportSettings(**fields))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}, line {number}, is no line of a report; give --out another file") from None
     if found and found[0] != setting:
         raise InputError(f"{path} has results of {found[0]}, not of {setting}; give --out another file")
-    return [line for line in found if isinstance(line, Line)]
+    return [line for line in found if isinstance(line, ReportLine)]

@@ -21,7 +21,7 @@ _LIMIT_BYTES = 1 << 20  # of a line, and of an error's text
 _SAID = ("content", "reasoning_content", "reasoning", "tool_calls", "text")
 
 
-class Failure(Exception):
+class RequestFailed(Exception):
     """A request that was not answered; `kind` is short, so that failures can be counted by it."""
 
     def __init__(self, kind: str, message: str = "") -> None:
@@ -30,7 +30,7 @@ class Failure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """Where requests go."""
 
     url: str
@@ -71,11 +71,11 @@ class Target:
         try:
             return await asyncio.open_connection(split.hostname, port, ssl=secure, limit=_LIMIT_BYTES)
         except OSError as error:
-            raise Failure("no connection", f"{split.hostname}:{port}: {error.strerror or error}") from None
+            raise RequestFailed("no connection", f"{split.hostname}:{port}: {error.strerror or error}") from None
 
 
 @dataclass(slots=True)
-class Trace:
+class RequestTrace:
     """What happened to one request. Times are of one clock; `stamps_s` are those of pieces with text in them."""
 
     started_s: float
@@ -89,12 +89,12 @@ class Trace:
     message: str = ""
 
 
-async def ask(target: Target, body: Mapping[str, Any], started_s: float | None = None) -> Trace:
+async def send_request(target: ServerTarget, body: Mapping[str, Any], started_s: float | None = None) -> RequestTrace:
     """Send a request and read its stream to the end. Failures are noted, not raised.
 
     `started_s` is when it was due, if that is not now: a client that is late must not flatter the server.
     """
-    trace = Trace(time.perf_counter() if started_s is None else started_s)
+    trace = RequestTrace(time.perf_counter() if started_s is None else started_s)
     said: list[str] = []
     try:
         async with asyncio.timeout(target.timeout_s):
@@ -102,10 +102,10 @@ async def ask(target: Target, body: Mapping[str, Any], started_s: float | None =
                 async for data in events:
                     _note(trace, data, said)
         if not trace.stamps_s and not trace.output_tokens:
-            raise Failure("empty answer")
+            raise RequestFailed("empty answer")
     except TimeoutError:
         trace.error, trace.message = "timeout", f"no end within {target.timeout_s:g} s"
-    except Failure as failure:
+    except RequestFailed as failure:
         trace.error, trace.message = failure.kind, str(failure)
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         trace.error, trace.message = "broken stream", str(error)[:200]
@@ -114,20 +114,20 @@ async def ask(target: Target, body: Mapping[str, Any], started_s: float | None =
     return trace
 
 
-async def first_model(target: Target) -> str:
+async def first_model(target: ServerTarget) -> str:
     """The name of the first model that the server offers."""
     async with asyncio.timeout(target.timeout_s):
         text = b"".join([part async for part in _exchange(target, "GET", "/models", b"")])
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Failure("no model", "the server lists no model; name one with --model") from None
+        raise RequestFailed("no model", "the server lists no model; name one with --model") from None
 
 
-def _note(trace: Trace, data: Mapping[str, Any], said: list[str]) -> None:
+def _note(trace: RequestTrace, data: Mapping[str, Any], said: list[str]) -> None:
     """Take what one event of a stream says."""
     if data.get("error"):
-        raise Failure("error in stream", _message(data))
+        raise RequestFailed("error in stream", _message(data))
     text = "".join(_texts(data))
     if text:
         trace.stamps_s.append(time.perf_counter())
@@ -148,7 +148,7 @@ def _texts(data: Mapping[str, Any]) -> list[str]:
     return found
 
 
-async def _events(target: Target, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+async def _events(target: ServerTarget, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
     """The data of server-sent events up to [DONE]."""
     async with aclosing(_exchange(target, "POST", target.route, json.dumps(body).encode())) as parts:
         async for data in _data(parts):
@@ -157,7 +157,7 @@ async def _events(target: Target, body: Mapping[str, Any]) -> AsyncGenerator[Map
             event = json.loads(data)
             if isinstance(event, Mapping):
                 yield event
-    raise Failure("broken stream", "the stream ended without [DONE]")
+    raise RequestFailed("broken stream", "the stream ended without [DONE]")
 
 
 async def _data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -170,7 +170,7 @@ async def _data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-async def _exchange(target: Target, method: str, route: str, body: bytes) -> AsyncGenerator[bytes]:
+async def _exchange(target: ServerTarget, method: str, route: str, body: bytes) -> AsyncGenerator[bytes]:
     """Send one request on a connection of its own; the parts of its answer's body as they come."""
     reader, writer = await target.connect()
     try:
@@ -180,7 +180,7 @@ async def _exchange(target: Target, method: str, route: str, body: bytes) -> Asy
         parts = _chunks(reader) if "chunked" in headers.get("transfer-encoding", "") else _plain(reader, headers)
         if status != 200:
             text = b"".join([part async for part in parts])[:_LIMIT_BYTES]
-            raise Failure(f"HTTP {status}", _refusal(text))
+            raise RequestFailed(f"HTTP {status}", _refusal(text))
         async for part in parts:
             yield part
     finally:
@@ -192,7 +192,7 @@ async def _exchange(target: Target, method: str, route: str, body: bytes) -> Asy
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     line = (await reader.readline()).split(b" ", 2)
     if len(line) < 2 or not line[0].startswith(b"HTTP/1.") or not line[1].strip().isdigit():
-        raise Failure("broken stream", "the server does not answer in HTTP/1.1")
+        raise RequestFailed("broken stream", "the server does not answer in HTTP/1.1")
     headers = {}
     while (header := (await reader.readline()).strip()) != b"":
         name, _, value = header.decode("latin-1").partition(":")

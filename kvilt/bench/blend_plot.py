@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bench_serve_plot import save
 from .blend_curve import Point, series
+from .serve_plot import save
 
 
 def plot(points: Sequence[Point], title: str, path: str) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import Unsupported
-from .bench_serve_http import Trace
-from .bench_serve_stats import output_tokens, ttft_s
+from .serve_client import RequestTrace
+from .serve_stats import output_tokens, ttft_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ def check_plot() -> None:
         raise Unsupported("--plot needs matplotlib; install it with: pip install 'kvilt[plot]'") from None
 
 
-def plot(traces: Sequence[Trace], title: str, path: str) -> None:
+def plot(traces: Sequence[RequestTrace], title: str, path: str) -> None:
     """How latencies are distributed, and tokens over time, into a file whose name says its format."""
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ def _shares(axes: Axes, seconds: Sequence[float], label: str) -> None:
     axes.set(xlabel=label, ylabel="share of values", ylim=(0, 1.01))
 
 
-def _flow(axes: Axes, traces: Sequence[Trace]) -> None:
+def _flow(axes: Axes, traces: Sequence[RequestTrace]) -> None:
     """Tokens per second, second by second; a piece of text counts as its share of the answer's tokens."""
     started_s = min((trace.started_s for trace in traces), default=0.0)
     times = [stamp - started_s for trace in traces for stamp in trace.stamps_s]

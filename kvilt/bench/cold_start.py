@@ -27,7 +27,7 @@ def say(place):
     print(place, peak, flush=True)
 import torch
 say("torch")
-from kvilt.cli.bench_cold import start
+from kvilt.bench.cold_start import start
 start(sys.argv[1], sys.argv[2], say)
 """
 
@@ -40,7 +40,7 @@ class ColdStartFailed(KviltError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cold:
+class ColdStart:
     """Seconds since the process started, and its peaks of resident memory (0 where the system does not say)."""
 
     torch_s: float  # torch is imported
@@ -49,7 +49,7 @@ class Cold:
     peak_bytes: int  # after a long prompt
 
 
-def measure_cold(model: str, config: dict[str, Any]) -> Cold:
+def measure_cold_start(model: str, config: dict[str, Any]) -> ColdStart:
     """Start a process, wait for its first token and for what it takes at a long prompt."""
     command = [sys.executable, "-c", _BOOT, model, json.dumps(config)]
     arrived: dict[str, tuple[float, int]] = {}
@@ -63,13 +63,13 @@ def measure_cold(model: str, config: dict[str, Any]) -> Cold:
     if "done" not in arrived:
         raise ColdStartFailed(said[-1] if said else f"its process ended with {process.returncode}")
     (torch_s, torch_bytes), (first_s, _), (_, peak_bytes) = (arrived[place] for place in ("torch", "first", "done"))
-    return Cold(torch_s, first_s, torch_bytes, peak_bytes)
+    return ColdStart(torch_s, first_s, torch_bytes, peak_bytes)
 
 
 def start(model: str, config: str, say: Any) -> None:
     """What the fresh process does; `say` reports that it got somewhere."""
     from ..llm import load
-    from .bench import arbitrary_ids
+    from .throughput import arbitrary_ids
 
     with load(model, **json.loads(config)) as llm:
         executor = llm.executor

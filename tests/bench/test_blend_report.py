@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvilt.bench.blend_curve import curve, series
+from kvilt.bench.blend_measure import FULL, REUSE, BlendCase, BlendMethod, BlendOutcome, compare, f1, methods, quilt_of
+from kvilt.bench.blend_plot import plot
+from kvilt.bench.blend_results import ReportLine, ReportSettings, lines, summaries
 from kvilt.blend.chunk import Chunks
 from kvilt.blend.recipe import Recipe
-from kvilt.cli.blend_cases import Case, read_cases, read_questions
-from kvilt.cli.blend_curve import curve, series
-from kvilt.cli.blend_measure import FULL, REUSE, Method, Outcome, compare, f1, methods, quilt_of
-from kvilt.cli.blend_plot import plot
-from kvilt.cli.blend_report import Asked, Told, report
-from kvilt.cli.blend_results import Line, Setting, lines, summaries
+from kvilt.cli.blend_cases import read_cases, read_questions
+from kvilt.cli.blend_report import BlendQuestions, ReportOutput, report
 from kvilt.errors import InputError, ParamError, Unsupported
 from kvilt.llm import LLM, load
 from kvilt.store.store import Store
@@ -23,8 +23,8 @@ from kvilt.store.tier import Budget
 
 TOWER = "The Eiffel Tower is 330 metres tall. It stands in Paris and was finished in 1889 for the world's fair."
 PEAK = "Mount Everest is 8849 metres high. It was first climbed in 1953 by Edmund Hillary and Tenzing Norgay."
-SETTING = Setting("a model", 512)
-CASE = Case("How tall is the Eiffel Tower?", (PEAK, TOWER), ("330 metres",))
+SETTING = ReportSettings("a model", 512)
+CASE = BlendCase("How tall is the Eiffel Tower?", (PEAK, TOWER), ("330 metres",))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_json_brings_questions_documents_and_answers(tmp_path: Path) -> None:
     whole = write(tmp_path / "all.json", json.dumps([musique, plain]))
     by_line = write(tmp_path / "more.jsonl", json.dumps(bare) + "\n")
     assert read_cases([whole, by_line], [], 10, 0) == [
-        Case("a?", ("T\none", "two"), ("x",)),
-        Case("b?", ("one", "two"), ("y",)),
-        Case("c?", ("one",)),
+        BlendCase("a?", ("T\none", "two"), ("x",)),
+        BlendCase("b?", ("one", "two"), ("y",)),
+        BlendCase("c?", ("one",)),
     ]
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not JSON"):
         read_cases([write(tmp_path / "d.json", "{")], [], 10, 0)
     with pytest.raises(ParamError, match="limit"):
-        Asked([text], ["?"], None, 1, 0, 0, None).cases()
+        BlendQuestions([text], ["?"], None, 1, 0, 0, None).cases()
 
 
 # Measuring.
@@ -116,7 +116,7 @@ def test_all_ways_are_compared_with_the_whole_prefill(llm: LLM) -> None:
 
 
 def test_documents_are_cut_until_they_fit(llm: LLM) -> None:
-    long = Case("Why?", (TOWER * 40, PEAK * 40))
+    long = BlendCase("Why?", (TOWER * 40, PEAK * 40))
     quilt = quilt_of(llm, long, 300)
     assert len(quilt.ids) < 300
     assert len({len(span) for span in quilt.documents}) == 1
@@ -132,18 +132,18 @@ def test_f1_counts_words() -> None:
 # Results.
 
 
-def outcome(method: str, first_token_s: float, kl: float, recomputed: int = 0) -> Outcome:
-    return Outcome(method, first_token_s, 120, 100, recomputed, kl, 0.5, "text")
+def outcome(method: str, first_token_s: float, kl: float, recomputed: int = 0) -> BlendOutcome:
+    return BlendOutcome(method, first_token_s, 120, 100, recomputed, kl, 0.5, "text")
 
 
 def test_means_are_over_questions_that_both_have() -> None:
     found = summaries(
         [
-            Line("0", outcome("full", 8.0, 0.0)),
-            Line("1", outcome("full", 9.0, 0.0)),
-            Line("0", outcome("reuse", 1.0, 0.4)),
-            Line("0", outcome("head 15%", 2.0, 0.1, 15)),
-            Line("1", outcome("head 15%", 3.0, 0.3, 15)),
+            ReportLine("0", outcome("full", 8.0, 0.0)),
+            ReportLine("1", outcome("full", 9.0, 0.0)),
+            ReportLine("0", outcome("reuse", 1.0, 0.4)),
+            ReportLine("0", outcome("head 15%", 2.0, 0.1, 15)),
+            ReportLine("1", outcome("head 15%", 3.0, 0.3, 15)),
         ]
     )
     full, reuse, head = found
@@ -163,7 +163,7 @@ def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: 
     assert [line.outcome.method for line in more] == ["full", "reuse", "prefix", "head 50%"]
     assert more[:2] == first
     with pytest.raises(InputError, match="int8"):
-        lines(llm, [CASE], [FULL], Setting("a model", 512, "int8"), out)
+        lines(llm, [CASE], [FULL], ReportSettings("a model", 512, "int8"), out)
     Path(out).write_text("no report\n")
     with pytest.raises(InputError, match="line 1"):
         lines(llm, [CASE], [FULL], SETTING, out)
@@ -171,26 +171,26 @@ def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_documents_can_go_through_a_codec(llm: LLM) -> None:
-    def reuse(codec: str) -> Outcome:
-        return lines(llm, [CASE], [REUSE], Setting("a model", 512, codec), None)[0].outcome
+    def reuse(codec: str) -> BlendOutcome:
+        return lines(llm, [CASE], [REUSE], ReportSettings("a model", 512, codec), None)[0].outcome
 
     assert reuse("zstd").kl == reuse("raw").kl
     assert reuse("int8").kl != reuse("raw").kl
     with pytest.raises(ParamError, match="codec"):
-        Asked(["x"], ["?"], None, 1, 0, None, None, "mp3").cases()
+        BlendQuestions(["x"], ["?"], None, 1, 0, None, None, "mp3").cases()
 
 
 def test_the_command_tells_it_as_a_table_and_as_json(
     smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write(tmp_path / "a.txt", TOWER), write(tmp_path / "b.txt", PEAK)]
-    asked = Asked(files, [CASE.question], None, 2, 0, None, 256)
+    asked = BlendQuestions(files, [CASE.question], None, 2, 0, None, 256)
     out = str(tmp_path / "out.jsonl")
     config = {"threads": 1, "kv_memory": "128M"}
-    report(asked, str(smollm2_path), ["head"], [30], Told(out, True, None), config)
+    report(asked, str(smollm2_path), ["head"], [30], ReportOutput(out, True, None), config)
     told = json.loads(capsys.readouterr().out)
     assert [one["method"] for one in told] == ["full", "prefix", "reuse", "head 30%"]
-    report(asked, str(smollm2_path), ["head"], [30], Told(out, False, None), config)
+    report(asked, str(smollm2_path), ["head"], [30], ReportOutput(out, False, None), config)
     text = capsys.readouterr().out
     assert "| head 30%" in text
     assert "KL of the first token" in text
@@ -237,8 +237,10 @@ PLAIN = "The Amazon forest is the size of Australia. It rains there on two of th
 def test_tokens_that_follow_are_less_wrong(llm: LLM) -> None:
     """The whole point of mending, on real weights: nearer to the whole prefill with the same tokens computed."""
     texts = [" ".join(each) for each in ((PEAK, RIVER, WALL, LAKE, PLAIN), (LAKE, WALL, TOWER, PLAIN, PEAK, RIVER))]
-    cases = [Case(one, tuple(texts), ()) for one in ("How tall is the tower?", "Where does the Nile end?", "How deep?")]
-    wanted = [Method(f"mend {share}", Recipe(0.2, "query", mend=share, min_gain=0.0)) for share in (0.0, 0.8)]
+    cases = [
+        BlendCase(one, tuple(texts), ()) for one in ("How tall is the tower?", "Where does the Nile end?", "How deep?")
+    ]
+    wanted = [BlendMethod(f"mend {share}", Recipe(0.2, "query", mend=share, min_gain=0.0)) for share in (0.0, 0.8)]
     kl: dict[str, float] = {}
     for case in cases:
         with Store(Budget(1 << 28)) as store:

@@ -1,0 +1,178 @@
+"""Tokens per second of prefill, decode and batched decode, and the limits of the machine for comparison."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ParamError
+from ..executor.executor import Executor
+from ..models.spec import ModelSpec
+from ..ops.native.limits import Limits
+from ..ops.native.limits import measure as measure_limits
+from .cold_start import ColdStart, measure_cold_start
+from .progress import Track
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Something to time: `work` computes `tokens` tokens with `ops` operations on weights.
+
+    `read_bytes` of weights and KV have to be read for it; None where arithmetic and not memory is the limit.
+    """
+
+    name: str
+    tokens: int
+    ops: int
+    read_bytes: int | None
+    work: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadResult:
+    """Medians of several runs."""
+
+    name: str
+    tokens_per_s: float
+    gigabytes_per_s: float | None
+    gigaops_per_s: float
+    seconds: float
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """How much of each workload."""
+
+    prefill: tuple[int, ...] = (128, 512, 1024)
+    contexts: tuple[int, ...] = (16, 1024)
+    batches: tuple[int, ...] = (4, 8, 16, 32)
+    steps: int = 32
+    runs: int = 3
+    cold: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "contexts", "batches"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise ParamError(name, "must be positive whole numbers")
+        for name in ("steps", "runs"):
+            if getattr(self, name) < 1:
+                raise ParamError(name, f"must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """All that was measured."""
+
+    model: str
+    backend: str
+    threads: int
+    results: list[WorkloadResult]
+    cold: ColdStart | None
+    limits: Limits | None
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCounts:
+    """Multiplications by weights that one token takes: in all layers, and in the head."""
+
+    layers: int
+    head: int
+
+
+def matmul_counts(spec: ModelSpec) -> MatmulCounts:
+    """Counted from the spec; attention between tokens is not in it."""
+    layers = 0
+    for layer in spec.layers:
+        a = layer.attention
+        layers += spec.hidden_size * a.head_dim * 2 * (a.heads + a.kv_heads)
+        layers += 3 * spec.hidden_size * layer.feed_forward.hidden
+    return MatmulCounts(layers, spec.hidden_size * spec.vocab_size)
+
+
+def workloads(executor: Executor, plan: BenchPlan) -> Iterator[Workload]:
+    """Prefill of several lengths, decode at several contexts, batches of decodes."""
+    for tokens in plan.prefill:
+        yield _prefill(executor, tokens)
+    for context in plan.contexts:
+        yield _decode(executor, f"decode at {context}", 1, context, plan.steps)
+    for rows in plan.batches:
+        yield _decode(executor, f"batch of {rows}", rows, plan.contexts[0] if plan.contexts else 16, plan.steps)
+
+
+def _prefill(executor: Executor, tokens: int) -> Workload:
+    prompt, each = arbitrary_ids(executor, tokens), matmul_counts(executor.spec)
+
+    def work() -> None:
+        with executor.create_kv_cache() as kv:
+            executor.step(prompt, kv)
+
+    return Workload(f"prefill {tokens}", tokens, 2 * (tokens * each.layers + each.head), None, work)
+
+
+def _decode(executor: Executor, name: str, rows: int, context: int, steps: int) -> Workload:
+    prompt, each = arbitrary_ids(executor, context), matmul_counts(executor.spec)
+    read = steps * (executor.weight_bytes + rows * _kv_bytes(executor, context + steps // 2))
+
+    def work() -> float:
+        """Seconds of the steps alone; the prompt is not counted."""
+        with executor.create_kv_cache() as one, executor.create_kv_cache(rows) as kv:
+            executor.prefill(prompt, one)
+            kv.broadcast_and_copy_from(one)
+            started_s = time.perf_counter()
+            executor.sample_tokens(steps, [[prompt[0]]] * rows, kv)
+            return time.perf_counter() - started_s
+
+    return Workload(name, rows * steps, 2 * rows * steps * (each.layers + each.head), read, work)
+
+
+def _kv_bytes(executor: Executor, length: int) -> int:
+    """Bytes of KV that a query at `length` looks at."""
+    groups = executor.layout.groups
+    return sum(group.shape.token_bytes * (length - group.first_needed(length)) for group in groups)
+
+
+def arbitrary_ids(executor: Executor, tokens: int) -> list[int]:
+    """The same ones every time."""
+    return [(i * 7919 + 13) % executor.spec.vocab_size for i in range(tokens)]
+
+
+def timed(workload: Workload, runs: int) -> WorkloadResult:
+    """The median of `runs`, after one to warm up."""
+    workload.work()
+    seconds = []
+    for _ in range(runs):
+        started_s = time.perf_counter()
+        own = workload.work()
+        seconds.append(own if isinstance(own, float) else time.perf_counter() - started_s)
+    middle = statistics.median(seconds)
+    read = None if workload.read_bytes is None else workload.read_bytes / middle / 1e9
+    return WorkloadResult(workload.name, workload.tokens / middle, read, workload.ops / middle / 1e9, middle, runs)
+
+
+def measure(model: str, executor: Executor, plan: BenchPlan, config: dict[str, Any], track: Track) -> BenchReport:
+    """Run every workload; `config` is what a cold start loads the model with."""
+    todo, results, threads = [*workloads(executor, plan)], [], torch.get_num_threads()
+    with track("measuring", len(todo) + plan.cold + 2) as show:
+        show(0, "the machine")
+        before = measure_limits(threads, executor.weight_bytes)
+        for done, workload in enumerate(todo, 1):
+            show(done, workload.name)
+            results.append(timed(workload, plan.runs))
+        after = measure_limits(threads, executor.weight_bytes)
+        show(len(todo) + 2, "cold start")
+        cold = measure_cold_start(model, config) if plan.cold else None
+    return BenchReport(model, executor.pool.ops.numerics, threads, results, cold, _better(before, after))
+
+
+def _better(before: Limits | None, after: Limits | None) -> Limits | None:
+    """The best of two: a host that moves virtual cores about changes what a machine can do from minute to minute."""
+    if before is None or after is None:
+        return None
+    ops, read = max(before.ops_per_s, after.ops_per_s), max(before.bytes_per_s, after.bytes_per_s)
+    return Limits(before.threads, read, ops)
