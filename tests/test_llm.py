@@ -27,6 +27,7 @@ from kvilt.errors import (
     TemplateError,
 )
 from kvilt.text import stops
+from kvilt.text.sandbox import CompiledTemplate
 
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
@@ -309,6 +310,31 @@ def test_behind_a_cache_a_continuation_is_scored_as_behind_its_text(llm: LLM) ->
         ids = llm.chat_ids(QUESTION)
         chat = llm.chat(QUESTION, kv=kv, max_tokens=1, prompt_logprobs=0)
         assert chat.prompt_logprobs is not None and [one.token for one in chat.prompt_logprobs[1:] if one] == ids[1:]
+
+
+def test_a_template_is_rendered_once_for_each_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered, render = [], CompiledTemplate.render
+
+    def counted(self: CompiledTemplate, values: Any) -> str:
+        rendered.append(values)
+        return render(self, values)
+
+    monkeypatch.setattr(CompiledTemplate, "render", counted)
+    for fields in ({}, {"documents": ["A document."]}, {"n": 2, "temperature": 1.0}):
+        llm.chat(QUESTION, max_tokens=1, **fields)
+        assert len(rendered) == 1, fields
+        rendered.clear()
+    assert [*llm.stream_chat(QUESTION, max_tokens=1)]
+    assert len(rendered) == 1
+
+
+def test_a_rendered_chat_has_the_text_and_the_ids_of_its_template(llm: LLM) -> None:
+    rendered = llm.render_chat(QUESTION)
+    assert rendered.text == llm.chat_template.render(QUESTION)
+    assert llm.chat_ids(rendered) == llm.chat_ids(QUESTION) == llm.chat_template.encode(llm.tokenizer, QUESTION)
+    with_places = llm.render_chat(QUESTION, documents=2)
+    assert len(with_places.segments) == 3
+    assert with_places.text == rendered.text.replace("What", "\n\nWhat")
 
 
 def test_the_context_limit_is_a_clean_finish(llm: LLM) -> None:

@@ -44,7 +44,7 @@ from .async_stream import AsyncStream
 from .blend import Pieces, listed
 from .completion import Completion
 from .generation import SamplingDefaults
-from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
+from .model import Behind, Chat, Chosen, Finding, Model, Prompt, behind, is_one, shared
 from .offload import OWNER, PROMPT, STORE, Offload, uninterruptible
 from .outlet import Outlet, Post
 from .quality import gate_for
@@ -181,7 +181,7 @@ class AsyncLLM(Model):
 
     async def chat(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -193,7 +193,7 @@ class AsyncLLM(Model):
 
     async def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -293,7 +293,7 @@ class AsyncLLM(Model):
             return Ready(ids, None)
         return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
 
-    def _chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
+    def _chat(self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
         if listed(terms.documents):
             return self._pieces(self.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.chat_ids(messages, tools)

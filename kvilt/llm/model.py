@@ -17,7 +17,7 @@ from ..kv.cache import KVCache
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from ..store.store import Store
-from ..text.chat import ChatTemplate
+from ..text.chat import ChatTemplate, RenderedChat
 from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
 from .answer import Asked
@@ -27,6 +27,7 @@ from .grammars import Grammars
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Chat = Sequence[Message] | RenderedChat  # a conversation, or what its template has made of it already
 Behind = str | Sequence[Message]  # a text, or the messages before the one that asks
 
 
@@ -98,25 +99,44 @@ class Model:
             raise InputError("the prompt is empty; give at least one token")
         return ids
 
+    def render_chat(
+        self,
+        messages: Chat,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: int = 0,
+        answers: bool = True,
+    ) -> RenderedChat:
+        """A conversation after its template, with places for so many documents; one that is rendered already as it is.
+
+        Without `answers` it ends with the last message, not where an answer begins.
+        """
+        if isinstance(messages, RenderedChat):
+            return messages
+        return self.chat_template.render_prompt(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            places=documents,
+            add_generation_prompt=answers,
+            limit=self.executor.max_context,
+        )
+
     def chat_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
+        self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
     ) -> list[int]:
         """The tokens of a conversation, up to where an answer begins; without `answers`, up to the last message."""
-        most = self.executor.max_context
-        return self.chat_template.encode(
-            self.tokenizer, messages, tools=tools, add_generation_prompt=answers, limit=most
-        )
+        rendered = self.render_chat(messages, tools, answers=answers)
+        return rendered.encode(self.tokenizer, self.executor.max_context)[0]
 
     def chat_pieces(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Prompt],
         recipe: Recipe,
     ) -> Pieces:
         """A conversation with documents where its template puts them, else before the last user's text."""
-        most = self.executor.max_context
-        pieces = self.chat_template.encode_around(self.tokenizer, messages, len(documents), tools=tools, limit=most)
+        pieces = self.render_chat(messages, tools, len(documents)).encode(self.tokenizer, self.executor.max_context)
         return self.documents.between(pieces, documents, recipe)
 
     def _begins(self, behind: Behind) -> list[int]:

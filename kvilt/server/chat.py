@@ -10,6 +10,7 @@ from ..errors import ParamError
 from ..llm import AsyncStream, Completion, Delta, Reading
 from ..llm.offload import ANSWER
 from ..sampling.params import SamplingParams
+from ..text.chat import RenderedChat
 from .ask import grammar_of, messages_of, progress_of, sampling_of, terms_of, wants_progress
 from .counts import Count, chat_logprobs, running_usage, usage_of
 from .documents import check_documents
@@ -29,7 +30,7 @@ class Talk:
     asked: ChatRequest
     caller: Caller
     name: str
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] | RenderedChat
     tools: list[dict[str, Any]] | None
     params: SamplingParams
     listening: Listening
@@ -50,7 +51,8 @@ def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
     _check(service, asked)
     messages = messages_of(asked.messages)
     tools = _tools(asked)
-    prompt = _rendered(service, messages, tools)
+    rendered = _rendered(service, messages, tools, len(asked.documents or ()))
+    prompt = None if rendered is None else rendered.text
     listening = Listening(
         service.parser, tools or (), asked.parallel_tool_calls is not False, prompt, service.parser_marks
     )
@@ -60,7 +62,7 @@ def ready(service: Service, asked: ChatRequest, caller: Caller) -> Talk:
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         **_forced(service, asked, listening),
     )
-    return Talk(asked, caller, new_name("chatcmpl"), messages, tools, params, listening, lora)
+    return Talk(asked, caller, new_name("chatcmpl"), rendered or messages, tools, params, listening, lora)
 
 
 def _check(service: Service, asked: ChatRequest) -> None:
@@ -112,11 +114,13 @@ def _forced(service: Service, asked: ChatRequest, listening: Listening) -> dict[
     return {"lark": service.parser.tool_grammar(listening.tools, names, several, listening.prompt)}
 
 
-def _rendered(service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-    """The prompt as text where the parser wants to see its end."""
+def _rendered(
+    service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, documents: int
+) -> RenderedChat | None:
+    """The prompt after its template where the parser wants to see its end; its ids are made of the same rendering."""
     if service.parser.thinking is None:
         return None
-    return service.llm.chat_template.render(messages, tools=tools)
+    return service.llm.render_chat(messages, tools, documents)
 
 
 async def whole(service: Service, talk: Talk) -> dict[str, Any]:

@@ -74,25 +74,44 @@ class ChatTemplate:
         guard = self._guard(self._values(messages, tools, documents, kwargs))
         return guard.restore(self._rendered(guard, add_generation_prompt))
 
-    def encode(
+    def render_prompt(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        places: int = 0,
         add_generation_prompt: bool = True,
         limit: int | None = None,
         **kwargs: Any,
+    ) -> RenderedChat:
+        """The prompt, rendered once: its text can be read, and its ids encoded afterwards.
+
+        `documents` are for the template to write. `places` leaves room for so many documents that are encoded by
+        themselves: where the template puts documents or, if it reads none, before the last user's content.
+        """
+        room = _Room.of(self._limits, tokenizer, limit)
+        values = self._values(messages, tools, documents, kwargs, room)
+        if not places:
+            guard = self._guard(values, tokenizer.texts)
+            return RenderedChat.of(tokenizer, guard, [self._rendered(guard, add_generation_prompt)])
+        free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
+        marks = [mark for mark, _ in zip(free, range(places), strict=False)]
+        if len(marks) < places:
+            raise TemplateError("the messages use every private-use character, so documents cannot be placed")
+        guard, text = self._marked(tokenizer, values, marks, add_generation_prompt)
+        return RenderedChat.of(tokenizer, guard, re.split(f"[{re.escape(''.join(marks))}]", text))
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], *, limit: int | None = None, **given: Any
     ) -> list[int]:
         """The prompt as ids: special tokens where the template wrote them, all other text as it is.
 
-        More than `limit` ids raise ContextOverflow, before the template runs where the messages alone are too long.
+        `given` are the keywords of `render_prompt`. More than `limit` ids raise ContextOverflow, before the template
+        runs where the messages alone are too long.
         """
-        room = _Room.of(self._limits, tokenizer, limit)
-        guard = self._guard(self._values(messages, tools, documents, kwargs, room), tokenizer.texts)
-        parts = _parts(tokenizer, guard, self._rendered(guard, add_generation_prompt))
-        return tokenizer.encode_parts(parts, limit=limit)
+        return self.render_prompt(tokenizer, messages, limit=limit, **given).encode(tokenizer, limit)[0]
 
     def encode_after(
         self,
@@ -125,32 +144,11 @@ class ChatTemplate:
         return tokenizer.encode_parts(["", *parts])  # the first part is not the beginning of a text
 
     def encode_around(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Message],
-        places: int,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        limit: int | None = None,
+        self, tokenizer: Tokenizer, messages: Sequence[Message], places: int, *, limit: int | None = None, **given: Any
     ) -> list[list[int]]:
-        """The ids before, between and behind so many documents, which are encoded by themselves.
-
-        They stand where the template puts documents or, if it knows none, before the last user's content. `limit` as
-        in `encode`, for each part.
-        """
-        values = self._values(messages, tools, None, {}, _Room.of(self._limits, tokenizer, limit))
-        free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
-        marks = [mark for mark, _ in zip(free, range(places), strict=False)]
-        if len(marks) < places:
-            raise TemplateError("the messages use every private-use character, so documents cannot be placed")
-        guard, text = self._marked(tokenizer, values, marks, add_generation_prompt)
-        pieces = []
-        for mark in marks:
-            piece, _, text = text.partition(mark)
-            pieces.append(piece)
-        split = [_parts(tokenizer, guard, piece) for piece in (*pieces, text)]
-        return [tokenizer.encode_parts(parts if not i else ["", *parts], limit=limit) for i, parts in enumerate(split)]
+        """The ids before, between and after so many documents; `limit` as in `encode`, for each part."""
+        rendered = self.render_prompt(tokenizer, messages, places=places, limit=limit, **given)
+        return rendered.encode(tokenizer, limit)
 
     def _marked(
         self, tokenizer: Tokenizer, values: _Values, marks: Sequence[str], add_generation_prompt: bool
@@ -204,6 +202,25 @@ class ChatTemplate:
             if name not in self._compiled.variables:
                 known = ", ".join(sorted(self._compiled.variables - _RESERVED)) or "none"
                 raise TemplateError(f"the chat template does not read {name!r}; the options it reads are: {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation after its template: the text of the prompt, and what its ids are made of."""
+
+    text: str  # without the documents that are encoded by themselves
+    segments: tuple[tuple[str | int, ...], ...]  # text and special tokens around the places of these documents
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, guard: _Guard, texts: Sequence[str]) -> RenderedChat:
+        segments = tuple(tuple(_parts(tokenizer, guard, text)) for text in texts)
+        return cls("".join(map(guard.restore, texts)), segments)
+
+    def encode(self, tokenizer: Tokenizer, limit: int | None = None) -> list[list[int]]:
+        """The ids of each segment; a segment of more than `limit` ids raises ContextOverflow."""
+        first, *others = self.segments
+        # The empty part says that what follows is not the beginning of a text.
+        return [tokenizer.encode_parts(parts, limit=limit) for parts in (first, *(("", *each) for each in others))]
 
 
 class _Guard:

@@ -18,6 +18,7 @@ from kvilt.executor.executor import Executor
 from kvilt.llm import Delta
 from kvilt.server.voice import Voice
 from kvilt.text.parse import parser_named
+from kvilt.text.sandbox import CompiledTemplate
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]
@@ -336,6 +337,27 @@ def test_reasoning_comes_apart_from_the_answer(start: Start, monkeypatch: Any) -
         deltas = [chunk.choices[0].delta for chunk in own.openai().chat.completions.create(**fields, stream=True)]
         assert "".join(delta.content or "" for delta in deltas) == "Berlin."
         assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "It is Berlin."
+
+
+@pytest.mark.parametrize("parser", ["think", "hermes"])
+def test_a_template_is_rendered_once_for_each_request(start: Start, monkeypatch: Any, parser: str) -> None:
+    """Also where the parser looks at the end of the prompt before it is tokenized."""
+    rendered, render = [], CompiledTemplate.render
+
+    def counted(self: CompiledTemplate, values: Any) -> str:
+        rendered.append(values)
+        return render(self, values)
+
+    monkeypatch.setattr(CompiledTemplate, "render", counted)
+    asked = [{}, {"stream": True}, {"documents": ["A document."]}]
+    if parser == "hermes":
+        asked += [{"tools": [CLOCK], "tool_choice": "required", "max_tokens": 60}]
+    with start() as own, own.http() as http:
+        monkeypatch.setattr(own.service, "parser", parser_named(parser))
+        for more in asked:
+            rendered.clear()
+            assert http.post("/v1/chat/completions", json={**SHORT, **more}).status_code == 200, more
+            assert len(rendered) == 1, more
 
 
 def test_a_mark_that_is_a_special_token_reaches_the_parser() -> None:
