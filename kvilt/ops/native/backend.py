@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 
 import torch
@@ -33,6 +33,7 @@ from .memory import Buffers, Slabs
 from .pack import pack
 from .record import NativeRecorder
 from .reduce import NativeReductions
+from .threads import one_torch_thread
 
 _ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
 
@@ -66,15 +67,9 @@ class NativeOps:
         # The module's own revision, whatever Python code runs beside it: modules before the third did not say it.
         return f"native-{getattr(self._module, 'REVISION', 2)}/{self._engine.isa}"
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         # Torch's threads spin for a while after each of its operations, on the cores that our own threads need.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        return one_torch_thread()
 
     def recorder(self) -> NativeRecorder:
         return self._recorder
