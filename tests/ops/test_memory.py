@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
+import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
@@ -62,3 +64,26 @@ def test_slabs_hand_out_pieces_that_do_not_overlap() -> None:
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert all(start % 64 == 0 for start, _ in spans)
     assert not bool(pieces[3].any())
+
+
+def test_a_result_that_is_looked_at_again_keeps_its_buffer() -> None:
+    buffers = Buffers(spare_bytes=1 << 62)
+    result = buffers.empty(5, 300)
+    place, at = buffers.place(result), result.data_ptr()
+    again, once_more = buffers.at(place), buffers.at(place)
+    del result, again
+    assert buffers.empty(1400).data_ptr() != at
+    del once_more
+    assert buffers.empty(1400).data_ptr() == at
+
+
+def test_what_else_refers_to_a_buffer_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters differ in how many references they hold during a call; none of them is asked."""
+    monkeypatch.setattr(sys, "getrefcount", lambda _: 1)
+    buffers = Buffers()
+    first = buffers.empty(9)
+    others = [buffer.data for held in buffers._held.values() for buffer in held]
+    at = first.data_ptr()
+    assert buffers.empty(9).data_ptr() != at
+    del first
+    assert buffers.empty(9).data_ptr() == at == others[0].ctypes.data

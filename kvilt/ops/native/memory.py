@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import mmap
 import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +55,43 @@ class Place:
     shape: tuple[int, ...]
 
 
+_Array: TypeAlias = npt.NDArray[np.float32]
+
+
+class _Buffer:
+    """A piece of memory, and weak references to the arrays that tensors look at it through.
+
+    Each result gets an array of its own, which the storage of its tensor holds as long as any view of it lives. So a
+    buffer is free when these references are dead, whatever the interpreter counts.
+    """
+
+    __slots__ = ("also", "data", "lent")
+
+    def __init__(self, room: int) -> None:
+        self.data: _Array = np.empty(room, np.float32)
+        self.lent: Callable[[], _Array | None] = _nothing
+        self.also: list[weakref.ref[_Array]] = []  # rare, and so kept apart from the first
+
+    def lend(self, size: int, shape: tuple[int, ...]) -> Tensor:
+        """The tensor that holds this memory from now on."""
+        array = self.data[:size].reshape(shape)
+        self.lent = weakref.ref(array)
+        return torch.from_numpy(array)
+
+    def shared(self) -> bool:
+        return any(array() is not None for array in self.also)
+
+    def share(self, shape: tuple[int, ...]) -> Tensor:
+        """One more tensor on this memory."""
+        array = self.data[: prod(shape)].reshape(shape)
+        self.also = [one for one in self.also if one() is not None] + [weakref.ref(array)]
+        return torch.from_numpy(array)
+
+
+def _nothing() -> None:
+    return None
+
+
 class Buffers:
     """Float32 results. A buffer is used again once no tensor is left that looks at it.
 
@@ -61,43 +101,41 @@ class Buffers:
 
     def __init__(self, spare_bytes: int = 256 << 20) -> None:
         self._spare_bytes = spare_bytes
-        self._held: dict[int, list[npt.NDArray[np.float32]]] = {}  # by size, powers of two
+        self._held: dict[int, list[_Buffer]] = {}  # by size, powers of two
         self._held_bytes = 0
 
     def empty(self, *shape: int) -> Tensor:
         """Room for a result, with noise in it."""
         size = prod(shape)
         room = 1 << max(10, (size - 1).bit_length())
-        held = self._held.setdefault(room, [])
-        for buffer in held:
-            # Three know a free buffer: the list, this loop and the argument of getrefcount. A tensor is a fourth.
-            if sys.getrefcount(buffer) == 3:
-                return torch.from_numpy(buffer[:size]).view(shape)
+        for buffer in self._held.setdefault(room, []):
+            if buffer.lent() is None and not (buffer.also and buffer.shared()):
+                return buffer.lend(size, shape)
         if self._held_bytes + 4 * room > self._spare_bytes:
             self._forget()  # buffers in use live on with their tensors
-        buffer = np.empty(room, np.float32)
+        buffer = _Buffer(room)
         self._held.setdefault(room, []).append(buffer)
         self._held_bytes += 4 * room
-        return torch.from_numpy(buffer[:size]).view(shape)
+        return buffer.lend(size, shape)
 
     def place(self, tensor: Tensor) -> Place:
-        """Where a result lies, for `at`. Says nothing about who may use the buffer: once no tensor looks at it, all."""
+        """Where a result lies, for `at`. Does not keep the buffer: it is used again once no tensor looks at it."""
         at, shape = tensor.data_ptr(), tuple(tensor.shape)
         for room, held in self._held.items():
             for index, buffer in enumerate(held):
-                if buffer.ctypes.data == at:
+                if buffer.data.ctypes.data == at:
                     return Place(room, index, shape)
         raise AssertionError("this tensor does not begin where a buffer does")
 
     def at(self, place: Place) -> Tensor:
         """What lies there now. Only for buffers that are never forgotten."""
-        return torch.from_numpy(self._held[place.room][place.index][: prod(place.shape)]).view(place.shape)
+        return self._held[place.room][place.index].share(place.shape)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor begins in one of the buffers that are held."""
         at = tensor.data_ptr()
-        held = (buffer for buffers in self._held.values() for buffer in buffers)
-        return any(buffer.ctypes.data <= at < buffer.ctypes.data + buffer.nbytes for buffer in held)
+        held = (buffer.data for buffers in self._held.values() for buffer in buffers)
+        return any(data.ctypes.data <= at < data.ctypes.data + data.nbytes for data in held)
 
     def _forget(self) -> None:
         self._held.clear()
