@@ -11,8 +11,8 @@ import random
 import re
 from typing import Any
 
-from kvilt.server.body import parse
-from kvilt.server.refusal import Refused
+from kvilt.server.http.body import parse_json
+from kvilt.server.http.errors import HTTPError
 
 from .driver import main
 from .target import Finding, Target, label
@@ -82,8 +82,8 @@ def check(data: bytes) -> str:
     except _Undecided:
         expected = _Undecided
     try:
-        found = parse(data)
-    except Refused as error:
+        found = parse_json(data)
+    except HTTPError as error:
         if expected not in (_Doubt, _Undecided) and error.status_code != 413:
             raise Finding(f"refused ({error}) though {expected!r:.200} is sound") from None
         return f"refused: {label(error)}"

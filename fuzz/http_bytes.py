@@ -18,8 +18,8 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvilt.server.settings import ServeConfig
-from kvilt.server.wire import protocol_of
+from kvilt.server.config import ServeConfig
+from kvilt.server.http.protocol import protocol_class
 
 from .driver import main
 from .target import Finding, Target
@@ -115,7 +115,7 @@ def check(data: bytes) -> str:
 
 async def _talk(loop: asyncio.AbstractEventLoop, config: uvicorn.Config, pipe: Pipe, pieces: list[bytes]) -> int:
     state = ServerState()
-    protocol = protocol_of(ServeConfig())(config=config, server_state=state, app_state={}, _loop=loop)
+    protocol = protocol_class(ServeConfig())(config=config, server_state=state, app_state={}, _loop=loop)
     protocol.connection_made(pipe)
     for piece in pieces:
         if pipe.closed:

@@ -45,7 +45,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.bench.serve_plot": frozenset({"matplotlib"}),
     "kvilt.bench.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
-    "kvilt.server.spans": frozenset({"opentelemetry"}),
+    "kvilt.server.tracing": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.store.zstd": frozenset({"zstandard"}),

@@ -17,8 +17,8 @@ from .progress import bars
 from .store import behind, opened
 
 if TYPE_CHECKING:
-    from ..server.listen import Listener
-    from ..server.settings import ServeConfig
+    from ..server.config import ServeConfig
+    from ..server.listener import HTTPServer
 
 _KEY_LINE = re.compile(r"(?P<key>\S+)(?:\s+weight=(?P<weight>[0-9]{1,4}(?:\.[0-9]{1,3})?))?")
 VISIBLE_KEYS = (
@@ -32,7 +32,7 @@ def serve(
 ) -> None:
     """Load a model and serve it until a signal ends the process."""
     try:
-        from ..server.listen import serve as listen
+        from ..server.listener import serve as listen
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
     settings = settings_of(model, options, store["store"])
@@ -62,7 +62,7 @@ def serve(
             gc.unfreeze()  # or the native module is not taken down in order at exit
 
 
-def _ready(listener: Listener) -> None:
+def _ready(listener: HTTPServer) -> None:
     config = listener.service.config
     host = f"[{config.host}]" if ":" in config.host else config.host
     print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ def settings_of(model: str, options: dict[str, Any], store: str | None = None) -
 
     Handles are saved in the folder of the store, unless in one of their own.
     """
-    from ..server.settings import ServeConfig
+    from ..server.config import ServeConfig
 
     names = tuple(options["served_model_name"]) or (default_name(model),)
     keys = (*options["api_key"], *read_keys(options["api_key_file"]), *env_api_keys())
@@ -139,9 +139,9 @@ def admin_key(given: str | None, path: str | None) -> str | None:
 
 def owner_weights(path: str | None) -> dict[str, float]:
     """The weights of a key file, by the owner that each key stands for."""
-    from ..server.gate import tenant_of
+    from ..server.auth import tenant_of_key
 
-    return {tenant_of(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
+    return {tenant_of_key(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
 
 
 def read_keys(path: str | None, option: str = "api_key_file") -> list[str]:

@@ -195,7 +195,7 @@ def _tenant(key_file: str | None) -> str:
     if key_file is None:
         return ""
     try:
-        from ..server.gate import tenant_of
+        from ..server.auth import tenant_of_key
     except ImportError as error:
         raise Unsupported(f"keys are a server's; it needs {error.name}: pip install 'kvilt[server]'") from None
     from .serve import read_keys
@@ -203,4 +203,4 @@ def _tenant(key_file: str | None) -> str:
     keys = read_keys(key_file)
     if len(keys) != 1:
         raise ParamError("api_key_file", f"{key_file!r} holds {len(keys)} keys; warm for one at a time")
-    return tenant_of(keys[0])
+    return tenant_of_key(keys[0])

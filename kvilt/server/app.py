@@ -1,24 +1,36 @@
-"""The application: routes, errors, the OpenAPI document and the static page, behind the edge."""
+"""The ASGI applications: the API with its OpenAPI document and static page, and `/metrics` on a port of its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
-from .edge import Edge
-from .page import Page
-from .refusal import refusal_of
-from .routes import admin, certificates, chat, chunks, completions, health, kv, lora, models, tokens
+from . import admin
+from .auth import check_host
+from .http.errors import HTTPError, http_error_of
+from .http.middleware import RequestMiddleware
+from .kv import routes as kv
+from .metrics import CONTENT_TYPE
+from .openai import chat, completions, models, tokenizer
 from .service import Service
 
-_ROUTERS = tuple(
-    one.router for one in (chat, completions, models, tokens, chunks, certificates, kv, admin, lora, health)
+# Paths are matched in this order: the routes of kv come with the more specific ones first.
+_ROUTERS = (
+    chat.router,
+    completions.router,
+    models.router,
+    tokenizer.router,
+    kv.router,
+    admin.router,
+    admin.health_router,
 )
 
 
@@ -28,15 +40,15 @@ def make_app(service: Service) -> ASGIApp:
     app.state.service = service
     for router in _ROUTERS:
         app.include_router(router)
-    page = Page()
+    page = StaticFiles()
     for path in page.paths:
         app.add_api_route(path, _served(page, path), include_in_schema=False, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    return Edge(app, service, page.__contains__)
+    return RequestMiddleware(app, service, page.__contains__)
 
 
-def _served(page: Page, path: str) -> Any:
+def _served(page: StaticFiles, path: str) -> Any:
     async def file() -> Response:
         return page.response(path)
 
@@ -45,7 +57,7 @@ def _served(page: Page, path: str) -> Any:
 
 async def _refuse(_request: Request, error: Exception) -> Response:
     """Where no route was found: errors inside routes are theirs."""
-    return refusal_of(error).response()
+    return http_error_of(error).response()
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -66,3 +78,63 @@ def _document(app: FastAPI) -> dict[str, Any]:
             made["components"]["schemas"].pop(name, None)
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def make_metrics_app(service: Service) -> ASGIApp:
+    """/metrics as an ASGI application."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = _answer(service, scope)
+        except Exception as error:
+            answer = http_error_of(error).response()
+        answer.headers["connection"] = "close"  # bodies are not read
+        await answer(scope, receive, send)
+
+    return app
+
+
+def _answer(service: Service, scope: Scope) -> Response:
+    check_host(Headers(scope=scope), service.config)  # a page could rebind its name to this port, too
+    if scope["path"] != "/metrics":
+        raise HTTPError(404, "this port serves /metrics alone", code="not_found")
+    if scope["method"] not in ("GET", "HEAD"):
+        raise HTTPError(405, "this route does not take this method")
+    return Response(service.exposition(), 200, {"cache-control": "no-store"}, CONTENT_TYPE)
+
+
+WEB = Path(__file__).parent / "web"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".woff2": "font/woff2",
+    ".webmanifest": "application/manifest+json",
+}
+
+
+class StaticFiles:
+    """All files of a folder, by the paths they have in a browser. Read when the server starts, so no path is resolved
+    later, whatever a request asks for."""
+
+    def __init__(self, folder: Path = WEB) -> None:
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix in _KINDS]
+        self._files = {f"/{file.relative_to(folder).as_posix()}": file for file in files}
+        if "/index.html" in self._files:
+            self._files["/"] = self._files["/index.html"]
+
+    @property
+    def paths(self) -> list[str]:
+        """What can be asked for."""
+        return list(self._files)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._files
+
+    def response(self, path: str) -> Response:
+        """One file."""
+        file = self._files[path]
+        return Response(file.read_bytes(), 200, {"cache-control": "no-cache"}, _KINDS[file.suffix])

@@ -19,17 +19,14 @@ from ..kv.owner import owner_of
 from ..llm import AsyncLLM
 from ..metrics import Metrics
 from ..text.parse import parser_for
-from .counters import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS
-from .gate import Caller
-from .loop_watch import LoopWatch
-from .memory import Trimmer
-from .prometheus import rendered
-from .refusal import Refused
-from .settings import ServeConfig
-from .shelf import sweep_saved
-from .snapshots import Snapshots
-from .state import state_of
-from .voice import marks_of
+from .auth import Caller
+from .config import ServeConfig
+from .http.body import MemoryTrimmer
+from .http.errors import HTTPError
+from .kv.handles import sweep_saved
+from .kv.state import ThrottledSnapshots, kv_state_json
+from .metrics import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS, EventLoopMonitor, prometheus_text
+from .openai.message import special_markers
 
 
 class Service:
@@ -40,14 +37,14 @@ class Service:
         self.config = config
         self.created_s = int(time.time())
         self.parser = parser_for(llm.tokenizer.chat_template, llm.executor.spec.family)
-        self.parser_marks = marks_of(self.parser, llm.tokenizer.special)
+        self.parser_markers = special_markers(self.parser, llm.tokenizer.special)
         self.metrics = Metrics(SERVER_METRICS)
-        self.loop_watch = LoopWatch(self.metrics)
-        self.trimmer = Trimmer(llm.offload)
+        self.loop_monitor = EventLoopMonitor(self.metrics)
+        self.memory_trimmer = MemoryTrimmer(llm.offload)
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.snapshots = Snapshots(partial(state_of, llm), offload=llm.offload)
+        self.snapshots = ThrottledSnapshots(partial(kv_state_json, llm), offload=llm.offload)
         sweep_saved(config)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -70,7 +67,7 @@ class Service:
         try:
             return self.llm.executor.adapters.find(name).name
         except AdapterUnknown:
-            raise Refused(
+            raise HTTPError(
                 404,
                 f"this server has no model {name[:64]!r}; it has {self.model!r}",
                 param="model",
@@ -80,7 +77,9 @@ class Service:
     def check_new_name(self, name: str) -> None:
         """Refuse an adapter the name of the model itself, which requests could not tell from it."""
         if name in self.config.names:
-            raise Refused(400, f"lora_name: {name[:64]!r} is the model's own name", param="lora_name", code="bad_name")
+            raise HTTPError(
+                400, f"lora_name: {name[:64]!r} is the model's own name", param="lora_name", code="bad_name"
+            )
 
     def saving(self, caller: Caller) -> asyncio.Lock:
         """Held while a key saves a file: one at a time, so that none is counted before it is there."""
@@ -88,13 +87,13 @@ class Service:
 
     def exposition(self) -> str:
         """Everything that is counted, of all keys together, for Prometheus."""
-        self.loop_watch.publish()
+        self.loop_monitor.publish()
         for kind, (running, waiting) in self.llm.offload.load().items():
             self.metrics.set(OFFLOAD_RUNNING, running, kind=kind)
             self.metrics.set(OFFLOAD_WAITING, waiting, kind=kind)
         documents = self.llm.documents.metrics
         counted = [self.llm.engine.metrics, self.metrics, *([documents] if documents else [])]
-        return "".join(rendered(one, self.model) for one in counted)
+        return "".join(prometheus_text(one, self.model) for one in counted)
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
@@ -130,12 +129,12 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def new_name(kind: str) -> str:
+def new_id(kind: str) -> str:
     """An id in the form clients know: a prefix and what nobody can guess."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
-def envelope(service: Service, kind: str, name: str, lora: str | None = None) -> dict[str, Any]:
+def answer_header(service: Service, kind: str, name: str, lora: str | None = None) -> dict[str, Any]:
     """How every answer of a kind begins."""
     return {
         "id": name,

@@ -17,9 +17,9 @@ import openai
 from kvilt import AsyncLLM
 from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.executor import Executor
-from kvilt.server.listen import Listener
+from kvilt.server.config import ServeConfig
+from kvilt.server.listener import HTTPServer
 from kvilt.server.service import Service
-from kvilt.server.settings import ServeConfig
 from kvilt.text.tokenizer import Tokenizer
 
 KEY = "sk-test-0123456789"
@@ -30,7 +30,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 class Running:
     """A server, and the way in and under it."""
 
-    listener: Listener
+    listener: HTTPServer
     loop: asyncio.AbstractEventLoop
     clients: list[Any] = field(default_factory=list)
     talking: dict[str, openai.OpenAI] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def running(
     async def life() -> None:
         llm = AsyncLLM(executor, tokenizer, config=engine, gate=gate)
         try:
-            listener = Listener(Service(llm, config))
+            listener = HTTPServer(Service(llm, config))
             box.append(Running(listener, asyncio.get_running_loop()))
             serving = asyncio.ensure_future(listener.serve())
             while not listener.started and not serving.done():

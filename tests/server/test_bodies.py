@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from running import QUESTION, Running
 
-from kvilt.server.body import parse
-from kvilt.server.refusal import Refused
-from kvilt.server.schema.chat import ChatRequest
-from kvilt.server.schema.completion import CompletionRequest
-from kvilt.server.strict_json import MAX_DEPTH, MAX_VALUES
+from kvilt.server.http.body import parse_json
+from kvilt.server.http.errors import HTTPError
+from kvilt.server.http.strict_json import MAX_DEPTH, MAX_VALUES
+from kvilt.server.openai.schema import ChatRequest, CompletionRequest
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 NUMBER = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -30,15 +29,15 @@ JSON = st.recursive(
 @given(JSON, st.booleans())
 @settings(max_examples=examples(200))
 def test_good_json_is_read_as_it_is(value: Any, ascii_only: bool) -> None:
-    assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+    assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=examples(300))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     try:
-        value = parse(body)
-    except Refused as refused:
+        value = parse_json(body)
+    except HTTPError as refused:
         assert refused.status_code == 400
     else:
         assert json.loads(body) == value
@@ -76,8 +75,8 @@ DOUBTFUL = [
 
 @pytest.mark.parametrize("body", DOUBTFUL, ids=lambda body: repr(body[:24]))
 def test_doubtful_json_is_refused(server: Running, body: bytes) -> None:
-    with pytest.raises(Refused):
-        parse(body)
+    with pytest.raises(HTTPError):
+        parse_json(body)
     with server.http() as http:
         for route in ("/v1/chat/completions", "/v1/completions", "/v1/kv", "/tokenize"):
             refused = http.post(route, content=body, headers={"content-type": "application/json"})
@@ -89,12 +88,12 @@ def test_doubtful_json_is_refused(server: Running, body: bytes) -> None:
     "good", [b'"\\ud83d\\ude00"', b'"\\\\ud800"', b'"\\\\u0000"', b"[" * 64 + b"]" * 64, b'"[[[["']
 )
 def test_what_only_looks_doubtful_is_read(good: bytes) -> None:
-    assert parse(good) == json.loads(good)
+    assert parse_json(good) == json.loads(good)
 
 
 def test_brackets_in_strings_do_not_nest() -> None:
     text = '"[{' * 100 + '\\"]}\\\\'
-    assert parse(json.dumps({"a": text}).encode()) == {"a": text}
+    assert parse_json(json.dumps({"a": text}).encode()) == {"a": text}
 
 
 @pytest.mark.parametrize("body", [b'"text"', b"[1]", b"3", b"null", b"true"])

@@ -16,7 +16,7 @@ from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.executor.executor import Executor
 from kvilt.llm import Delta
-from kvilt.server.voice import Voice
+from kvilt.server.openai.message import MessageBuilder
 from kvilt.text.parse import parser_named
 from kvilt.text.sandbox import CompiledTemplate
 from kvilt.text.tokenizer import Tokenizer
@@ -362,11 +362,11 @@ def test_a_template_is_rendered_once_for_each_request(start: Start, monkeypatch:
 
 def test_a_mark_that_is_a_special_token_reaches_the_parser() -> None:
     parser = parser_named("hermes")
-    voice = Voice(parser.new([CLOCK]), True, {7: "<tool_call>", 8: "</tool_call>"})
+    builder = MessageBuilder(parser.new([CLOCK]), True, {7: "<tool_call>", 8: "</tool_call>"})
     body = '{"name": "clock", "arguments": {}}'
     for delta in (Delta(0, "", 7), Delta(0, body, 5), Delta(0, "", 8), Delta(0, "", finish_reason="stop")):
-        voice.hear(delta)
-    (call,) = voice.message()["tool_calls"]
+        builder.add(delta)
+    (call,) = builder.message()["tool_calls"]
     assert call["function"] == {"name": "clock", "arguments": "{}"}
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from running import Running
 
 from kvilt.cli.options import DRAFTS, ENGINE, SERVER, STORE
-from kvilt.server.schema.chat import ChatRequest
-from kvilt.server.schema.completion import CompletionRequest
+from kvilt.server.openai.schema import ChatRequest, CompletionRequest
 
 HERE = Path(__file__).parents[2]
 DOCS = {name: (HERE / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("serving", "security")}

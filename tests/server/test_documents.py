@@ -18,7 +18,7 @@ from kvilt import LLM
 from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.executor import Executor
-from kvilt.server.schema.fields import Blend
+from kvilt.server.openai.fields import BlendOptions
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]
@@ -352,7 +352,7 @@ def test_a_body_of_documents_is_limited_like_any_other(start: Start) -> None:
 
 
 def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
-    assert set(Blend.model_fields) - {"discover"} <= {field.name for field in dataclasses.fields(Recipe)}
+    assert set(BlendOptions.model_fields) - {"discover"} <= {field.name for field in dataclasses.fields(Recipe)}
 
 
 def test_certificates_are_those_of_the_library(start: Start) -> None:

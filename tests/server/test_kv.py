@@ -18,7 +18,7 @@ from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.executor.executor import Executor
 from kvilt.kv.file import create_temporary
-from kvilt.server.gate import tenant_of
+from kvilt.server.auth import tenant_of_key
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]
@@ -282,7 +282,7 @@ def test_saved_bytes_of_a_key_are_bounded_also_while_it_saves_many_at_once(start
 
 
 def test_a_server_that_starts_sweeps_what_a_killed_one_left(start: Start, tmp_path: Path) -> None:
-    key = tenant_of(KEYS[0])
+    key = tenant_of_key(KEYS[0])
     left = [f".{key}.mine.kvilt.{'0' * 32}.tmp", f".{key}.{key}.salted.kvilt.{'1' * 32}.tmp"]
     left.append(f".open.x.kvilt.{'2' * 32}.tmp")
     others = [f"{key}.mine.kvilt", f".{'0' * 32}.tmp", f".foreign.mine.kvilt.{'0' * 32}.tmp", f".{key}.mine.kvilt.tmp"]
@@ -327,9 +327,9 @@ def test_handles_and_files_of_another_key_do_not_exist(start: Start, tmp_path: P
 
 
 def tenant(server: Running, key: str) -> str:
-    from kvilt.server.gate import Keys
+    from kvilt.server.auth import APIKeys
 
-    return Keys(server.service.config).caller({"authorization": f"Bearer {key}"}).tenant
+    return APIKeys(server.service.config).caller({"authorization": f"Bearer {key}"}).tenant
 
 
 def test_keys_do_not_share_what_they_computed(start: Start) -> None:

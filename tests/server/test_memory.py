@@ -10,7 +10,7 @@ from typing import Any
 from running import until
 
 from kvilt.llm.offload import Offload
-from kvilt.server.memory import LARGE_BYTES, Trimmer, system_trim
+from kvilt.server.http.body import LARGE_BYTES, MemoryTrimmer, system_trim
 
 
 def test_many_large_requests_cost_one_trim_and_small_ones_none() -> None:
@@ -22,7 +22,7 @@ def test_many_large_requests_cost_one_trim_and_small_ones_none() -> None:
             calls.append(threading.current_thread().name)
             go.wait(30)
 
-        trimmer = Trimmer(Offload(), trim, pause_s=0.0)
+        trimmer = MemoryTrimmer(Offload(), trim, pause_s=0.0)
         trimmer.ended(LARGE_BYTES - 1)
         assert trimmer._task is None
         for _ in range(100):
@@ -43,7 +43,7 @@ def test_a_trim_that_fails_harms_nothing() -> None:
         def trim() -> None:
             raise OSError("no")
 
-        trimmer = Trimmer(Offload(), trim, pause_s=0.0)
+        trimmer = MemoryTrimmer(Offload(), trim, pause_s=0.0)
         trimmer.ended(LARGE_BYTES)
         assert trimmer._task is not None
         await asyncio.wait_for(trimmer._task, 30)
@@ -55,7 +55,7 @@ def test_a_large_request_is_followed_by_a_trim(start: Callable[..., Any]) -> Non
     """Also one that is refused; and the system's own call can be made."""
     with start() as server, server.http() as http:
         calls: list[int] = []
-        server.service.trimmer = Trimmer(server.llm.offload, lambda: calls.append(1), pause_s=0.0)
+        server.service.memory_trimmer = MemoryTrimmer(server.llm.offload, lambda: calls.append(1), pause_s=0.0)
         assert http.post("/v1/completions", json={"prompt": "x " * LARGE_BYTES}).status_code == 400
         until(lambda: calls == [1])
     if (trim := system_trim()) is not None:

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from running import QUESTION, Running, until
 
 from kvilt.metrics import Counter, Gauge, Histogram, Metrics
-from kvilt.server import spans
-from kvilt.server.prometheus import rendered
+from kvilt.server import tracing
+from kvilt.server.metrics import prometheus_text
 
 SAMPLE = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(\{([a-z_]+="(\\.|[^"\\])*",?)+\})? [-+0-9.eInf]+')
 THEIRS = [
@@ -58,7 +58,7 @@ def test_the_text_format() -> None:
     metrics.add(counter, 2, x='q"\\\n')
     for value in (0.25, 0.75, 3):
         metrics.observe(histogram, value)
-    assert rendered(metrics, "m").splitlines() == [
+    assert prometheus_text(metrics, "m").splitlines() == [
         "# HELP a_total Of a\\nkind.",
         "# TYPE a_total counter",
         'a_total{x="q\\"\\\\\\n"} 2',
@@ -109,6 +109,6 @@ def test_a_request_is_a_span(server: Running, exported: InMemorySpanExporter) ->
 
 
 def test_without_opentelemetry_nothing_is_traced(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "traced", False)
+    monkeypatch.setattr(tracing, "traced", False)
     with server.http() as http:
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200

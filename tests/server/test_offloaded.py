@@ -13,16 +13,15 @@ import pytest
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from running import QUESTION, Running, until
-from test_wire import connected, request
+from test_http_protocol import connected, request
 
 from kvilt.config import EngineConfig
 from kvilt.llm.async_llm import AsyncLLM
 from kvilt.llm.offload import PARSE, PROMPT, TOKENIZE
-from kvilt.server import app, body, chat
-from kvilt.server.loop_watch import LoopWatch
-from kvilt.server.routes import chat as chat_route
-from kvilt.server.routes import completions as completion_route
-from kvilt.server.routes import tokens
+from kvilt.server import app
+from kvilt.server.http import body
+from kvilt.server.metrics import EventLoopMonitor
+from kvilt.server.openai import chat, completions, tokenizer
 
 Start = Callable[..., Any]
 LARGE = "x " * 4000
@@ -56,15 +55,15 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endless]:
     def replaced(phase: str) -> Endless:
         made = Endless()
         place: tuple[Any, str] = {
-            "parse": (body, "parse"),
-            "check": (chat, "messages_of"),
+            "parse": (body, "parse_json"),
+            "check": (chat, "template_messages"),
             "prompt": (AsyncLLM, "prompt_ids"),
             "chat": (AsyncLLM, "chat_ids"),
             "stream": (AsyncLLM, "chat_ids"),
             "kv": (AsyncLLM, "prompt_ids"),
             "chunks": (Documents, "ids"),
-            "tokenize": (tokens, "messages_of"),
-            "detokenize": (tokens, "json_response"),
+            "tokenize": (tokenizer, "template_messages"),
+            "detokenize": (tokenizer, "json_response"),
         }[phase]
         monkeypatch.setattr(*place, made)
         return made
@@ -104,9 +103,9 @@ def test_work_that_takes_too_long_is_refused_and_ended(
 ) -> None:
     module, lane = {
         "parse": (body, PARSE),
-        "check": (chat_route, PROMPT),
-        "prompt": (completion_route, PROMPT),
-        "tokenize": (tokens, TOKENIZE),
+        "check": (chat, PROMPT),
+        "prompt": (completions, PROMPT),
+        "tokenize": (tokenizer, TOKENIZE),
     }[phase]
     monkeypatch.setattr(module, lane.name.upper(), replace(lane, deadline_s=0.1))
     with start() as server, server.http() as http:
@@ -120,7 +119,7 @@ def test_work_that_takes_too_long_is_refused_and_ended(
 def test_a_full_queue_refuses_its_own_kind_alone(
     start: Start, endless: Callable[[str], Endless], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "TOKENIZE", replace(TOKENIZE, threads=1, waiting=1))
+    monkeypatch.setattr(tokenizer, "TOKENIZE", replace(TOKENIZE, threads=1, waiting=1))
     with start() as server, server.http() as http:
         endless("detokenize")
         path, asked = BODIES["detokenize"]
@@ -155,10 +154,10 @@ def test_nothing_of_fastapi_runs_in_threads() -> None:
 
 def test_pauses_are_kept_for_a_minute() -> None:
     from kvilt.metrics import Metrics
-    from kvilt.server.counters import SERVER_METRICS
+    from kvilt.server.metrics import SERVER_METRICS
 
     now_s = 1000.0
-    watch = LoopWatch(Metrics(SERVER_METRICS), lambda: now_s)
+    watch = EventLoopMonitor(Metrics(SERVER_METRICS), lambda: now_s)
     assert watch.longest_s() == 0
     watch.note(0.5)
     now_s += 30
@@ -198,10 +197,10 @@ def test_no_request_stops_the_loop(start: Start, attack: str) -> None:
     with start(EngineConfig()) as server, server.http() as http:
         for _ in range(20):
             assert http.get("/health").status_code == 200
-        idle_s = server.service.loop_watch.longest_s()
-        server.service.loop_watch._longest.clear()
+        idle_s = server.service.loop_monitor.longest_s()
+        server.service.loop_monitor._longest.clear()
         refused = http.post(path, content=content, headers={"content-type": "application/json"})
         assert refused.status_code in (400, 413), refused.text[:200]
         assert http.get("/health").status_code == 200
-        assert server.service.loop_watch.longest_s() <= 1.0 + 10 * idle_s
+        assert server.service.loop_monitor.longest_s() <= 1.0 + 10 * idle_s
         assert "kvilt_event_loop_pause_max_seconds" in http.get("/metrics").text

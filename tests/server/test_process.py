@@ -22,7 +22,7 @@ from kvilt.cli.main import app
 from kvilt.cli.options import SERVER
 from kvilt.cli.serve import default_name, owner_weights, read_keys, settings_of
 from kvilt.errors import ParamError
-from kvilt.server.gate import tenant_of
+from kvilt.server.auth import tenant_of_key
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 
@@ -301,7 +301,7 @@ def test_a_key_file_may_give_keys_weights(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-light\nsk#heavy weight=2.5\n# weight=9\nsk-weight=4\n")
     assert read_keys(str(file)) == ["sk-light", "sk#heavy", "sk-weight=4"]
-    assert owner_weights(str(file)) == {tenant_of("sk#heavy"): 2.5}
+    assert owner_weights(str(file)) == {tenant_of_key("sk#heavy"): 2.5}
     assert owner_weights(None) == {}
 
 

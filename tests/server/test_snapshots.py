@@ -11,7 +11,7 @@ import pytest
 
 from kvilt.kv.owner import part_of
 from kvilt.llm.offload import Lane, Offload
-from kvilt.server.snapshots import EVERY_S, REST, Snapshots
+from kvilt.server.kv.state import EVERY_S, REST, ThrottledSnapshots
 
 
 class Bench:
@@ -24,7 +24,7 @@ class Bench:
         self.built: list[tuple[str, float]] = []
         self.fails = False
         self.sleepers: list[float] = []
-        self.snapshots = Snapshots(self.build, lambda: self.now_s, self.sleep, lambda: self.used_s)
+        self.snapshots = ThrottledSnapshots(self.build, lambda: self.now_s, self.sleep, lambda: self.used_s)
 
     async def sleep(self, rest_s: float) -> None:
         """Time passes only while all others sleep, to where the first of them wakes."""

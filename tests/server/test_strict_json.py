@@ -13,8 +13,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvilt.server import strict_json
-from kvilt.server.strict_json import MAX_DEPTH, MAX_VALUES, JSONRefused, TooManyValues, read_json
+from kvilt.server.http import strict_json
+from kvilt.server.http.strict_json import MAX_DEPTH, MAX_VALUES, InvalidJSON, TooManyValues, read_json
 
 # What strings are made of: escapes of every length, halves of pairs that belong together, and plain characters.
 PARTS = st.sampled_from(
@@ -63,7 +63,7 @@ def test_every_place_of_a_cut(escape: str) -> None:
     "text", ["[1,]", "[,1]", "[1 2]", "[01]", "[1,2,03]", "[1,2", "[1,", '{"a":1,}', '"a" 1', "[1]]"]
 )
 def test_lists_of_numbers_are_checked_like_all_others(text: str) -> None:
-    with pytest.raises(JSONRefused):
+    with pytest.raises(InvalidJSON):
         read_json(text)
 
 
@@ -114,7 +114,7 @@ def test_each_character_is_looked_at_a_bounded_number_of_times(parts: list[str],
         patch.setattr(strict_json, "scanstring", scanned)
         patch.setattr(strict_json, "_TOKEN", tokens)
         patch.setattr(strict_json, "_WHOLE_NUMBERS", runs)
-        with contextlib.suppress(JSONRefused):
+        with contextlib.suppress(InvalidJSON):
             read_json(text)
     assert looked <= 4 * len(text) + 1024
     assert tokens.calls + runs.calls <= 2 * len(text) + 4
@@ -145,7 +145,7 @@ def test_twice_the_text_takes_about_twice_the_time(part: str) -> None:
         best = float("inf")
         for _ in range(5):
             began_s = time.thread_time()
-            with contextlib.suppress(JSONRefused):
+            with contextlib.suppress(InvalidJSON):
                 read_json(text)
             best = min(best, time.thread_time() - began_s)
         return best
@@ -169,7 +169,7 @@ def test_values_take_a_bounded_memory_each(part: str) -> None:
     values = 20_000
     text = "[" + part * values
     tracemalloc.start()
-    with pytest.raises(JSONRefused):
+    with pytest.raises(InvalidJSON):
         read_json(text, max_values=values)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -178,5 +178,5 @@ def test_values_take_a_bounded_memory_each(part: str) -> None:
 
 def test_depth_is_counted_while_it_is_read() -> None:
     read_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
-    with pytest.raises(JSONRefused, match="deeper"):
+    with pytest.raises(InvalidJSON, match="deeper"):
         read_json("[" * 8_000_000)

@@ -1,0 +1,1 @@
+"""HTTP without knowledge of any API: connections, admission, bodies, errors, responses."""

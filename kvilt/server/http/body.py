@@ -1,0 +1,151 @@
+"""Bodies of requests: read within limits of size and time, parsed strictly, and their memory given back."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
+
+from ...llm.offload import OWNER, PARSE, Offload
+from .errors import ClientDisconnected, HTTPError
+from .strict_json import MAX_VALUES, InvalidJSON, TooManyValues, read_json
+
+_SMALL = 1 << 12  # bytes of a body that is read at once: it takes less than a thread
+_READ = b"{}"  # stands for a body that was read
+
+
+class LimitedBody:
+    """A request's `receive` that refuses bodies which are too long or come too slowly."""
+
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._left = max_bytes
+        self._max_bytes = max_bytes
+        self._until_s = time.monotonic() + timeout_s
+        self.whole = False  # all of it was read
+
+    async def __call__(self) -> Message:
+        if self.whole:
+            return await self._receive()  # only the end of the connection is left to hear of
+        try:
+            async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPError(408, "the body did not come in time", code="slow_body", headers=_CLOSE) from None
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
+            if self._left < 0:
+                raise body_too_large(self._max_bytes)
+        return message
+
+
+_CLOSE = {"connection": "close"}
+
+
+def body_too_large(limit: int) -> HTTPError:
+    """A body over the limit."""
+    return HTTPError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=_CLOSE)
+
+
+class StrictRequest(Request):
+    """A request whose body is read and checked before FastAPI sees it, off the event loop unless it is small."""
+
+    body_bytes = 0  # as they came
+
+    async def read(self) -> None:
+        """Wait for the whole body."""
+        try:
+            self.body_bytes = len(await self.body())
+        except ClientDisconnect:
+            raise ClientDisconnected() from None
+
+    async def check(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
+        """Check the body against the route's shape; afterwards the request holds the value alone."""
+        body = await self.body()
+        if shape is None or not body:
+            return
+        if len(body) <= _SMALL:
+            self._json = _validated(body, shape)
+        else:
+            self._body = _READ  # FastAPI keeps what it finds here until the request ends
+            self._json = await offload.run(PARSE, _validated, body, shape, owner=owner)
+
+
+def _validated(body: bytes, shape: TypeAdapter[Any]) -> Any:
+    """A body as the value that a route takes; FastAPI passes it on as it is."""
+    try:
+        return shape.validate_python(parse_json(body))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found[:1]]) from None
+
+
+def parse_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
+    """The value of a JSON body; refuses what parsers disagree on: twice the same key, NaN, numbers out of range."""
+    try:
+        return read_json(body.decode(), max_values)
+    except UnicodeDecodeError:
+        raise _unreadable("it is not UTF-8") from None
+    except TooManyValues:
+        raise HTTPError(413, f"the body holds more than {max_values} values", code="too_many_values") from None
+    except InvalidJSON as error:
+        raise _unreadable(str(error)) from None
+
+
+def _unreadable(why: str) -> HTTPError:
+    return HTTPError(400, f"the body cannot be read as JSON: {why}", code="invalid_json")
+
+
+_log = logging.getLogger(__name__)
+LARGE_BYTES = 1 << 18  # of a body: smaller ones leave what the next one uses
+PAUSE_S = 1.0  # between a large request and giving back, so that many cost one
+
+
+def system_trim() -> Callable[[], None] | None:
+    """What gives free memory back; None where the C library has no such call."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc; without the interpreter's lock
+    except (OSError, AttributeError, TypeError):
+        return None
+    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
+    return lambda: trim(0)
+
+
+class MemoryTrimmer:
+    """Gives memory back soon after large requests, at most once in a while."""
+
+    def __init__(self, offload: Offload, trim: Callable[[], None] | None = None, pause_s: float = PAUSE_S) -> None:
+        self._offload = offload
+        self._trim = trim or system_trim()
+        self._pause_s = pause_s
+        self._task: asyncio.Task[None] | None = None
+        self._again = False
+
+    def ended(self, body_bytes: int) -> None:
+        """A request with such a body has ended."""
+        if self._trim is None or body_bytes < LARGE_BYTES:
+            return
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._later(self._trim))
+        else:
+            self._again = True
+
+    async def _later(self, trim: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            self._again = False
+            try:
+                await self._offload.run(OWNER, trim)
+            except Exception:
+                _log.exception("memory was not given back")
+            if not self._again:
+                return

@@ -1,0 +1,204 @@
+"""The outermost layer: ids, Host, Origin, keys, limits on bodies and on slow readers, the access log.
+
+Plain ASGI, so that nothing is parsed or allocated for a request before it may come in. Refuses to know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..auth import APIKeys, check_host, check_origin
+from ..metrics import HTTP_REQUESTS, HTTP_SECONDS
+from ..service import Service
+from ..tracing import end_span, request_span
+from .body import LimitedBody, body_too_large
+from .errors import ClientDisconnected, HTTPError, draining_error, internal_error
+
+_log = logging.getLogger(__name__)
+_access = logging.getLogger("kvilt.access")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# Answered without a key: what says that the process lives, and files that are the same for everybody.
+_KEYLESS_PATHS = frozenset({"/health", "/ready"})
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", _CSP.encode()),
+]
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request on its way through."""
+
+    scope: Scope
+    headers: Headers
+    id: str
+    began_s: float = field(default_factory=time.perf_counter)
+    origin: str | None = None
+    status: int = 0  # 0: nothing was answered
+    body: LimitedBody | None = None  # None: not let in
+    span: Any = None
+
+    @property
+    def sends_body(self) -> bool:
+        """Whether a body comes with the request."""
+        return "transfer-encoding" in self.headers or self.headers.get("content-length", "0") != "0"
+
+
+class RequestMiddleware:
+    """Wraps an ASGI application."""
+
+    def __init__(self, app: ASGIApp, service: Service, is_file: Callable[[str], bool]) -> None:
+        """`is_file` says which paths are static files, which need no key."""
+        self._app = app
+        self._service = service
+        self._config = service.config
+        self._keys = APIKeys(service.config)
+        self._metrics = service.metrics
+        self._is_file = is_file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)  # lifespan
+            return
+        headers = Headers(scope=scope)
+        context = RequestContext(scope, headers, _request_id(headers))
+        with request_span(scope, headers, context.id) as context.span:
+            await self._handle_request(context, receive, self._wrap_send(context, send))
+
+    async def _handle_request(self, context: RequestContext, receive: Receive, send_out: Send) -> None:
+        try:
+            await self._serve(context, receive, send_out)
+        except ClientDisconnected:
+            pass
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            _log.exception("request %s failed outside its route", context.id)
+            if not context.status:
+                await internal_error().response()(context.scope, receive, send_out)
+        finally:
+            self._record(context)
+
+    async def _serve(self, context: RequestContext, receive: Receive, send: Send) -> None:
+        try:
+            refused = self._check_admission(context)
+        except HTTPError as error:
+            refused = error.response()
+        if refused is not None:
+            await refused(context.scope, receive, send)
+            return
+        context.body = LimitedBody(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+        with self._service.in_progress():
+            await self._app(context.scope, context.body, send)
+
+    def _check_admission(self, context: RequestContext) -> Response | None:
+        """Let a request in by returning None; otherwise the answer, or a refusal."""
+        scope, headers = context.scope, context.headers
+        check_host(headers, self._config)
+        context.origin = check_origin(headers, self._config)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            return Response(status_code=204, headers=_PREFLIGHT)
+        if scope["path"] in _KEYLESS_PATHS or (scope["method"] in ("GET", "HEAD") and self._is_file(scope["path"])):
+            return None
+        scope["kvilt.caller"] = self._keys.caller(headers)
+        if scope["method"] not in ("GET", "HEAD"):
+            self._check_body(context)
+            if self._service.draining:
+                raise draining_error()
+        return None
+
+    def _check_body(self, context: RequestContext) -> None:
+        headers = context.headers
+        length = headers.get("content-length")
+        if length is not None and length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
+            raise body_too_large(self._config.max_body_bytes)
+        if not context.sends_body:
+            return
+        # A page may send text/plain to any server without asking; JSON it may not.
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise HTTPError(415, "the body must be JSON, sent as application/json", code="unsupported_media_type")
+
+    def _wrap_send(self, context: RequestContext, send: Send) -> Send:
+        """`send` with our headers, for clients that read."""
+
+        async def send_out(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *self._headers(context)]
+            try:
+                async with asyncio.timeout(self._config.write_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                _log.warning("request %s was given up: its reader does not read", context.id)
+                context.scope.get("kvilt.abort", _nothing)()
+                raise ClientDisconnected() from None
+
+        return send_out
+
+    def _headers(self, context: RequestContext) -> list[tuple[bytes, bytes]]:
+        more = [(b"x-request-id", context.id.encode()), *_SECURITY_HEADERS]
+        if context.origin is not None:
+            more += [(b"access-control-allow-origin", context.origin.encode()), (b"vary", b"Origin")]
+            more.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
+        if self._service.draining or (context.sends_body and not (context.body and context.body.whole)):
+            more.append((b"connection", b"close"))  # nobody will read the rest of a body, however slowly it comes
+        return more
+
+    def _record(self, context: RequestContext) -> None:
+        """One line of the log and two numbers for each request."""
+        took_s = time.perf_counter() - context.began_s
+        route = getattr(context.scope.get("route"), "path", "other")
+        method = context.scope["method"] if context.scope["method"] in _METHODS else "other"
+        self._metrics.add(HTTP_REQUESTS, route=route, method=method, status=str(context.status or 499))
+        self._metrics.observe(HTTP_SECONDS, took_s, route=route)
+        end_span(context.span, route, context.status or 499)
+        # %r: what a client wrote must not begin a line of its own.
+        path = context.scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
+        client = (context.scope.get("client") or ("-",))[0]
+        _access.info(
+            "%s %s %r %d %.3f s, request %s",
+            client,
+            method,
+            path,
+            context.status or 499,
+            took_s,
+            context.id,
+            extra={"request_id": context.id, "status": context.status or 499},
+        )
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-headers": "authorization, content-type, x-request-id",
+    "access-control-max-age": "600",
+}
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id if it is harmless, else a fresh one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _nothing() -> None:
+    """For servers that cannot cut a connection off."""

@@ -1,0 +1,101 @@
+"""What every route needs: its service, its caller, and the refusals that the OpenAPI document names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
+
+from ..auth import Caller
+from ..openai.fields import Salt
+from ..service import Service, caller_of, service_of
+from .body import StrictRequest
+from .errors import ClientDisconnected, http_error_of
+from .responses import cancel_on_disconnect
+from .schema import Error
+
+
+# FastAPI calls what is not async in threads of its own, each time.
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+CallerDep = Annotated[Caller, Depends(_caller)]
+
+
+async def salted_caller(caller: CallerDep, cache_salt: Salt | None = None) -> Caller:
+    """Whose handles these are: those of a key, or of a salt of a key."""
+    return caller.salted(cache_salt)
+
+
+SaltedCallerDep = Annotated[Caller, Depends(salted_caller)]
+_REASONS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "A key is needed.",
+    403: "This Host, this origin or this key may not ask.",
+    404: "There is no such model or handle.",
+    408: "The body did not come in time.",
+    409: "The KV handle holds other tokens, or there are too many handles.",
+    410: "The KV handle has expired.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests wait; try again after `Retry-After` seconds.",
+    500: "The server failed.",
+    503: "The server is shutting down or stuck.",
+}
+
+
+def error_responses(*more: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route: those of every route, and these."""
+    always = (401, 403, 500, 503)
+    return {status: {"model": Error, "description": _REASONS[status]} for status in sorted({*always, *more})}
+
+
+GENERATION_ERRORS = error_responses(400, 404, 408, 409, 410, 413, 415, 429)
+BODY_ERRORS = error_responses(400, 404, 408, 413, 415, 429)
+
+
+class NoResponse(Response):
+    """The answer to a client that has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send nothing."""
+
+
+class StrictRoute(APIRoute):
+    """A route that reads JSON strictly, ends with its client, and turns errors into refusals."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        shape = None if kind is None else TypeAdapter(kind)
+
+        async def strictly(request: Request) -> Response:
+            service = service_of(request)
+            own = StrictRequest(request.scope, request.receive)
+            caller: Caller | None = request.scope.get("kvilt.caller")
+
+            async def work() -> Response:
+                await own.check(shape, service.llm.offload, "" if caller is None else caller.tenant)
+                return await handle(own)
+
+            try:
+                await own.read()
+                return await cancel_on_disconnect(request.receive, work())
+            except ClientDisconnected:
+                return NoResponse()
+            except Exception as error:
+                return http_error_of(error).response()
+            finally:
+                service.memory_trimmer.ended(own.body_bytes)
+
+        return strictly

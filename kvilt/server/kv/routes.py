@@ -1,0 +1,188 @@
+"""Routes of KV: handles, saved files, stored chunks of documents, and certificates of blending."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Response
+
+from ...blend.certificate import Certificate
+from ...errors import ParamError
+from ...kv.owner import owner_of
+from ...llm.offload import FILES, PROMPT
+from ..auth import Caller
+from ..http.errors import HTTPError
+from ..http.responses import json_bytes, json_response
+from ..http.routing import GENERATION_ERRORS, SaltedCallerDep, ServiceDep, StrictRoute, error_responses
+from ..openai.params import check_document_count, document_texts, template_messages
+from ..service import Service
+from .handles import SavedKVFolder, handle_json
+from .schema import (
+    BlendCertificateList,
+    ChunkList,
+    ChunksRequest,
+    CreateRequest,
+    Deleted,
+    ForkRequest,
+    KVHandle,
+    KVHandleList,
+    KVState,
+    PinRequest,
+    RestoreRequest,
+    SavedKV,
+    SavedKVList,
+    SaveRequest,
+    TruncateRequest,
+)
+
+router = APIRouter(route_class=StrictRoute, tags=["kv"])
+_OK: dict[int | str, dict[str, Any]] = {200: {"model": ChunkList}, **GENERATION_ERRORS}
+
+
+@router.post("/v1/kv/chunks", response_model=None, responses=_OK)
+async def warm(body: ChunksRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Compute documents that are not stored yet, and store them for the caller's requests."""
+    lora = service.check_model(body.model)
+    if body.lora_scale is not None and lora is None:
+        raise ParamError("lora_scale", "is for adapters; name one as the model")
+    check_document_count(service.config, len(body.documents))
+    scale = 1.0 if body.lora_scale is None else body.lora_scale
+    found = await service.llm.warm(document_texts(body.documents), tenant=caller.tenant, lora=lora, lora_scale=scale)
+    return json_response({"object": "list", "data": [dataclasses.asdict(one) for one in found]})
+
+
+_SAME = ("model", "adapter", "strategy", "asked", "asked_ratio", "ratio", "falls_back", "count")
+_MEASURED = ("mean_kl", "kl_bound", "agreement")
+
+
+@router.get(
+    "/v1/kv/certificates", response_model=None, responses={200: {"model": BlendCertificateList}, **error_responses()}
+)
+async def certificates(service: ServiceDep) -> Response:
+    """What blending costs, for each recipe that was asked for; those of all keys together."""
+    return json_response({"object": "list", "data": [_shown(one) for one in service.llm.certificates()]})
+
+
+def _shown(known: Certificate) -> dict[str, Any]:
+    """A certificate without its single comparisons, which are of other keys' prompts."""
+    measured = {name: getattr(known, name) for name in _MEASURED}
+    return {
+        **{name: getattr(known, name) for name in _SAME},
+        "compared": len(known.recent),
+        **{name: value if math.isfinite(value) else None for name, value in measured.items()},
+    }
+
+
+Result = TypeVar("Result")
+_KEPT: dict[int | str, dict[str, Any]] = {200: {"model": KVHandle}, **GENERATION_ERRORS}
+_LOOK = error_responses(400, 404, 410)
+
+
+@router.post("/v1/kv", response_model=None, responses=_KEPT)
+async def create(body: CreateRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Compute the KV of a prompt or of messages, and name it."""
+    lora = service.check_model(body.model)
+    messages, tools = await service.llm.offload.run(PROMPT, _conversation, body, owner=owner_of(caller.tenant))
+    made = await service.llm.kv.create(
+        body.prompt, messages=messages, tools=tools, tenant=caller.tenant, ttl_s=body.ttl_s, lora=lora
+    )
+    return json_response(handle_json(made))
+
+
+def _conversation(body: CreateRequest) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+    return None if body.messages is None else template_messages(body.messages), tools
+
+
+async def _files(service: Service, caller: Caller, work: Callable[..., Result], *given: str) -> Result:
+    """Work on the caller's saved files."""
+    return await service.llm.offload.run(FILES, work, *given, owner=owner_of(caller.tenant))
+
+
+@router.get("/v1/kv", response_model=None, responses={200: {"model": KVHandleList}, **_LOOK})
+async def owned(service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """All handles of the caller."""
+    found = await service.llm.kv.owned(tenant=caller.tenant)
+    return json_response({"object": "list", "data": [handle_json(info) for info in found]})
+
+
+@router.get("/v1/kv/state", response_model=None, responses={200: {"model": KVState}, **_LOOK})
+async def state(service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """What the KV memory holds for the caller at this moment; those who ask again at once wait half a second."""
+    return json_bytes(await service.snapshots.get(caller.tenant))
+
+
+@router.get("/v1/kv/saved", response_model=None, responses={200: {"model": SavedKVList}, **_LOOK})
+async def saved(service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """All files of the caller."""
+    files = await _files(service, caller, SavedKVFolder(service.config, caller).files)
+    return json_response({"object": "list", "data": [{"name": name, "bytes": size} for name, size in files.items()]})
+
+
+@router.delete("/v1/kv/saved/{name}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
+async def unsave(name: str, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Remove a file."""
+    await _files(service, caller, SavedKVFolder(service.config, caller).delete, name)
+    return json_response({"id": name, "deleted": True})
+
+
+@router.post("/v1/kv/restore", response_model=None, responses=_KEPT)
+async def restore(body: RestoreRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """A handle from a file."""
+    path = await _files(service, caller, SavedKVFolder(service.config, caller).find, body.name)
+    return json_response(handle_json(await service.llm.kv.restore(path, tenant=caller.tenant, ttl_s=body.ttl_s)))
+
+
+@router.get("/v1/kv/{handle}", response_model=None, responses={200: {"model": KVHandle}, **_LOOK})
+async def info(handle: str, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """One handle."""
+    return json_response(handle_json(await service.llm.kv.info(handle, tenant=caller.tenant)))
+
+
+@router.delete("/v1/kv/{handle}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
+async def delete(handle: str, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Forget a handle."""
+    await service.llm.kv.delete(handle, tenant=caller.tenant)
+    return json_response({"id": handle, "deleted": True})
+
+
+@router.post("/v1/kv/{handle}/fork", response_model=None, responses=_KEPT)
+async def fork(handle: str, body: ForkRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """A second handle on the same content; costs next to nothing."""
+    return json_response(handle_json(await service.llm.kv.fork(handle, tenant=caller.tenant, ttl_s=body.ttl_s)))
+
+
+@router.post("/v1/kv/{handle}/truncate", response_model=None, responses=_KEPT)
+async def truncate(handle: str, body: TruncateRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Forget everything from a token on."""
+    return json_response(handle_json(await service.llm.kv.truncate(handle, body.length, tenant=caller.tenant)))
+
+
+@router.post("/v1/kv/{handle}/pin", response_model=None, responses=_KEPT)
+async def pin(handle: str, body: PinRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Keep a handle longer, and its KV before that of others."""
+    return json_response(handle_json(await service.llm.kv.pin(handle, body.ttl_s, tenant=caller.tenant)))
+
+
+@router.post("/v1/kv/{handle}/save", response_model=None, responses={200: {"model": SavedKV}, **GENERATION_ERRORS})
+async def save(handle: str, body: SaveRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """Write a handle's KV to a file; a client that leaves does not stop it half way."""
+    await service.llm.kv.info(handle, tenant=caller.tenant)  # before a file is thought of
+    return json_response(await asyncio.shield(_save(handle, body.name, service, caller)))
+
+
+async def _save(handle: str, name: str, service: Service, caller: Caller) -> dict[str, Any]:
+    async with service.saving(caller):
+        path = await _files(service, caller, SavedKVFolder(service.config, caller).place, name)
+        try:
+            size = await service.llm.kv.save(handle, path, tenant=caller.tenant)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+                raise HTTPError(503, "the folder of saved KV cannot be written to now", code="kv_dir_full") from error
+            raise
+    return {"name": name, "bytes": size}

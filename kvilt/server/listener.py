@@ -1,0 +1,171 @@
+"""A server's life: listening, an orderly end when it is told to, and an end in any case when it is told twice."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from ..llm import AsyncLLM
+from .app import make_app, make_metrics_app
+from .config import ServeConfig
+from .http.protocol import protocol_class
+from .service import Service
+
+_log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS_S = 2.0
+_METRICS_CONNECTIONS = 64
+_QUIET: dict[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+}
+
+
+class MetricsServer(uvicorn.Server):
+    """/metrics on a port of its own, for as long as the server it belongs to."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        config = dataclasses.replace(service.config, max_connections=_METRICS_CONNECTIONS)
+        made = uvicorn.Config(
+            make_metrics_app(service),
+            host=config.metrics_host,
+            port=port,
+            http=protocol_class(config),
+            timeout_graceful_shutdown=1,
+            **_QUIET,
+        )
+        super().__init__(made)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are for the server."""
+        yield
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it does."""
+        return _port(self)
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn's server, which ends when what is in progress has ended."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                host=config.host,
+                port=config.port,
+                http=protocol_class(config),
+                timeout_keep_alive=int(config.idle_timeout_s) or 1,
+                timeout_graceful_shutdown=5,
+                **_QUIET,
+            )
+        )
+        self.service = service
+        port = config.metrics_port
+        self.metrics = None if port is None else MetricsServer(service, port)
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen until it ends, on both ports if there are two."""
+        watching = asyncio.ensure_future(self.service.loop_monitor.run())
+        beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
+        try:
+            await super().serve(sockets)
+        finally:
+            watching.cancel()
+            if self.metrics is not None and beside is not None:
+                self.metrics.should_exit = True
+                await beside
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """The first signal drains, the second ends."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, self.end)
+        except (NotImplementedError, RuntimeError, ValueError):  # not in the main thread: whoever runs us ends us
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def end(self) -> None:
+        """Begin to end; said twice, end now."""
+        if self._ending is None:
+            self.service.draining = True
+            self._ending = asyncio.ensure_future(self._drain())
+        else:
+            self._ending.cancel()
+            self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        """New requests are refused from here on; those in progress have their time."""
+        _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
+        if not await self.service.idle(self.service.config.grace_s):
+            _log.error("some requests took longer than that; they are ended")
+            await self.service.llm.aclose()  # whoever waits is told
+            await self.service.idle(_LAST_WORDS_S)
+        self.should_exit = True
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it does."""
+        return _port(self)
+
+
+def _port(server: uvicorn.Server) -> int:
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
+
+
+async def serve(llm: AsyncLLM, config: ServeConfig, on_ready: Callable[[HTTPServer], None] = lambda _: None) -> None:
+    """Serve a model until a signal ends it; then let go of the model."""
+    _raise_file_limit(config)
+    async with llm:
+        listener = HTTPServer(Service(llm, config))
+        told = asyncio.ensure_future(_tell(listener, on_ready))
+        try:
+            await listener.serve()
+        finally:
+            told.cancel()
+
+
+async def _tell(listener: HTTPServer, on_ready: Callable[[HTTPServer], None]) -> None:
+    while not listener.started or (listener.metrics is not None and not listener.metrics.started):
+        await asyncio.sleep(0.01)
+    on_ready(listener)
+
+
+def _raise_file_limit(config: ServeConfig) -> None:
+    """Every connection is a file: take as many as the system gives, and say if they are too few."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + 256
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    if most < wanted:
+        _log.warning("the system allows %d open files; lower max_connections to %d", most, max(1, most - 256))

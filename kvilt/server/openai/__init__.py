@@ -1,0 +1,1 @@
+"""The OpenAI API, with the extensions of vLLM that clients know."""

@@ -1,0 +1,274 @@
+"""POST /v1/chat/completions: checks a request, asks the model, and writes its answers, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ...errors import ParamError
+from ...llm import AsyncStream, Completion, Delta, Reading
+from ...llm.offload import ANSWER, PROMPT
+from ...sampling.params import SamplingParams
+from ...text.chat import RenderedChat
+from ..auth import Caller
+from ..http.errors import HTTPError, http_error_of
+from ..http.responses import DONE, EventStream, json_response, sse_event
+from ..http.routing import GENERATION_ERRORS, CallerDep, ServiceDep, StrictRoute
+from ..kv.handles import keep_kv
+from ..service import Service, answer_header, new_id
+from ..tracing import trace_request, trace_usage
+from .message import MessageBuilder, MessageFormat
+from .params import (
+    check_documents,
+    grammar_params,
+    prompt_progress,
+    request_terms,
+    sampling_params,
+    template_messages,
+    wants_progress,
+)
+from .schema import ChatCompletion, ChatRequest, ChosenTool
+from .usage import OnUsage, chat_logprobs, completion_usage, running_usage
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat request, ready to be asked."""
+
+    body: ChatRequest
+    caller: Caller
+    name: str
+    messages: list[dict[str, Any]] | RenderedChat
+    tools: list[dict[str, Any]] | None
+    params: SamplingParams
+    message_format: MessageFormat
+    lora: str | None = None  # the adapter that was asked for as a model
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of `AsyncLLM.stream_chat`."""
+        return {
+            "tools": self.tools,
+            "progress": wants_progress(self.body),
+            **request_terms(self.body, self.caller, self.name, self.lora),
+        }
+
+
+def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> PreparedChat:
+    """Check a request and work out what it asks for; may take a while."""
+    lora = service.check_model(body.model)
+    _check(service, body)
+    messages = template_messages(body.messages)
+    tools = _tools(body)
+    rendered = _rendered(service, messages, tools, len(body.documents or ()))
+    prompt = None if rendered is None else rendered.text
+    message_format = MessageFormat(
+        service.parser, tools or (), body.parallel_tool_calls is not False, prompt, service.parser_markers
+    )
+    params = sampling_params(
+        body,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **_forced(service, body, message_format),
+    )
+    return PreparedChat(body, caller, new_id("chatcmpl"), rendered or messages, tools, params, message_format, lora)
+
+
+def _check(service: Service, body: ChatRequest) -> None:
+    config = service.config
+    for field, there, most in (
+        ("messages", len(body.messages), config.max_messages),
+        ("tools", len(body.tools or ()), config.max_tools),
+    ):
+        if there > most:
+            raise HTTPError(400, f"{field}: {there} were sent and {most} are allowed", param=field, code="too_many")
+    check_documents(service, body)
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise ParamError("max_completion_tokens", "is another name for max_tokens; give one of them")
+    if body.top_logprobs and not body.logprobs:
+        raise ParamError("top_logprobs", "needs logprobs to be true")
+    if body.stream_options is not None and not body.stream:
+        raise ParamError("stream_options", "is for streams; set stream to true")
+
+
+def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the model hears of."""
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
+    match body.tool_choice:
+        case None | "auto":
+            return tools or None
+        case "none":
+            return None
+        case _ if not tools:
+            raise ParamError("tool_choice", "asks for a tool, and tools is empty")
+        case ChosenTool(function=chosen) if chosen.name not in {tool["function"]["name"] for tool in tools}:
+            raise ParamError("tool_choice", f"there is no tool called {chosen.name!r}")
+        case _:
+            return tools
+
+
+def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) -> dict[str, Any]:
+    """The grammar of answers that must call a tool."""
+    match body.tool_choice:
+        case "required":
+            names = None
+        case ChosenTool(function=chosen):
+            names = [chosen.name]
+        case _:
+            return {}
+    if grammar_params(body):
+        raise ParamError("tool_choice", "cannot force a call beside a response_format; drop one of them")
+    several = body.parallel_tool_calls is not False and names is None
+    return {"lark": service.parser.tool_grammar(message_format.tools, names, several, message_format.prompt)}
+
+
+def _rendered(
+    service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, documents: int
+) -> RenderedChat | None:
+    """The prompt after its template where the parser wants to see its end; its ids are made of the same rendering."""
+    if service.parser.thinking is None:
+        return None
+    return service.llm.render_chat(messages, tools, documents)
+
+
+async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    builders = [prepared.message_format.builder() for _ in range(prepared.params.n)]
+    async with await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords()) as stream:
+        async for delta in stream:
+            builders[delta.index].add(delta)
+        done = stream.completion
+    kept = await keep_kv(service.llm, done, prepared.keywords()["tenant"]) if prepared.body.kv_out else {}
+    if prepared.params.logprobs is None:
+        return _answer(service, prepared, builders, done, kept)
+    return await service.llm.offload.run(
+        ANSWER, _answer, service, prepared, builders, done, kept, owner=prepared.caller.tenant
+    )
+
+
+def _answer(
+    service: Service,
+    prepared: PreparedChat,
+    builders: list[MessageBuilder],
+    done: Completion,
+    kept: dict[int, dict[str, Any]],
+) -> dict[str, Any]:
+    """All samples as choices; with logprobs it may take a while."""
+    choices = []
+    for index, (builder, sample) in enumerate(zip(builders, (done, *done.alternatives), strict=True)):
+        logprobs = None if sample.logprobs is None else chat_logprobs(service.llm.tokenizer, sample.logprobs)
+        choice = {"index": index, "message": builder.message(), "logprobs": logprobs}
+        choices.append({**choice, "finish_reason": _reason(builder, sample.finish_reason), **kept.get(index, {})})
+    return {
+        **answer_header(service, "chat.completion", prepared.name, prepared.lora),
+        "choices": choices,
+        "usage": completion_usage([done]),
+    }
+
+
+class ChatStream:
+    """A request's answers as chunks."""
+
+    def __init__(self, service: Service, prepared: PreparedChat, stream: AsyncStream, on_usage: OnUsage) -> None:
+        """`on_usage` gets the token counts when the answers have ended."""
+        self._service = service
+        self._prepared = prepared
+        self._stream = stream
+        self._on_usage = on_usage
+        self._builders = [prepared.message_format.builder() for _ in range(prepared.params.n)]
+        self._head = answer_header(service, "chat.completion.chunk", prepared.name, prepared.lora)
+        options = prepared.body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._running = bool(options and options.continuous_usage_stats)
+        self._progress: Reading | None = None
+        self._generated = 0
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Every chunk, and the end."""
+        try:
+            for index in range(len(self._builders)):
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+            ends = []
+            async for delta in self._stream:
+                if delta.finish_reason is not None and self._prepared.body.kv_out:
+                    ends.append(delta)  # its handle is known only when all samples have ended
+                elif said := self._delta_chunk(delta):
+                    yield said
+            async for last in self._closing(ends):
+                yield last
+        except Exception as error:
+            yield sse_event(http_error_of(error).body())
+        finally:
+            await self._stream.aclose()
+        yield DONE
+
+    def _delta_chunk(self, delta: Delta, **more: Any) -> bytes | None:
+        """A delta as a chunk; None where it has nothing to say."""
+        if delta.reading is not None:
+            self._progress = delta.reading
+            shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}
+            return sse_event(shown) if self._prepared.body.return_progress else None
+        self._generated += delta.token is not None
+        builder = self._builders[delta.index]
+        added = builder.add(delta)
+        if not added and delta.finish_reason is None and delta.logprobs is None:
+            return None
+        logprobs = None if delta.logprobs is None else chat_logprobs(self._service.llm.tokenizer, [delta.logprobs])
+        return self._chunk(delta.index, added, logprobs, _reason(builder, delta.finish_reason), **more)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        chunk = {**self._head, "choices": [choice]}
+        if self._running:
+            chunk["usage"] = running_usage([self._progress] if self._progress else [], self._generated)
+        elif self._usage:
+            chunk["usage"] = None
+        return sse_event(chunk)
+
+    async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
+        done = self._stream.completion
+        if ends:
+            kept = await keep_kv(self._service.llm, done, self._prepared.keywords()["tenant"])
+            for delta in ends:
+                if said := self._delta_chunk(delta, **kept[delta.index]):
+                    yield said
+        self._on_usage(took := completion_usage([done]))
+        if self._usage:
+            yield sse_event({**self._head, "choices": [], "usage": took})
+
+
+def _reason(builder: MessageBuilder, reason: str | None) -> str | None:
+    if reason == "cancelled":
+        raise HTTPError(503, "the request was ended by the server", code="cancelled")
+    return "tool_calls" if reason == "stop" and builder.has_tool_calls else reason
+
+
+router = APIRouter(route_class=StrictRoute, tags=["chat"])
+_OK: dict[int | str, dict[str, Any]] = {
+    200: {"model": ChatCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+@router.post("/v1/chat/completions", responses=_OK | GENERATION_ERRORS, response_model=None)
+async def chat(body: ChatRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
+    """Answer a conversation."""
+    prepared = await service.llm.offload.run(PROMPT, prepare_chat, service, body, caller, owner=caller.tenant)
+    trace_request(request.scope, "chat", service.model, prepared.params)
+    on_usage = partial(trace_usage, request.scope)
+    if not body.stream:
+        done = await complete_chat(service, prepared)
+        on_usage(done["usage"])
+        return json_response(done)
+    stream = await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords())
+    return EventStream(ChatStream(service, prepared, stream, on_usage).events(), service.config.keep_alive_s)

@@ -1,0 +1,330 @@
+"""POST /v1/completions: checks a request, asks the model, and writes its answers, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ...errors import ParamError
+from ...llm import AsyncStream, Completion, Delta, Reading
+from ...llm.offload import ANSWER, PROMPT
+from ...sampling.params import SamplingParams
+from ..auth import Caller
+from ..http.errors import HTTPError, http_error_of
+from ..http.responses import DONE, EventStream, json_response, sse_event
+from ..http.routing import GENERATION_ERRORS, CallerDep, ServiceDep, StrictRoute
+from ..kv.handles import keep_kv
+from ..service import Service, answer_header, new_id
+from ..tracing import trace_request, trace_usage
+from .params import check_documents, prompt_progress, request_terms, sampling_params, wants_discovery, wants_progress
+from .schema import CompletionRequest, TextCompletion
+from .usage import CompletionLogprobs, OnUsage, completion_usage, running_usage
+
+DEFAULT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """A completion request, ready to be asked."""
+
+    body: CompletionRequest
+    caller: Caller
+    name: str
+    ids: Sequence[Sequence[int]]  # of each prompt
+    texts: Sequence[str]  # what echo shows of each
+    params: SamplingParams
+    lora: str | None = None  # the adapter that was asked for as a model
+
+    def keywords(self, index: int) -> dict[str, Any]:
+        """The terms of one prompt."""
+        return request_terms(self.body, self.caller, f"{self.name}-{index}", self.lora)
+
+
+def prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> PreparedCompletion:
+    """Check a request and work out what it asks for; may take a while."""
+    lora = service.check_model(body.model)
+    prompts = _listed(body)
+    _check(service, body, len(prompts))
+    ids, texts = _read(service, body, prompts)
+    params = sampling_params(
+        body,
+        max_tokens=DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=(body.logprobs or 0) if _wants_prompt_logprobs(body) else None,
+    )
+    return PreparedCompletion(body, caller, new_id("cmpl"), ids, texts, params, lora)
+
+
+def _wants_prompt_logprobs(body: CompletionRequest) -> bool:
+    """Whether log-probabilities of the prompt are wanted."""
+    return bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
+
+
+def _listed(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts as a list, which one prompt of token ids is already."""
+    given = body.prompt
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _check(service: Service, body: CompletionRequest, prompts: int) -> None:
+    most = service.config.max_prompts
+    samples = prompts * (body.n or 1)
+    if samples > most:
+        raise HTTPError(
+            400, f"prompt: {samples} answers were asked for and {most} are allowed", param="prompt", code="too_many"
+        )
+    check_documents(service, body)
+    if (body.documents or wants_discovery(body)) and _wants_prompt_logprobs(body):
+        raise ParamError("echo", "cannot score a prompt behind documents, which are not computed as a whole")
+    if body.kv_out and prompts > 1:
+        raise ParamError("kv_out", "keeps the KV of one prompt; send the prompts one by one")
+    if body.max_tokens == 0 and not body.echo:
+        raise ParamError("max_tokens", "must be at least 1, but beside echo")
+    if body.stream_options is not None and not body.stream:
+        raise ParamError("stream_options", "is for streams; set stream to true")
+
+
+def _read(
+    service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]]
+) -> tuple[list[list[int]], list[str]]:
+    """Ids and texts of prompts; may take a while."""
+    llm = service.llm
+    begins = body.kv is None and not body.documents  # behind documents a prompt does not begin the text
+    ids = [llm.prompt_ids(prompt, begins=begins) for prompt in prompts]
+    if not body.echo:
+        return ids, [""] * len(ids)
+    shown = [given if isinstance(given, str) else llm.tokenizer.decode(given) for given in prompts]
+    return ids, shown
+
+
+async def complete_text(service: Service, prepared: PreparedCompletion) -> dict[str, Any]:
+    """The answer to a request that does not stream."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_one(service, prepared, index)) for index in range(len(prepared.ids))]
+    done = [task.result() for task in tasks]
+    kept = await keep_kv(service.llm, done[0], prepared.keywords(0)["tenant"]) if prepared.body.kv_out else {}
+    if prepared.body.logprobs is None:
+        return _answer(service, prepared, done, kept)
+    return await service.llm.offload.run(ANSWER, _answer, service, prepared, done, kept, owner=prepared.caller.tenant)
+
+
+def _answer(
+    service: Service, prepared: PreparedCompletion, done: Sequence[Completion], kept: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    """All samples as choices; with logprobs it may take a while."""
+    choices = []
+    for place, completion in enumerate(done):
+        for index, sample in enumerate((completion, *completion.alternatives)):
+            choice = _choice(service, prepared, place, sample)
+            choices.append({"index": place * prepared.params.n + index, **choice, **kept.get(index, {})})
+    return {
+        **answer_header(service, "text_completion", prepared.name, prepared.lora),
+        "choices": choices,
+        "usage": completion_usage(done),
+    }
+
+
+async def _one(service: Service, prepared: PreparedCompletion, index: int) -> Completion:
+    return await service.llm.generate(prepared.ids[index], prepared.params, **prepared.keywords(index))
+
+
+def _choice(service: Service, prepared: PreparedCompletion, place: int, sample: Completion) -> dict[str, Any]:
+    logprobs = None
+    if prepared.body.logprobs is not None:
+        logprob_lists = CompletionLogprobs(service.llm.tokenizer)
+        if prepared.body.echo:
+            logprob_lists.add_prompt(prepared.ids[place], sample.prompt_logprobs or ())
+        logprob_lists.add_generated(sample.logprobs or ())
+        logprobs = logprob_lists.take_new()
+    return {
+        "text": prepared.texts[place] + sample.text,
+        "logprobs": logprobs,
+        "finish_reason": _reason(sample.finish_reason),
+    }
+
+
+def _reason(reason: str | None) -> str | None:
+    if reason == "cancelled":
+        raise HTTPError(503, "the request was ended by the server", code="cancelled")
+    return reason
+
+
+async def open_streams(service: Service, prepared: PreparedCompletion) -> list[AsyncStream]:
+    """A stream for each prompt; refusals come here, before anything is sent."""
+    streams: list[AsyncStream] = []
+    try:
+        for index, ids in enumerate(prepared.ids):
+            streams.append(
+                await service.llm.stream(
+                    ids, prepared.params, progress=wants_progress(prepared.body), **prepared.keywords(index)
+                )
+            )
+    except BaseException:
+        for stream in streams:
+            await stream.aclose()
+        raise
+    return streams
+
+
+class CompletionStream:
+    """A request's answers as chunks."""
+
+    def __init__(
+        self, service: Service, prepared: PreparedCompletion, streams: Sequence[AsyncStream], on_usage: OnUsage
+    ) -> None:
+        """`on_usage` gets the token counts when the answers have ended."""
+        self._service = service
+        self._prepared = prepared
+        self._streams = streams
+        self._on_usage = on_usage
+        self._head = answer_header(service, "text_completion", prepared.name, prepared.lora)
+        options = prepared.body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._running = bool(options and options.continuous_usage_stats)
+        self._read: dict[int, Reading] = {}
+        self._generated = 0
+        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; those that have not begun
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; a choice is in it once it has begun
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Every chunk, and the end."""
+        ends = []
+        try:
+            async for place, delta in merge_streams(self._streams):
+                await self._prepare_logprobs(place, delta)
+                if delta.finish_reason is not None and self._prepared.body.kv_out:
+                    ends.append(delta)
+                elif said := self._delta_chunk(place, delta):
+                    yield said
+            async for last in self._closing(ends):
+                yield last
+        except Exception as error:
+            yield sse_event(http_error_of(error).body())
+        finally:
+            for stream in self._streams:
+                await stream.aclose()
+        yield DONE
+
+    async def _prepare_logprobs(self, place: int, delta: Delta) -> None:
+        """Before the first token of a choice: the logprobs of a prompt that it echoes, which may take a while."""
+        index = place * self._prepared.params.n + delta.index
+        body = self._prepared.body
+        if delta.reading is None and body.echo and body.logprobs is not None and index not in self._logprobs:
+            owner = self._prepared.caller.tenant
+            made = await self._service.llm.offload.run(ANSWER, self._new_logprobs, place, owner=owner)
+            self._prompt_logprobs[index] = made
+
+    def _new_logprobs(self, place: int) -> CompletionLogprobs:
+        logprob_lists = CompletionLogprobs(self._service.llm.tokenizer)
+        if self._prepared.body.echo:
+            logprob_lists.add_prompt(self._prepared.ids[place], self._streams[place].prompt_logprobs or ())
+        return logprob_lists
+
+    def _delta_chunk(self, place: int, delta: Delta, **more: Any) -> bytes | None:
+        """A delta as a chunk; None where it has nothing to say."""
+        if delta.reading is not None:
+            self._read[place] = delta.reading
+            shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}
+            return sse_event(shown) if self._prepared.body.return_progress else None
+        self._generated += delta.token is not None
+        index = place * self._prepared.params.n + delta.index
+        text = self._begun(place, index) + delta.text
+        if delta.logprobs is not None:
+            self._logprobs[index].add_generated([delta.logprobs])
+        logprobs = self._logprobs[index].take_new() if self._prepared.body.logprobs is not None else None
+        if not text and delta.finish_reason is None and delta.logprobs is None:
+            return None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(delta.finish_reason)}
+        return self._chunk({**choice, **more})
+
+    def _begun(self, place: int, index: int) -> str:
+        """What a choice begins with: the prompt, if it is echoed, when its first delta comes."""
+        if index in self._logprobs:
+            return ""
+        self._logprobs[index] = (
+            self._prompt_logprobs.pop(index) if index in self._prompt_logprobs else self._new_logprobs(place)
+        )
+        return self._prepared.texts[place]
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        if self._running:
+            chunk["usage"] = running_usage(list(self._read.values()), self._generated)
+        elif self._usage:
+            chunk["usage"] = None
+        return sse_event(chunk)
+
+    async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
+        done = [stream.completion for stream in self._streams]
+        if ends:
+            kept = await keep_kv(self._service.llm, done[0], self._prepared.keywords(0)["tenant"])
+            for delta in ends:
+                if said := self._delta_chunk(0, delta, **kept.get(delta.index, {})):
+                    yield said
+        self._on_usage(took := completion_usage(done))
+        if self._usage:
+            yield sse_event({**self._head, "choices": [], "usage": took})
+
+
+_AHEAD = 64  # deltas read before they are taken
+
+
+async def merge_streams(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Every delta with the index of its stream, as they come; the first failure ends it."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue(_AHEAD)
+
+    async def pump(index: int) -> None:
+        try:
+            async for delta in streams[index]:
+                await queue.put((index, delta))
+        finally:
+            await queue.put(None)
+
+    tasks = [asyncio.ensure_future(pump(index)) for index in range(len(streams))]
+    try:
+        left = len(tasks)
+        while left:
+            if (item := await queue.get()) is not None:
+                yield item
+                continue
+            left -= 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+router = APIRouter(route_class=StrictRoute, tags=["completions"])
+_OK: dict[int | str, dict[str, Any]] = {
+    200: {"model": TextCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+@router.post("/v1/completions", responses=_OK | GENERATION_ERRORS, response_model=None)
+async def completions(body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
+    """Continue a prompt, or several."""
+    prepared = await service.llm.offload.run(PROMPT, prepare_completion, service, body, caller, owner=caller.tenant)
+    trace_request(request.scope, "text_completion", service.model, prepared.params)
+    on_usage = partial(trace_usage, request.scope)
+    if not body.stream:
+        done = await complete_text(service, prepared)
+        on_usage(done["usage"])
+        return json_response(done)
+    streams = await open_streams(service, prepared)
+    return EventStream(CompletionStream(service, prepared, streams, on_usage).events(), service.config.keep_alive_s)

@@ -1,0 +1,326 @@
+"""Fields that several requests share: sampling, response formats, documents, messages, tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
+from ...sampling.params import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROBS,
+    MAX_NGRAM,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+)
+from ..http.schema import RequestModel
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+HandleId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="The id of a KV handle.")]
+SafeName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", description="A name of letters, digits, - and _.")
+]
+TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle is forgotten.")]
+LoraScale = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+
+
+def _few(value: object) -> object:
+    """A mapping that is too large is not looked at entry by entry: each would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed, not {len(value)}")
+    return value
+
+
+Salt = Annotated[
+    str,
+    Field(min_length=1, max_length=256, description="KV is reused, and handles are seen, only with the same salt."),
+]
+
+
+class JsonSchemaSpec(RequestModel):
+    """A schema with a name."""
+
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = Field(None, description="Accepted without effect: a schema is always enforced.")
+
+
+class TextFormat(RequestModel):
+    """Anything."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(RequestModel):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaSpec
+
+
+class RegexFormat(RequestModel):
+    """Text that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    regex: Text
+
+
+class ChoiceFormat(RequestModel):
+    """One of some strings."""
+
+    type: Literal["choice"]
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+
+
+class LarkFormat(RequestModel):
+    """Text that a Lark grammar derives."""
+
+    type: Literal["lark"]
+    lark: Text
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat,
+    Field(discriminator="type"),
+]
+
+
+class StructuredOutputs(RequestModel):
+    """The same as `response_format` under the names that vLLM's clients use; one of them."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    grammar: Annotated[Text | None, Field(description="A Lark grammar.")] = None
+    json_object: bool | None = None
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = Field(None, description="A last chunk with the counts of tokens.")
+    continuous_usage_stats: bool | None = Field(None, description="The counts so far in every chunk.")
+
+
+class Document(RequestModel):
+    """A text that stands in the prompt; a title is its first line."""
+
+    text: Annotated[str, Field(min_length=1)] | None = None
+    content: Annotated[str, Field(min_length=1)] | None = Field(None, description="Another name for text.")
+    title: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.text is None) == (self.content is None):
+            raise ValueError("a document has a text, or a content; give one of them")
+        return self
+
+
+def _kind(value: object) -> str:
+    return "text" if isinstance(value, str) else "document"
+
+
+# The server's own limit is lower; this one ends the checking of a flood.
+Documents = Annotated[
+    list[
+        Annotated[
+            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[Document, Tag("document")],
+            Discriminator(_kind),
+        ]
+    ],
+    Field(max_length=10_000, fail_fast=True),
+]
+Share = Annotated[float, Field(ge=0, le=1)]
+Layer = Annotated[int, Field(ge=0, lt=2**16)]
+
+
+class BlendOptions(RequestModel):
+    """How documents are blended: which of them, and the fields of a recipe, each of which has a default."""
+
+    discover: bool | None = Field(
+        None, description="Blend known documents that the prompt holds without naming them; the server's own default."
+    )
+    ratio: Share | None = Field(None, description="Of the documents' tokens, the share that is computed again.")
+    strategy: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Which tokens: query, head, deviation, or a mix such as head:0.2+query:0.8."
+    )
+    first_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    check_layer: Layer | None = None
+    gradual: Annotated[list[Annotated[float, Field(ge=1, le=1000)]], Field(max_length=256, fail_fast=True)] | None = (
+        None
+    )
+    mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
+    mend: Share | None = Field(None, description="How far tokens between computed ones follow them; 0: not at all.")
+    min_gain: Share | None = None
+    load_floor: Share | None = None
+    gate: bool | None = Field(None, description="False: just this recipe, whatever the quality gate found.")
+
+
+class GenerationRequest(RequestModel):
+    """How tokens are drawn, and when to stop."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="1 by default.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = Field(None, description="0 and -1 are off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASED_TOKENS),
+            BeforeValidator(_few),
+        ]
+        | None
+    ) = Field(None, description="By token id.")
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
+        None, description="Answers; they share the prompt's KV."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
+        None, description="Most tokens to draft ahead; 0 is off. Changes no token."
+    )
+    lora_scale: LoraScale | None = Field(
+        None, description="How strongly the adapter acts that is named as the model; 1 by default."
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        None, description="In a stream: chunks that say how much of the prompt is read."
+    )
+    cache_salt: Salt | None = None
+    kv: HandleId | None = Field(None, description="The KV handle that the prompt stands behind.")
+    kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
+    documents: Documents | None = Field(
+        None, description="Stand in the prompt; their KV is reused wherever they stand."
+    )
+    blend: BlendOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted without effect.")
+    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="Accepted without effect."
+    )
+    store: Literal[False] | None = Field(None, description="Accepted without effect: nothing is ever stored.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted without effect.")
+
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Field(max_length=256)]
+
+
+class TextPart(RequestModel):
+    """A piece of a message; other kinds than text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class SystemMessage(RequestModel):
+    """Instructions; `developer` is another name for `system`."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(RequestModel):
+    """What a user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class ToolCallFunctionParam(RequestModel):
+    """A call that the model made."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCallParam(RequestModel):
+    """A tool call of an earlier answer."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: ToolCallFunctionParam
+    index: int | None = Field(None, description="Accepted without effect: streams have it.")
+
+
+class AssistantMessage(RequestModel):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(max_length=128, fail_fast=True)] | None = None
+    name: str | None = None
+    refusal: str | None = Field(None, description="Accepted without effect.")
+    annotations: list[Any] | None = Field(None, description="Accepted without effect.")
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(RequestModel):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: CallId | None = None
+    name: str | None = None
+
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+# The server's own limit is lower; this one ends the checking of a flood.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
+class FunctionSpec(RequestModel):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Annotated[str, Field(max_length=65536)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Accepted without effect: forced calls always follow their schema.")
+
+
+class Tool(RequestModel):
+    """A tool; all are functions."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]

@@ -1,0 +1,227 @@
+"""From the fields of a request to what the model takes: sampling params, request terms, messages, documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...blend.recipe import Recipe
+from ...errors import ParamError
+from ...llm import Reading
+from ...sampling.params import SamplingParams
+from ..auth import Caller
+from ..config import ServeConfig
+from ..http.errors import HTTPError
+from ..service import Service
+from .fields import (
+    AssistantMessage,
+    BlendOptions,
+    ChatMessage,
+    ChoiceFormat,
+    Content,
+    Document,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    ToolCallParam,
+)
+
+# Fields that mean the same here and there.
+_SAME = (
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words",
+    "min_tokens",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "draft_tokens",
+)
+
+
+def sampling_params(body: GenerationRequest, **more: Any) -> SamplingParams:
+    """How tokens are drawn; `more` are fields that the two kinds of request spell differently."""
+    fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    fields["temperature"] = 1.0 if body.temperature is None else body.temperature
+    if body.top_k is not None:
+        fields["top_k"] = max(0, body.top_k)
+    if body.logit_bias:
+        fields["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    return SamplingParams.of(**fields, **grammar_params(body), **more)
+
+
+def grammar_params(body: GenerationRequest) -> dict[str, Any]:
+    """What the text must be, under the name that sampling has for it."""
+    found = {**_format(body), **_structured(body)}
+    if len(found) > 1 or (_format(body) and _structured(body)):
+        raise ParamError("structured_outputs", "asks for a second grammar; give one")
+    return found
+
+
+def _format(body: GenerationRequest) -> dict[str, Any]:
+    match body.response_format:
+        case JsonObjectFormat():
+            return {"json_object": True}
+        case JsonSchemaFormat(json_schema=spec):
+            return {"json_schema": spec.json_schema}
+        case RegexFormat(regex=regex):
+            return {"regex": regex}
+        case ChoiceFormat(choice=choice):
+            return {"choice": choice}
+        case LarkFormat(lark=lark):
+            return {"lark": lark}
+        case _:
+            return {}
+
+
+def _structured(body: GenerationRequest) -> dict[str, Any]:
+    given = body.structured_outputs
+    if given is None:
+        return {}
+    named = {
+        "json_schema": given.json_,
+        "regex": given.regex,
+        "choice": given.choice,
+        "lark": given.grammar,
+        "json_object": given.json_object or None,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def request_terms(body: GenerationRequest, caller: Caller, name: str, lora: str | None = None) -> dict[str, Any]:
+    """How a request is served."""
+    if body.lora_scale is not None and lora is None:
+        raise ParamError("lora_scale", "is for adapters; name one as the model")
+    return {
+        "lora": lora,
+        "lora_scale": 1.0 if body.lora_scale is None else body.lora_scale,
+        "id": name,
+        "tenant": caller.salted(body.cache_salt).tenant,
+        "kv": body.kv,
+        "keep_kv": bool(body.kv_out),
+        **blend_terms(body),
+    }
+
+
+def wants_progress(body: GenerationRequest) -> bool:
+    """Whether a stream must hear how far its prompt is read: to say so, or to count while it runs."""
+    options = body.stream_options
+    return bool(body.stream and (body.return_progress or (options and options.continuous_usage_stats)))
+
+
+def prompt_progress(reading: Reading) -> dict[str, int]:
+    """How far a prompt is read, under the names that llama.cpp's clients know."""
+    return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation as templates take it: contents as one text, arguments of calls as objects."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name, None)) is not None:
+            made[name] = value
+    if isinstance(message, AssistantMessage):
+        if message.reasoning_content is not None:
+            made["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            made["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return made
+
+
+def _text(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _call(call: ToolCallParam) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves, so they want them as an object."""
+    arguments: Any = call.function.arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = None
+    function = {"name": call.function.name, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def document_texts(documents: Sequence[str | Document] | None) -> list[str]:
+    """What stands in the prompt; a title is the first line of its document, and so of its identity."""
+    return [one if isinstance(one, str) else _document_text(one) for one in documents or ()]
+
+
+def _document_text(document: Document) -> str:
+    text = document.text if document.content is None else document.content
+    assert text is not None
+    return text if document.title is None else f"{document.title}\n{text}"
+
+
+def blend_recipe(body: GenerationRequest) -> Recipe | None:
+    """How the documents are blended; None: as the model does without being told."""
+    if body.blend is None:
+        return None
+    try:
+        return Recipe.of(None, **_recipe_fields(body.blend))
+    except ParamError as error:
+        raise HTTPError(400, f"blend.{error}", param=f"blend.{error.field}", code="invalid_value") from None
+
+
+def _recipe_fields(blend: BlendOptions) -> dict[str, Any]:
+    """The fields of a recipe that a request has."""
+    return blend.model_dump(exclude_none=True, exclude={"discover"})
+
+
+def blend_terms(body: GenerationRequest) -> dict[str, Any]:
+    """The keywords of documents, named or to be found, where there are any."""
+    if body.documents:
+        return {"documents": document_texts(body.documents), "recipe": blend_recipe(body)}
+    return {} if body.blend is None else {"discover": body.blend.discover, "recipe": blend_recipe(body)}
+
+
+def check_documents(service: Service, body: GenerationRequest) -> None:
+    """Refuse what cannot be, before any of it is read."""
+    check_document_count(service.config, len(body.documents or ()))
+    if body.documents and body.kv is not None:
+        raise ParamError("kv", "documents stand in a prompt of their own; leave out kv, or the documents")
+    if wants_discovery(body) and (body.documents or body.kv is not None):
+        beside = "documents" if body.documents else "kv"
+        said = f"blend.discover: looks for documents in a plain prompt; leave it out, or {beside}"
+        raise HTTPError(400, said, param="blend.discover", code="invalid_value")
+    if body.blend is not None and not body.documents and not _has_effect(body, body.blend, service):
+        raise ParamError("blend", "says how documents are blended; give documents, or let it discover some")
+    blend_recipe(body)
+
+
+def wants_discovery(body: GenerationRequest) -> bool:
+    """Whether a request says that documents in its prompt are to be found."""
+    return body.blend is not None and body.blend.discover is True
+
+
+def _has_effect(body: GenerationRequest, blend: BlendOptions, service: Service) -> bool:
+    """Whether it matters what is said of documents, where none are named."""
+    if blend.discover is False:
+        return not _recipe_fields(blend)
+    return body.kv is None and (blend.discover or service.llm.config.discover)
+
+
+def check_document_count(config: ServeConfig, documents: int) -> None:
+    """Refuse too many."""
+    most = config.max_documents
+    if documents > most:
+        said = f"documents: {documents} were sent and {most} are allowed"
+        raise HTTPError(400, said, param="documents", code="too_many")

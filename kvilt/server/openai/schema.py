@@ -1,0 +1,184 @@
+"""Requests and answers of `/v1/chat/completions` and `/v1/completions`; routes write the answers by hand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...sampling.params import MAX_TOKENS
+from ..http.schema import RequestModel, ResponseModel
+from ..kv.schema import KVHandle
+from .fields import GenerationRequest, Ids, MaxTokens, Messages, Tool, ToolName, TopLogprobs
+
+
+class ChosenFunction(RequestModel):
+    """A function by name."""
+
+    name: ToolName
+
+
+class ChosenTool(RequestModel):
+    """This tool and no other."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to answer."""
+
+    messages: Messages
+    max_tokens: MaxTokens | None = Field(None, description="By default what is left of the context.")
+    max_completion_tokens: MaxTokens | None = Field(None, description="Another name for max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+
+
+# The server's own limit is lower; these end the checking of a flood.
+Texts = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+Many = Annotated[list[Ids], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
+class CompletionRequest(GenerationRequest):
+    """A prompt to continue, or several."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="16 by default; 0 only beside echo, to score the prompt."
+    )
+    logprobs: TopLogprobs | None = Field(None, description="Those of each token and of so many likelier ones.")
+    echo: bool | None = Field(None, description="Begin the text with the prompt; with logprobs, those of its tokens.")
+
+
+class PromptTokensDetails(ResponseModel):
+    """How much of a prompt was not computed."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+    blended_tokens: int
+
+
+class CompletionTokensDetails(ResponseModel):
+    """What became of drafts."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class TokenUsage(ResponseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    kvilt: dict[str, Any]
+
+
+class ToolCallFunction(ResponseModel):
+    """A function and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
+class AnswerMessage(ResponseModel):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class TopToken(ResponseModel):
+    """A likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopToken):
+    """A drawn token, and likely ones in its place."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(ResponseModel):
+    """Logprobs of an answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatChoice(ResponseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    kv: KVHandle | None = None
+
+
+class ChatCompletion(ResponseModel):
+    """Answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class TextLogprobs(ResponseModel):
+    """Logprobs over the tokens of a text; those of an echoed prompt's first token are null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(ResponseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    kv: KVHandle | None = None
+
+
+class TextCompletion(ResponseModel):
+    """Continuations of prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: TokenUsage

@@ -1,0 +1,132 @@
+"""Token counts and log-probabilities as the OpenAI API writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...llm import Completion, Reading, Usage
+from ...sampling.sampler import TokenLogprobs
+from ...text.detokenizer import Detokenizer
+from ...text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # JSON has no infinity
+OnUsage = Callable[[Mapping[str, Any]], None]
+
+
+def completion_usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The counts of all answers to some prompts; a prompt counts once, whatever its answers share."""
+    samples = [sample for done in completions for sample in (done, *done.alternatives)]
+    counts = usage_json([done.usage for done in completions], sum(len(sample.token_ids) for sample in samples))
+    return {**counts, "completion_tokens_details": _drafts([sample.usage for sample in samples])}
+
+
+def usage_json(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
+    """Counts of tokens as OpenAI has them, with where the prompt's KV came from."""
+    prompt = sum(one.prompt_tokens for one in prompts)
+    own = {
+        name: sum(getattr(one, name) for one in prompts)
+        for name in ("computed", "prefix_hit", "blended_reused", "blended_recomputed", "documents_computed")
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(one.cached_tokens for one in prompts),
+            "cache_write_tokens": own["computed"],
+            "blended_tokens": own["blended_reused"],
+        },
+        "completion_tokens_details": _drafts(()),
+        "kvilt": {**own, "recipe": " | ".join(dict.fromkeys(one.recipe for one in prompts if one.recipe)) or "exact"},
+    }
+
+
+def _drafts(samples: Sequence[Usage]) -> dict[str, int]:
+    """What became of drafts, under OpenAI's names for predicted outputs."""
+    drafted, accepted = sum(one.drafted_tokens for one in samples), sum(one.accepted_tokens for one in samples)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+
+
+def running_usage(progress: Sequence[Reading], generated: int) -> dict[str, Any]:
+    """The counts while a stream runs."""
+    return usage_json([one.usage for one in progress], generated)
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; one that is no text of its own as its bytes."""
+    spelled = tokenizer.shown_bytes(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def json_logprob(logprob: float) -> float:
+    """A logprob that JSON can write."""
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Logprobs as chat has them."""
+    return {"content": [_entry(tokenizer, entry) for entry in entries], "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return {
+        **_likely(tokenizer, entry.token, entry.logprob),
+        "top_logprobs": [_likely(tokenizer, token, logprob) for token, logprob in top],
+    }
+
+
+def _likely(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(tokenizer, token),
+        "logprob": json_logprob(logprob),
+        "bytes": list(tokenizer.shown_bytes(token)),
+    }
+
+
+class CompletionLogprobs:
+    """The lists of one choice, given out piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, at_start=False)
+        self._offset = 0  # characters of text before the next token
+        self._fresh: dict[str, list[Any]] = _empty()
+
+    def add_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """The tokens of an echoed prompt, whose first has no logprob; a handle's before them are not shown."""
+        self._detokenizer = Detokenizer(self._tokenizer)
+        own = logprobs[len(logprobs) - len(ids) :] if logprobs else [None] * len(ids)
+        for token, entry in zip(ids, own, strict=True):
+            self._add(token, entry)
+
+    def add_generated(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Tokens that were drawn."""
+        for entry in logprobs:
+            self._add(entry.token, entry)
+
+    def take_new(self) -> dict[str, list[Any]]:
+        """What was added since the last time."""
+        fresh, self._fresh = self._fresh, _empty()
+        return fresh
+
+    def _add(self, token: int, entry: TokenLogprobs | None) -> None:
+        self._fresh["tokens"].append(token_text(self._tokenizer, token))
+        self._fresh["token_logprobs"].append(None if entry is None else json_logprob(entry.logprob))
+        self._fresh["top_logprobs"].append(None if entry is None else self._likely(entry))
+        self._fresh["text_offset"].append(self._offset)
+        self._offset += len(self._detokenizer.add(token))
+
+    def _likely(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the one that was taken, by their texts; of two with one text, the likelier."""
+        pairs = [(entry.token, entry.logprob), *reversed([*zip(entry.top_ids, entry.top_logprobs, strict=True)])]
+        return {token_text(self._tokenizer, token): json_logprob(logprob) for token, logprob in pairs}
+
+
+def _empty() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

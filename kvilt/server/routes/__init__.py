@@ -1,1 +1,0 @@
-"""The routes, a few lines each: check, ask the model, write down what it said."""
