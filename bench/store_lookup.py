@@ -23,10 +23,10 @@ from kvilt.kv.identity import Identity
 from kvilt.store.address import Address, LayerForm, chunk_address
 from kvilt.store.codecs import Raw
 from kvilt.store.disk import Disk
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 from kvilt.store.layer import LayerKV
-from kvilt.store.record import Facts, pack
-from kvilt.store.store import Limits, Store
+from kvilt.store.record import RecordInfo, pack
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
 IDENTITY = Identity("model", "numerics")
@@ -35,10 +35,10 @@ LAYER = LayerKV(torch.zeros(1, 1, 4).half(), torch.zeros(1, 1, 4).half())
 FRAME = Raw().encode(LAYER)
 ROOMY = Budget(1 << 50)
 LOOKUPS = 2000
-PATIENT = Limits(lookup_s=60, layer_s=60, close_s=600, queue_records=1 << 30)
+PATIENT = StoreLimits(lookup_s=60, layer_s=60, close_s=600, queue_records=1 << 30)
 
 
-class Hasty(Files):
+class Hasty(FileSystem):
     """Files that nobody promised to keep."""
 
     def sync(self, fd: int) -> None:
@@ -52,9 +52,9 @@ def address(number: int) -> Address:
     return chunk_address(IDENTITY, [number], FORM)
 
 
-def record(number: int) -> tuple[bytes, list[bytes], Facts]:
+def record(number: int) -> tuple[bytes, list[bytes], RecordInfo]:
     one = address(number)
-    return one.key, pack(one, Raw(), [FRAME], None), Facts(one.tenant, "chunk")
+    return one.key, pack(one, Raw(), [FRAME], None), RecordInfo(one.tenant, "chunk")
 
 
 def timed(work: Callable[[int], object], numbers: list[int]) -> list[float]:

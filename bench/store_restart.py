@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvilt.llm import LLM, load
 from kvilt.store.disk import Disk
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
-PATIENT = Limits(lookup_s=60, layer_s=60, close_s=600)
+PATIENT = StoreLimits(lookup_s=60, layer_s=60, close_s=600)
 
 
 def first_token_s(llm: LLM, prompt: list[int], found: bool) -> float:

@@ -13,7 +13,7 @@ import struct
 from array import array
 
 from kvilt.errors import BlobError
-from kvilt.store.note import FORMAT, MAGIC, SEAL_BYTES, Note, pack_note, peek_expiry, read_note
+from kvilt.store.note import FORMAT, MAGIC, SEAL_BYTES, HandleNote, pack_note, peek_expiry, read_note
 
 from .driver import main
 from .target import Finding, Target, label
@@ -26,8 +26,8 @@ _NAME, _MODEL = "0123456789abcdef" * 2, "weights-1"
 def seeds() -> list[bytes]:
     """Bodies without a seal: `check` adds it."""
     notes = [
-        Note(_NAME, "owner", array("q", range(9)), "base", 1e9, None, 5.5),
-        Note(_NAME, "", array("q"), "adapter:0.5@3", 2e9, 1.5e9, 0),
+        HandleNote(_NAME, "owner", array("q", range(9)), "base", 1e9, None, 5.5),
+        HandleNote(_NAME, "", array("q"), "adapter:0.5@3", 2e9, 1.5e9, 0),
     ]
     return [pack_note(note, _MODEL, None)[0] for note in notes]
 

@@ -16,13 +16,13 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvilt.errors import TemplateError
-from kvilt.text.budget import Limits
+from kvilt.text.budget import TemplateLimits
 from kvilt.text.sandbox import CompiledTemplate
 
 from .driver import main
 from .target import Finding, Target, label
 
-_LIMITS = Limits(seconds=1.0)
+_LIMITS = TemplateLimits(seconds=1.0)
 _VARIABLES: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "Be brief."},

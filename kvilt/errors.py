@@ -1,11 +1,15 @@
 """Every error kvilt raises on purpose, as one tree.
 
-Each message says what was asked, what is possible, and what to do. Nothing here knows HTTP or exit codes.
+Each message says what was asked, what is possible, and what to do. Nothing here knows HTTP or exit codes. `renamed`
+warns of names that changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 class KviltError(Exception):
@@ -288,3 +292,16 @@ class HandleLimit(KviltError):
         super().__init__(f"{asked} {what} in KV handles were asked for and {limit} are allowed; delete some first")
         self.asked = asked
         self.limit = limit
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` for names that it renamed, from the old to the new: they work for one more release."""
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        said = f"{module}.{name} is now {names[name]}; the old name goes in the next release"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find

@@ -19,8 +19,8 @@ import pytest
 from absent import skip_without
 
 from kvilt.errors import StoreError
-from kvilt.store.record import Facts
-from kvilt.store.tier import Budget, Reader, Usage
+from kvilt.store.record import RecordInfo
+from kvilt.store.tier import Budget, RecordReader, TierUsage
 
 
 class Shelfware:
@@ -32,7 +32,7 @@ class Shelfware:
         self.name = name
         self.budget = Budget(1 << 30)
         self.records: dict[bytes, bytes] = {}
-        self.facts: dict[bytes, Facts] = {}
+        self.facts: dict[bytes, RecordInfo] = {}
         self.error: StoreError | None = None
         self.reads = threading.Event()
         self.writes = threading.Event()
@@ -43,7 +43,7 @@ class Shelfware:
         self.probes = 0
         self.each_read: Callable[[], object] = lambda: None  # called before each, and may wait
 
-    def open(self, key: bytes) -> Reader | None:
+    def open(self, key: bytes) -> RecordReader | None:
         self._check(self.reads, "open")
         return Page(self, key) if key in self.records else None
 
@@ -51,9 +51,9 @@ class Shelfware:
         self._check(self.reads, "has")
         return [key in self.records for key in keys]
 
-    def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
+    def put(self, key: bytes, record: Sequence[bytes], info: RecordInfo) -> int:
         self._check(self.writes, "put")
-        self.records[key], self.facts[key] = b"".join(record), facts
+        self.records[key], self.facts[key] = b"".join(record), info
         return 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -67,8 +67,8 @@ class Shelfware:
         self._check(self.reads, "keys")
         yield from list(self.records)
 
-    def usage(self) -> Usage:
-        return Usage(len(self.records), sum(map(len, self.records.values())))
+    def usage(self) -> TierUsage:
+        return TierUsage(len(self.records), sum(map(len, self.records.values())))
 
     def probe(self) -> None:
         self.probes += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvilt.llm import load, load_async
 from kvilt.store.disk import Disk
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
 OPTIONS = {"threads": 1, "kv_memory": "128M", "max_context": 512}
@@ -17,7 +17,7 @@ ASKED = [{"role": "system", "content": RULES}, {"role": "user", "content": "Whic
 
 def on_disk(folder: Path) -> Store:
     return Store(
-        Budget(1 << 28), [Disk(folder, Budget(1 << 30))], limits=Limits(lookup_s=300, layer_s=300, close_s=300)
+        Budget(1 << 28), [Disk(folder, Budget(1 << 30))], limits=StoreLimits(lookup_s=300, layer_s=300, close_s=300)
     )
 
 

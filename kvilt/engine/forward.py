@@ -15,7 +15,7 @@ from torch import Tensor
 from ..batch import Batch, Last, Logits, Row, Scores
 from ..errors import NumericsError
 from ..executor.executor import Executor
-from ..sampling.accept import Run, accept
+from ..sampling.accept import DraftRun, accept
 from ..sampling.sampler import SampleState, TokenLogprobs
 from .isolation import INTERRUPTS, contained
 
@@ -114,10 +114,10 @@ def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Res
 
 def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
     """Tokens from logits in which each task has a row for each of its drafts, and one more."""
-    runs: list[list[Run]] = []
+    runs: list[list[DraftRun]] = []
     row = 0
     for task in tasks:
-        runs.append([Run(state, task.position, row, task.drafts) for state in task.drawing])
+        runs.append([DraftRun(state, task.position, row, task.drafts) for state in task.drawing])
         row += 1 + len(task.drafts)
     try:
         drawn = iter(accept(logits, [run for own in runs for run in own], executor.sample))
@@ -132,7 +132,7 @@ def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[R
     return results
 
 
-def _alone(executor: Executor, runs: Sequence[Run], logits: Tensor) -> Result:
+def _alone(executor: Executor, runs: Sequence[DraftRun], logits: Tensor) -> Result:
     try:
         each = [one for run in runs for one in accept(logits, [run], executor.sample, at_once=False)]
     except BaseException as error:

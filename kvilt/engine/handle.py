@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..kv.row import BASE
-from ..store.note import Note
+from ..store.note import HandleNote
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +40,15 @@ class Handle:
         """Whether a cache holds what this handle names."""
         return kv.row(0).ids == self.ids and kv.maker == self.maker
 
-    def note(self, name: str, now_s: float, today_s: float) -> Note:
+    def note(self, name: str, now_s: float, today_s: float) -> HandleNote:
         """What is written of it, where the process's clock says `now_s` and the calendar `today_s`."""
         since_s = today_s - now_s
         pinned_s = self.pinned_until_s + since_s if self.pinned_until_s > now_s else None
         expires_s, used_s = self.expires_s + since_s, self.used_s + since_s
-        return Note(name, self.tenant, self.ids[:], self.maker, expires_s, pinned_s, used_s)
+        return HandleNote(name, self.tenant, self.ids[:], self.maker, expires_s, pinned_s, used_s)
 
 
-def noted(note: Note, now_s: float, today_s: float) -> Handle:
+def noted(note: HandleNote, now_s: float, today_s: float) -> Handle:
     """A handle that a process before this one had; its KV is not here."""
     since_s = today_s - now_s
     pinned_s = -math.inf if note.pinned_until_s is None else note.pinned_until_s - since_s

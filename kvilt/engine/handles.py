@@ -31,8 +31,8 @@ from ..kv.owner import owner_of
 from ..kv.row import BASE, EXACT, made_by, maker_parts
 from ..metrics import Metrics
 from ..store.address import tenant_of
-from ..store.note import Note
-from ..store.notes import Notes
+from ..store.note import HandleNote
+from ..store.notes import HandleNotes
 from .counters import HANDLES
 from .handle import Handle, noted, pages_of
 from .request import new_id
@@ -71,7 +71,7 @@ class Handles:
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
-        notes: Notes | None = None,
+        notes: HandleNotes | None = None,
         calendar: Callable[[], float] = time.time,
     ) -> None:
         """`notes` are of handles that were here before, and of those to come; `calendar` dates them."""
@@ -366,7 +366,7 @@ class Handles:
 
     # Notes.
 
-    def _recall(self, notes: Notes) -> None:
+    def _recall(self, notes: HandleNotes) -> None:
         """Know again what was noted, as far as its time is not over and an owner may have so many."""
         now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
         notes.follow(self._note)
@@ -378,7 +378,7 @@ class Handles:
                 self._drop(name)
         self._count()
 
-    def _note(self, handle: str) -> Note | None:
+    def _note(self, handle: str) -> HandleNote | None:
         """What is to be written of a handle; None where there is none."""
         with self._lock:
             found = self._handles.get(handle)

@@ -29,7 +29,7 @@ from ..models.adapting import Adapting
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import Sampled, SampleState, is_argmax, sample
+from ..sampling.sampler import SamplerOutput, SampleState, is_argmax, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
 from .lora import Adapters, mark_rows
@@ -120,7 +120,7 @@ class Executor:
             self.metrics.add(ROWS, rows, adapter=name)
         self.metrics.add(TOKENS, batch.num_tokens)
 
-    def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
+    def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> SamplerOutput:
         """One token per row of `logits`; the states do not advance."""
         with torch.no_grad():
             return sample(logits, states, positions, self._pool.ops.reductions)

@@ -18,7 +18,7 @@ from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text import tokenizer as tokenizers
 from ..text.tokenizer import Tokenizer
-from ..weights.hub import Progress, resolve
+from ..weights.hub import FetchProgress, resolve
 from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
 from .drafts import DraftLike, check_draft, drafter_for
@@ -30,7 +30,7 @@ from .model import Behind
 def load(
     model: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
-    on_fetch: Progress | None = None,
+    on_fetch: FetchProgress | None = None,
     on_load: Callable[[int, int], None] | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
@@ -66,7 +66,7 @@ def load(
 def load_async(
     model: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
-    on_fetch: Progress | None = None,
+    on_fetch: FetchProgress | None = None,
     on_load: Callable[[int, int], None] | None = None,
     engine: EngineConfig | None = None,
     store: Store | None = None,
@@ -105,7 +105,7 @@ class _Parts:
 
 def _parts(
     model: str | os.PathLike[str],
-    on_fetch: Progress | None,
+    on_fetch: FetchProgress | None,
     on_load: Callable[[int, int], None] | None,
     options: dict[str, Any],
 ) -> _Parts:
@@ -125,7 +125,7 @@ def _drafter(
     draft: DraftLike | None,
     draft_tokens: int | None,
     parts: _Parts,
-    on_fetch: Progress | None,
+    on_fetch: FetchProgress | None,
     options: dict[str, Any],
 ) -> Drafter | None:
     """Who drafts for a model that is loaded already; if nobody can, it is let go again."""

@@ -12,7 +12,7 @@ from ..errors import WeightError
 from ..kv.layout import KVLayout, Place
 from ..ops.contract import Ops, Prepared
 from ..quant.tensor import QuantTensor, Weight
-from ..weights.names import Needed, match
+from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
 from .decoder import Decoder, Layer
@@ -56,13 +56,13 @@ def _ropes(spec: ModelSpec) -> list[RopeSpec]:
     return [rope for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers) if isinstance(rope, RopeSpec)]
 
 
-def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, Needed]]:
+def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, ExpectedTensor]]:
     """Every tensor the spec asks for, by our name."""
     width = spec.hidden_size
-    yield "embedding", Needed(dialect.names["embedding"], (spec.vocab_size, width))
-    yield "norm", Needed(dialect.names["norm"], (width,))
+    yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
+    yield "norm", ExpectedTensor(dialect.names["norm"], (width,))
     if not spec.tied_head:
-        yield "head", Needed(dialect.names["head"], (spec.vocab_size, width))
+        yield "head", ExpectedTensor(dialect.names["head"], (spec.vocab_size, width))
     for i, layer in enumerate(spec.layers):
         shapes = _layer_shapes(layer, width)
         for whole, parts in dialect.fused.items():
@@ -71,7 +71,7 @@ def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, Needed]]:
         for name, shape in shapes.items():
             if name not in dialect.names:
                 raise WeightError("config", f"asks for {name}, which checkpoints of this kind do not have")
-            yield f"{i}.{name}", Needed(dialect.names[name].format(i=i), shape)
+            yield f"{i}.{name}", ExpectedTensor(dialect.names[name].format(i=i), shape)
 
 
 @dataclass(frozen=True, slots=True)

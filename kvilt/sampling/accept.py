@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .sampler import Sampled, SampleState, TokenLogprobs
+from .sampler import SamplerOutput, SampleState, TokenLogprobs
 
 # Logits [rows, vocab], a state and a position for each row.
-Draw = Callable[[Tensor, Sequence[SampleState], Sequence[int]], Sampled]
+Draw = Callable[[Tensor, Sequence[SampleState], Sequence[int]], SamplerOutput]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DraftRun:
     """A sample and its rows of logits: behind its last token the one at `row`, behind each draft the next ones."""
 
     state: SampleState
@@ -28,27 +28,27 @@ class Run:
 
 
 @dataclass(slots=True)
-class Drawn:
+class AcceptedTokens:
     """What a run drew: its accepted drafts, and one token more."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
-    def goes_on(self, run: Run) -> bool:
+    def goes_on(self, run: DraftRun) -> bool:
         """Whether the latest token is the draft in its place, behind which there is another row."""
         at = len(self.tokens) - 1
         return at < len(run.drafts) and self.tokens[at] == run.drafts[at] and self.tokens[at] not in run.state.end_ids
 
 
-def accept(logits: Tensor, runs: Sequence[Run], draw: Draw, at_once: bool = True) -> list[Drawn]:
+def accept(logits: Tensor, runs: Sequence[DraftRun], draw: Draw, at_once: bool = True) -> list[AcceptedTokens]:
     """Tokens of each run, at least one, up to the first that is no draft or ends the sample.
 
     `at_once` looks at rows that may turn out to be nobody's, and fails if one of them cannot be drawn from. Without it
     a run fails only if its first token cannot be drawn; a later one is left for its sample to meet again.
     """
-    drawn = [Drawn() for _ in runs]
+    drawn = [AcceptedTokens() for _ in runs]
     begun = [run.state.history.generated_tokens for run in runs]
-    ahead = [len(run.drafts) if at_once and not remembers(run.state) else 0 for run in runs]
+    ahead = [len(run.drafts) if at_once and not depends_on_history(run.state) else 0 for run in runs]
     _round(logits, [(run, one, count) for run, one, count in zip(runs, drawn, ahead, strict=True)], draw)
     left = [(run, one) for run, one in zip(runs, drawn, strict=True) if one.goes_on(run)]
     try:
@@ -67,7 +67,7 @@ def accept(logits: Tensor, runs: Sequence[Run], draw: Draw, at_once: bool = True
     return drawn
 
 
-def _roll_back(runs: Sequence[Run], begun: Sequence[int]) -> None:
+def _roll_back(runs: Sequence[DraftRun], begun: Sequence[int]) -> None:
     """Take every state back to where it began; one that cannot go back keeps no other from it."""
     failures: list[BaseException] = []
     for run, count in zip(runs, begun, strict=True):
@@ -79,12 +79,12 @@ def _roll_back(runs: Sequence[Run], begun: Sequence[int]) -> None:
         raise failures[0]
 
 
-def remembers(state: SampleState) -> bool:
+def depends_on_history(state: SampleState) -> bool:
     """Whether what a sample may draw depends on what it drew before, other than through the logits."""
     return state.params.penalized or state.bans or state.matcher is not None
 
 
-def _round(logits: Tensor, turns: Sequence[tuple[Run, Drawn, int]], draw: Draw) -> None:
+def _round(logits: Tensor, turns: Sequence[tuple[DraftRun, AcceptedTokens, int]], draw: Draw) -> None:
     """The next token of each run, and so many ahead as if all drafts were accepted; what was not so is left out."""
     rows: list[int] = []
     positions: list[int] = []

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..errors import GrammarQueueFull, ModelClosed
+from .compile_worker import CompileWorker
 from .constraint import Constraint
-from .trial import Worker
 
 Made = TypeVar("Made")
 
@@ -28,11 +28,11 @@ class _Job(Generic[Made]):
     constraint: Constraint
     future: Future[Made] = field(default_factory=Future)
     waiting: int = 0  # callers
-    worker: Worker | None = None  # that has it
+    worker: CompileWorker | None = None  # that has it
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket(Generic[Made]):
+class PendingGrammar(Generic[Made]):
     """A grammar in the making: its future, and how a caller says that it waits no longer."""
 
     future: Future[Made]
@@ -44,8 +44,8 @@ class CompileQueue(Generic[Made]):
 
     def __init__(
         self,
-        new_worker: Callable[[], Worker],
-        make: Callable[[Constraint, Worker], Made],
+        new_worker: Callable[[], CompileWorker],
+        make: Callable[[Constraint, CompileWorker], Made],
         threads: int,
         most_waiting: int,
     ) -> None:
@@ -63,10 +63,10 @@ class CompileQueue(Generic[Made]):
         self._changed = threading.Condition()
         self._queue: deque[_Job[Made]] = deque()
         self._pending: dict[Constraint, _Job[Made]] = {}
-        self._workers: list[Worker] = []
+        self._workers: list[CompileWorker] = []
         self._idle = 0  # threads that have no grammar, or will not once their future is set
 
-    def submit(self, constraint: Constraint) -> Ticket[Made]:
+    def submit(self, constraint: Constraint) -> PendingGrammar[Made]:
         """Ask for a grammar; GrammarQueueFull where too many wait already."""
         with self._changed:
             if self._closed:
@@ -79,7 +79,7 @@ class CompileQueue(Generic[Made]):
                 self._queue.append(job)
                 self._find_thread()
             job.waiting += 1
-        return Ticket(job.future, lambda: self._leave(job))
+        return PendingGrammar(job.future, lambda: self._leave(job))
 
     def close(self) -> None:
         """End all threads and processes; whoever waits hears of it."""
@@ -116,7 +116,7 @@ class CompileQueue(Generic[Made]):
             self._idle += 1
             threading.Thread(target=self._run, args=(worker,), name="kvilt compile", daemon=True).start()
 
-    def _run(self, worker: Worker) -> None:
+    def _run(self, worker: CompileWorker) -> None:
         while (job := self._next(worker)) is not None:
             try:
                 made = self._make(job.constraint, worker)
@@ -129,7 +129,7 @@ class CompileQueue(Generic[Made]):
             del job  # no grammar is held by a thread that waits
         worker.close()
 
-    def _next(self, worker: Worker) -> _Job[Made] | None:
+    def _next(self, worker: CompileWorker) -> _Job[Made] | None:
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()

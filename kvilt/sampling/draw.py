@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.contract import Draws, Reductions
 from .noise import gumbel
 from .params import SamplingParams
-from .transforms import Filters, filter_rows, take_rows, temper
+from .transforms import Filters, apply_temperature, filter_rows, take_rows
 
 # Rows whose whole vocabulary gets noise go through in pieces of about this many float64 values.
 _NOISE_VALUES = 1 << 18
@@ -30,7 +30,7 @@ def draw(
     if reductions is not None:
         return reductions.draw(scores, draws_of(rows, params, keys))
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=scores.device)
-    tempered = temper(take_rows(scores, rows), temperatures)
+    tempered = apply_temperature(take_rows(scores, rows), temperatures)
     sound = [i for i, finite in enumerate(tempered.amax(-1).isfinite().tolist()) if finite]
     tokens = torch.full((len(rows),), -1, dtype=torch.int64, device=scores.device)
     if sound:

@@ -11,15 +11,15 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class StringFormat:
     """What a string must match, in ECMA-262, and how long it may be."""
 
     patterns: tuple[str, ...]
     max_length: int | None = None
 
 
-def _whole(*patterns: str, max_length: int | None = None) -> Format:
-    return Format(tuple(f"^(?:{pattern})$" for pattern in patterns), max_length)
+def _whole(*patterns: str, max_length: int | None = None) -> StringFormat:
+    return StringFormat(tuple(f"^(?:{pattern})$" for pattern in patterns), max_length)
 
 
 # RFC 3339. February 29 exists in years that 4 divides, unless 100 divides them and 400 does not.
@@ -97,7 +97,7 @@ _HEX = "[0-9A-Fa-f]"
 _UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"  # RFC 6901
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
+FORMATS: Mapping[str, StringFormat] = MappingProxyType(
     {
         "date": _whole(_DATE),
         "time": _whole(*_TIMES),

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupported, Unsupported
+from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupported, Unsupported, renamed
 from . import library
-from .compile_queue import CompileQueue, Ticket
+from .compile_queue import CompileQueue, PendingGrammar
+from .compile_worker import CompileLimits, CompileWorker
 from .constraint import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex
 from .lark_check import checked_lark
-from .library import Verdict
+from .library import CompileResult
 from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
 from .schema_check import checked
-from .trial import Bounds, Worker
 
 if TYPE_CHECKING:
     from .library import LLMatcher
@@ -49,7 +49,7 @@ _TOO_LARGE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GrammarLimits:
     """What one grammar may cost. Fuel is the library's count of work: about 50,000 a millisecond when compiling, 14,000
     when masking; a state takes about 3 KB."""
 
@@ -79,7 +79,7 @@ class Compiler:
         self,
         vocabulary: Sequence[bytes],
         end_ids: Iterable[int],
-        limits: Limits | None = None,
+        limits: GrammarLimits | None = None,
         *,
         isolated: bool = False,
     ) -> None:
@@ -88,7 +88,7 @@ class Compiler:
         Isolated, a grammar is compiled here only after a process that can be ended has compiled it within its limits.
         Constraints that others write need that: the library's own limits do not cover all that it does.
         """
-        self.limits = limits or Limits()
+        self.limits = limits or GrammarLimits()
         self.end_ids = tuple(sorted({i for i in end_ids if 0 <= i < len(vocabulary)}))
         self.vocab_size = len(vocabulary)
         if not self.end_ids:
@@ -114,7 +114,7 @@ class Compiler:
         finally:
             ticket.leave()
 
-    def begin(self, constraint: Constraint) -> Ticket[Grammar]:
+    def begin(self, constraint: Constraint) -> PendingGrammar[Grammar]:
         """Ask for the grammar of a constraint; an isolated compiler answers at once and compiles meanwhile."""
         done: Future[Grammar] = Future()
         with self._lock:
@@ -124,7 +124,7 @@ class Compiler:
         if kept is None and self._queue is not None:
             return self._queue.submit(constraint)
         done.set_result(kept or self._keep(Grammar(self, constraint, _checked_text(constraint))))
-        return Ticket(done, lambda: None)
+        return PendingGrammar(done, lambda: None)
 
     def close(self) -> None:
         """End the processes that compile; grammars that are made can be used on."""
@@ -150,17 +150,17 @@ class Compiler:
 
     def _new_queue(self, vocabulary: Sequence[bytes]) -> CompileQueue[Grammar]:
         limits = self.limits
-        bounds = Bounds(limits.compile_s, limits.compile_wall_s, limits.compile_bytes)
+        bounds = CompileLimits(limits.compile_s, limits.compile_wall_s, limits.compile_bytes)
         settings = {
             "end_ids": self.end_ids,
             "limits": self._library_limits,
             "cpu_s": bounds.cpu_s,
             "memory_bytes": bounds.memory_bytes,
         }
-        opening = library.opening(vocabulary, settings)
-        return CompileQueue(lambda: Worker(opening, bounds), self._tried, limits.compilers, limits.waiting)
+        opening = library.startup_message(vocabulary, settings)
+        return CompileQueue(lambda: CompileWorker(opening, bounds), self._tried, limits.compilers, limits.waiting)
 
-    def _tried(self, constraint: Constraint, worker: Worker) -> Grammar:
+    def _tried(self, constraint: Constraint, worker: CompileWorker) -> Grammar:
         """A grammar that the worker has compiled before; in a thread of the queue."""
         text, where = _checked_text(constraint), _name(constraint)
         verdict = worker.try_out(text, where)
@@ -201,7 +201,7 @@ class Grammar:
         self._credit_s = compiler.limits.mask_credit_s
         self._compile_s = 0.0
         self._lexer: Lexer | None = None
-        _check(library.verdict_of(self.lexer().start), _name(constraint))
+        _check(library.compile_result(self.lexer().start), _name(constraint))
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning."""
@@ -273,7 +273,7 @@ def _name(constraint: Constraint) -> str:
     return names[type(constraint)]
 
 
-def _check(verdict: Verdict, where: str) -> None:
+def _check(verdict: CompileResult, where: str) -> None:
     """Raise what is wrong with a grammar, told from the library's words."""
     match verdict.problem:
         case "":
@@ -311,3 +311,6 @@ def _refusal(message: str, where: str) -> GrammarError:
     if "unsatisfiable" in lower:
         return GrammarError(where, f"nothing satisfies it: {reason}")
     return GrammarError(where, f"is broken: {reason}")
+
+
+__getattr__ = renamed(__name__, {"Limits": "GrammarLimits"})

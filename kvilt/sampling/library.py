@@ -32,7 +32,7 @@ class LibraryFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CompileResult:
     """What became of a grammar: `problem` is empty, or says where it came up, and `message` is the library's."""
 
     problem: str = ""  # grammar, warning, mask, empty, stack, panic
@@ -41,7 +41,7 @@ class Verdict:
     grown_bytes: int = 0  # memory that the process took for it
 
 
-class _Words:
+class _TokenTable:
     """A vocabulary in the shape the library asks for."""
 
     def __init__(self, tokens: list[bytes], end_ids: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ def new_tokenizer(vocabulary: Sequence[bytes], end_ids: Sequence[int]) -> LLToke
     tokens = [b"" if b"\xff" in token else bytes(token) for token in vocabulary]
     for token in end_ids:
         tokens[token] = b"\x00end of text %d" % token
-    return LLTokenizer(TokenizerWrapper(_Words(tokens, end_ids)), eos_token=list(end_ids))
+    return LLTokenizer(TokenizerWrapper(_TokenTable(tokens, end_ids)), eos_token=list(end_ids))
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> tuple[LLMatcher, float]:
@@ -74,17 +74,17 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str, limits: Mapping[str, Any])
     return _on_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=own))
 
 
-def verdict_of(matcher: LLMatcher) -> Verdict:
+def compile_result(matcher: LLMatcher) -> CompileResult:
     """What is wrong with a grammar, its first mask included."""
     if matcher.is_error():
-        return Verdict("grammar", matcher.get_error())
+        return CompileResult("grammar", matcher.get_error())
     if warnings := matcher.get_grammar_warnings():
-        return Verdict("warning", warnings[0])
+        return CompileResult("warning", warnings[0])
     first = matcher.deep_copy()
     mask = first.compute_bitmask()
     if first.is_error():
-        return Verdict("mask", first.get_error())
-    return Verdict() if any(mask) else Verdict("empty")
+        return CompileResult("mask", first.get_error())
+    return CompileResult() if any(mask) else CompileResult("empty")
 
 
 def _on_large_stack(make: Callable[[], LLMatcher]) -> tuple[LLMatcher, float]:
@@ -125,7 +125,7 @@ def frame(content: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
-def opening(vocabulary: Sequence[bytes], settings: Mapping[str, Any]) -> bytes:
+def startup_message(vocabulary: Sequence[bytes], settings: Mapping[str, Any]) -> bytes:
     """What a worker is told first: settings, the lengths of all tokens, and their bytes end to end."""
     lengths = b"".join(len(token).to_bytes(4, "little") for token in vocabulary)
     return frame(json.dumps(dict(settings)).encode()) + frame(lengths) + frame(b"".join(vocabulary))
@@ -164,14 +164,14 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
         sink.write(frame(json.dumps(asdict(found)).encode()))
 
 
-def _trial(tokenizer: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> Verdict:
+def _trial(tokenizer: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> CompileResult:
     began, before = time.process_time(), _resident_bytes()
     try:
         matcher, _ = new_matcher(tokenizer, grammar, limits)
-        found = verdict_of(matcher)
+        found = compile_result(matcher)
     except LibraryFailed as error:
-        found = Verdict("panic", str(error))
-    return Verdict(found.problem, found.message[:10_000], time.process_time() - began, _resident_bytes() - before)
+        found = CompileResult("panic", str(error))
+    return CompileResult(found.problem, found.message[:10_000], time.process_time() - began, _resident_bytes() - before)
 
 
 def _statm(field: int) -> int:

@@ -37,7 +37,7 @@ _DISAGREES = "the library does not take in the tokens that it allowed"
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class GrammarPosition:
     """A place in a grammar, as the library has it, on a lexer."""
 
     lexer: Lexer
@@ -56,7 +56,7 @@ class Matcher:
         self._failure = ""  # why it can go no further
         self._mask: Bits | None = None  # of this place, once it is known; never written to again
         self._taken_s = 0.0  # for taking in tokens since the last mask
-        self._stand: Stand | None = None  # behind the tokens; None until it is needed
+        self._stand: GrammarPosition | None = None  # behind the tokens; None until it is needed
 
     @property
     def accepting(self) -> bool:
@@ -111,7 +111,7 @@ class Matcher:
         other = Matcher(self._grammar, self._tokens, self._ends)
         other._failure, other._mask = self._failure, self._mask
         if self._stand is not None:
-            other._move(Stand(self._stand.lexer, self._stand.place.deep_copy()))
+            other._move(GrammarPosition(self._stand.lexer, self._stand.place.deep_copy()))
         return other
 
     def leave(self, lexer: Lexer) -> None:
@@ -162,7 +162,7 @@ class Matcher:
             if own or _SHARED_LIMIT not in error:
                 self._failure = first_line(error)
 
-    def _here(self) -> Stand | None:
+    def _here(self) -> GrammarPosition | None:
         """Where this sample stands; one that stands nowhere takes in its tokens again. None: it has failed."""
         if self._stand is None and not self._failure:
             self._replay(self._tokens)
@@ -180,7 +180,7 @@ class Matcher:
             place = lexer.start.deep_copy()
             taken = _take_all(place, tokens, self._grammar.compiler.limits.replay_s)
             if taken == len(tokens):
-                self._move(Stand(lexer, place))
+                self._move(GrammarPosition(lexer, place))
                 return
             if taken is None:
                 failure = _SLOW
@@ -189,7 +189,7 @@ class Matcher:
             self._grammar.drop(lexer)
         self._stand, self._failure = None, failure
 
-    def _move(self, stand: Stand) -> None:
+    def _move(self, stand: GrammarPosition) -> None:
         self._stand = stand
         stand.lexer.users.add(self)
 

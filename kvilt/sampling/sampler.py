@@ -25,7 +25,7 @@ from .history import History
 from .matcher import Matcher, masks
 from .noise import fold_seed, row_key
 from .params import SamplingParams
-from .transforms import Touched, add_bias_, ban_, confine_, penalize_
+from .transforms import PenalizedTokens, add_bias_, ban_, mask_, penalize_
 
 
 class SampleState:
@@ -121,7 +121,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SamplerOutput:
     """One token per row, and its log-probabilities where the row's params ask for them."""
 
     tokens: Tensor  # [rows] int64
@@ -133,7 +133,7 @@ def sample(
     states: Sequence[SampleState],
     positions: Sequence[int],
     reductions: Reductions | None = None,
-) -> Sampled:
+) -> SamplerOutput:
     """Choose a token for every row of logits [rows, vocab]; `positions` are the places the tokens will take.
 
     `reductions` of a backend do on the CPU what torch does otherwise.
@@ -151,7 +151,7 @@ def sample(
         keys = {row: state.noise_key(positions[row]) for row, state in chosen.items() if not state.params.greedy}
         drawn = _choose(logits, chosen, keys, reductions)
         tokens[list(drawn)] = torch.tensor(list(drawn.values()), device=tokens.device)
-    return Sampled(tokens, _logprobs(logits, tokens, states, reductions))
+    return SamplerOutput(tokens, _logprobs(logits, tokens, states, reductions))
 
 
 def _check(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> None:
@@ -265,10 +265,10 @@ def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> 
         allowed = masks([matcher for _, matcher in held], scores.shape[-1]).to(scores.device)
     except GrammarFailed as error:
         raise GrammarFailed([rows[at[row]] for row in error.rows], error.reason) from None
-    confine_(scores, at, allowed)
+    mask_(scores, at, allowed)
 
 
-def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
+def _touched(scores: Tensor, states: Sequence[SampleState]) -> PenalizedTokens:
     """The histories of the penalized rows, end to end."""
     rows = [i for i, state in enumerate(states) if state.params.penalized]
     params = [states[i].params for i in rows]
@@ -278,7 +278,7 @@ def _touched(scores: Tensor, states: Sequence[SampleState]) -> Touched:
     def spread(values: Tensor) -> Tensor:
         return values.repeat_interleave(lengths)
 
-    return Touched(
+    return PenalizedTokens(
         rows=spread(torch.tensor(rows, device=scores.device)),
         ids=torch.cat([ids for ids, _ in tallies]).to(scores.device),
         counts=torch.cat([counts for _, counts in tallies]).to(scores.device),

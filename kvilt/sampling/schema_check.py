@@ -18,7 +18,7 @@ from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from .formats import FORMATS
 from .pattern import UNWRITABLE, search_in_string
 from .schema_finite import check_finite
-from .schema_source import LIST, NAMED, ONE, Path, Schema, Source, kind, named
+from .schema_source import LIST, NAMED, ONE, Path, Schema, SchemaDocument, kind, named
 
 MAX_NODES = 10_000  # schemas after references inside oneOf are written out
 MAX_VALUES = 4096  # that const and enum name in all, those inside others included
@@ -57,7 +57,7 @@ _ORDERING = ("properties", "patternProperties", "additionalProperties", "require
 def checked(text: str) -> str:
     """The schema to give to the library for this one, as JSON text."""
     try:
-        result = json.dumps(_Writer(Source.read(text)).document(), ensure_ascii=False)
+        result = json.dumps(_Writer(SchemaDocument.read(text)).document(), ensure_ascii=False)
         result.encode()
     except UnicodeEncodeError:
         raise GrammarError("json_schema", "holds half of a surrogate pair, which is no text") from None
@@ -67,7 +67,7 @@ def checked(text: str) -> str:
 class _Writer:
     """Writes one document anew; schemas that are referred to get a name, the others stand where they stood."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SchemaDocument) -> None:
         self.source = source
         root = source.places[()].schema
         self.draft = _draft_name(root.get("$schema", _NEWEST)) if isinstance(root, dict) else _NEWEST

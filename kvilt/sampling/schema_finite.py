@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_source import Path, Source, named
+from .schema_source import Path, SchemaDocument, named
 
 _WORK = 200_000  # looks at schemas; a chain of references that takes more is believed to end
 
 
-def check_finite(source: Source, used: Sequence[Path]) -> None:
+def check_finite(source: SchemaDocument, used: Sequence[Path]) -> None:
     """Refuse a schema none of whose values ends; `used` are the subschemas that matter, all of them checked."""
     finite: set[Path] = set()
     left, work = list(reversed(used)), 0  # what is referred to stands behind what refers
@@ -35,7 +35,7 @@ def check_finite(source: Source, used: Sequence[Path]) -> None:
         left = waiting
 
 
-def _ends(source: Source, path: Path, finite: set[Path]) -> bool:
+def _ends(source: SchemaDocument, path: Path, finite: set[Path]) -> bool:
     """Whether some value of a schema ends, given schemas of which that is known."""
     schema = source.places[path].schema
     if isinstance(schema, bool):

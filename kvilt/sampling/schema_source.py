@@ -28,7 +28,7 @@ IN_PLACE = ("allOf", "anyOf", "oneOf")  # about the same value as the schema the
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Subschema:
     """One subschema and the URI that references in it are relative to."""
 
     schema: Schema
@@ -36,16 +36,16 @@ class Place:
 
 
 @dataclass(slots=True)
-class Source:
+class SchemaDocument:
     """All subschemas of a document by their path, and the names that references may use for them."""
 
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, Subschema] = field(default_factory=dict)
     resources: dict[str, Path] = field(default_factory=dict)
     anchors: dict[tuple[str, str], Path] = field(default_factory=dict)
     targets: dict[Path, Path] = field(default_factory=dict)  # found so far
 
     @classmethod
-    def read(cls, text: str) -> Source:
+    def read(cls, text: str) -> SchemaDocument:
         """The subschemas of a schema given as JSON text."""
         source = cls()
         source.resources[""] = ()
@@ -59,7 +59,7 @@ class Source:
             raise GrammarError(named(path), f"a schema is an object or a boolean, not {kind(schema)}")
         if isinstance(schema, dict):
             base = self._identify(path, schema, base)
-        self.places[path] = Place(schema, base)
+        self.places[path] = Subschema(schema, base)
         for inner, value in _subschemas(path, schema):
             self._add(inner, value, base)
 

@@ -23,7 +23,7 @@ _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Touched:
+class PenalizedTokens:
     """The tokens of some rows that history changes, one entry per (row, token); no pair stands twice."""
 
     rows: Tensor  # [entries] int64
@@ -74,7 +74,7 @@ def add_bias_(scores: Tensor, rows: Tensor, ids: Tensor, bias: Tensor) -> Tensor
     return scores.index_put_((rows, ids), scores[rows, ids] + bias)
 
 
-def penalize_(scores: Tensor, touched: Touched) -> Tensor:
+def penalize_(scores: Tensor, touched: PenalizedTokens) -> Tensor:
     """Apply the repetition, then the frequency and presence penalties to the touched tokens of scores [rows, vocab]."""
     old = scores[touched.rows, touched.ids]
     new = torch.where(old < 0, old * touched.repetition, old / touched.repetition)
@@ -88,7 +88,7 @@ def ban_(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     return scores.index_put_((rows, ids), scores.new_tensor(_NEVER))
 
 
-def confine_(scores: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
+def mask_(scores: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
     """Leave the given rows of scores [rows, vocab], in ascending order, only their allowed tokens [given, vocab]."""
     if len(rows) == len(scores):
         return scores.masked_fill_(~allowed, _NEVER)
@@ -96,7 +96,7 @@ def confine_(scores: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
     return scores.index_copy_(0, torch.tensor(rows, device=scores.device), kept)
 
 
-def temper(logits: Tensor, temperatures: Tensor) -> Tensor:
+def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Logits [rows, vocab] divided by each row's temperature [rows]."""
     return logits / temperatures[:, None]
 

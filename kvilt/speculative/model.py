@@ -16,7 +16,7 @@ from ..batch import Batch, Ids, Last, Nothing, Row
 from ..errors import Cancelled, KviltError, PoolExhausted, TruncateError
 from ..executor.executor import STEP_TOKENS, Executor
 from ..kv.cache import KVCache
-from ..sampling.accept import remembers
+from ..sampling.accept import depends_on_history
 from ..sampling.sampler import SampleState
 from .drafter import Draft, Story
 
@@ -175,6 +175,6 @@ def _goes_on(turn: Turn, token: int | None) -> bool:
     if len(turn.drafts) >= turn.most or token in state.end_ids:
         return False
     turn.input.append(token)
-    if remembers(state):
+    if depends_on_history(state):
         state.advance(token)
     return True

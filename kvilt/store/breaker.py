@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed while all is well. Open, it lets nobody through; each failed question doubles the time to the next."""
 
     def __init__(

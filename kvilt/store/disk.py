@@ -20,10 +20,10 @@ from typing import TypeVar
 from ..errors import BlobError, StoreError
 from ..kv.file import sweep
 from .codecs import Data
-from .files import Files, explained
-from .index import Index, Row
-from .record import Facts, peek
-from .tier import Budget, Usage
+from .files import FileSystem, explained
+from .index import DiskIndex, IndexRow
+from .record import RecordInfo, peek
+from .tier import Budget, TierUsage
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".kv"
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class DiskReader:
     """An open file; it stays what it was, also if the record is replaced or evicted meanwhile."""
 
-    def __init__(self, files: Files, fd: int) -> None:
+    def __init__(self, files: FileSystem, fd: int) -> None:
         self._files = files
         self._fd = fd
         self.nbytes = os.fstat(fd).st_size
@@ -61,7 +61,7 @@ class Disk:
         self,
         folder: str | os.PathLike[str],
         budget: Budget,
-        files: Files | None = None,
+        files: FileSystem | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = Path(folder).expanduser()
@@ -69,10 +69,10 @@ class Disk:
         self._scratch = self._folder / "tmp"
         self._path = self._folder / "index.sqlite3"
         self.budget = budget
-        self._files = files or Files()
+        self._files = files or FileSystem()
         self._clock = clock
         self._lock = threading.RLock()
-        self._index: Index | None = None
+        self._index: DiskIndex | None = None
         self._inode = 0
         self._closed = False
         self._stop = threading.Event()
@@ -104,11 +104,11 @@ class Disk:
 
     # Writing: make room in the index, write, rename.
 
-    def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
+    def put(self, key: bytes, record: Sequence[bytes], info: RecordInfo) -> int:
         nbytes = sum(map(len, record))
         if nbytes > self.budget.record:
             raise StoreError("too_large", f"{nbytes} bytes are more than a record here may have")
-        row = Row(key, facts.tenant, facts.kind, nbytes, False, self._clock())
+        row = IndexRow(key, info.tenant, info.kind, nbytes, False, self._clock())
         self._make_folders()  # somebody may have removed them to be rid of the records
         gone = self._with_index(lambda index: index.admit(row, self.budget))
         try:
@@ -120,7 +120,7 @@ class Disk:
                 self._with_index(lambda index: index.remove([key]))
             raise
         self.touch([key])  # whoever compared the index with the files meanwhile has forgotten the row
-        if facts.retain:
+        if info.retain:
             self._with_index(lambda index: index.retain(key, self.budget))
         return len(gone)
 
@@ -137,7 +137,7 @@ class Disk:
         for shard in range(256):
             yield from self._listed(shard)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self._with_index(lambda index: index.usage())
 
     def probe(self) -> None:
@@ -165,7 +165,7 @@ class Disk:
         if (thread := self._reconciling) is not None:
             thread.join()
 
-    def _with_index(self, use: Callable[[Index], T]) -> T:
+    def _with_index(self, use: Callable[[DiskIndex], T]) -> T:
         """What `use` returns; a damaged index is replaced by a new one, and the work is done there."""
         with self._lock:
             if self._closed:
@@ -182,7 +182,7 @@ class Disk:
             except sqlite3.Error as error:
                 raise _unavailable(error) from error
 
-    def _current(self) -> Index:
+    def _current(self) -> DiskIndex:
         """The index under its name: another process may have replaced it."""
         try:
             inode = self._path.stat().st_ino
@@ -193,7 +193,7 @@ class Disk:
             self._index = None
             self._reconcile_soon()
         if self._index is None:
-            self._index = Index(self._path)
+            self._index = DiskIndex(self._path)
             self._inode = self._path.stat().st_ino
         return self._index
 
@@ -204,7 +204,7 @@ class Disk:
         with explained(), (self._folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                Index(self._path).close()  # another process was faster
+                DiskIndex(self._path).close()  # another process was faster
             except sqlite3.DatabaseError:
                 for suffix in ("", "-wal", "-shm"):
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
@@ -249,7 +249,7 @@ class Disk:
             return {}
         return {key: None for _, name in names if (key := _key_of(name, shard)) is not None}
 
-    def _row(self, key: bytes) -> Row | None:
+    def _row(self, key: bytes) -> IndexRow | None:
         """What the index should know of a file; what is no record is removed, what has another format leaves first."""
         try:
             if (reader := self.open(key)) is None:
@@ -258,11 +258,11 @@ class Disk:
             return None
         try:
             used_s = self._place(key).stat().st_mtime
-            facts = peek(reader.read, reader.nbytes)
-            return Row(key, facts.tenant, facts.kind, reader.nbytes, False, used_s)
+            info = peek(reader.read, reader.nbytes)
+            return IndexRow(key, info.tenant, info.kind, reader.nbytes, False, used_s)
         except BlobError as error:
             if error.field == "version":
-                return Row(key, "", "old", reader.nbytes, False, 0.0)
+                return IndexRow(key, "", "old", reader.nbytes, False, 0.0)
             with suppress(StoreError):
                 self._files.unlink(self._place(key))
             return None

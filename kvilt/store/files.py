@@ -35,7 +35,7 @@ def explained() -> Iterator[None]:
         raise StoreError(reason, f"the disk tier cannot go on: {os.strerror(error.errno or errno.EIO)}") from error
 
 
-class Files:
+class FileSystem:
     """A real file system; a test may put a failing one in its place."""
 
     def write(self, fd: int, data: bytes) -> None:

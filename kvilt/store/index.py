@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .tier import Budget, Usage
+from .tier import Budget, TierUsage
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
@@ -42,7 +42,7 @@ VERSION = 1  # of the schema; another one is dropped and built again
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class IndexRow:
     """One record, as the index knows it."""
 
     key: bytes
@@ -53,7 +53,7 @@ class Row:
     used_s: float
 
 
-class Index:
+class DiskIndex:
     """One connection, for one thread at a time. Every method may raise sqlite3.Error, and then nothing has changed."""
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class Index:
             raise
         self._sql.execute("COMMIT")
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[IndexRow]) -> None:
         """Know these records, in the place of what was known under their keys."""
         with self.change():
             for row in rows:
@@ -120,7 +120,7 @@ class Index:
                 self._sql.execute("UPDATE records SET retained = 0 WHERE key = ?", oldest)
             self._sql.execute("UPDATE records SET retained = 1 WHERE key = ?", (key,))
 
-    def admit(self, row: Row, budget: Budget) -> list[bytes]:
+    def admit(self, row: IndexRow, budget: Budget) -> list[bytes]:
         """Count a record that is about to be written; who must leave for it, and is forgotten here."""
         gone: list[bytes] = []
         with self.change():
@@ -143,7 +143,7 @@ class Index:
         key: bytes = found[0]
         return key
 
-    def _insert(self, row: Row) -> None:
+    def _insert(self, row: IndexRow) -> None:
         fields = (row.key, row.tenant, row.kind, row.nbytes, int(row.retained), row.used_s)
         self._sql.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)", fields)
 
@@ -151,9 +151,9 @@ class Index:
         found = self._one("SELECT nbytes FROM tenants WHERE tenant = ?", tenant)
         return int(found[0]) if found else 0
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         records, nbytes = self._one("SELECT total(records), total(nbytes) FROM tenants") or (0, 0)
-        return Usage(int(records), int(nbytes))
+        return TierUsage(int(records), int(nbytes))
 
     def keys(self, first: bytes, last: bytes) -> set[bytes]:
         """All keys from `first` to `last`."""

@@ -20,26 +20,26 @@ from ..kv.row import EMBEDDED, RowImage, maker_parts
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import Address, tokens_of
+from .channel import FIRST, TierChannel
 from .codecs import Codec, codec_named
 from .counters import HITS, LOOKUP_S, MISSES, REFUSED
-from .lane import FIRST, Lane
 from .layer import LayerKV
-from .memory import Entry
-from .record import Header, read_content, read_header, read_layer
-from .tier import Reader
+from .memory import MemoryEntry
+from .record import RecordHeader, read_content, read_header, read_layer
+from .tier import RecordReader
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LookupContext:
     """What every lookup of one kind has in common."""
 
-    lanes: tuple[Lane, ...]
+    channels: tuple[TierChannel, ...]
     codec: Codec
     metrics: Metrics
     secret: bytes | None
     lookup_s: float  # to a trusted header
     layer_s: float  # for each layer from then on
-    found: Callable[[Entry, Lane], None]  # told once all of a record has come
+    found: Callable[[MemoryEntry, TierChannel], None]  # told once all of a record has come
 
     def key(self, address: Address) -> bytes:
         """Where a record of this store is: neither rounded KV nor that of holders of another secret is at its place."""
@@ -50,9 +50,9 @@ class Terms:
 class Loading:
     """One lookup. Methods may be called from any thread; layers may be asked for while later ones still load."""
 
-    def __init__(self, address: Address, terms: Terms, started: bool = True) -> None:
+    def __init__(self, address: Address, context: LookupContext, started: bool = True) -> None:
         self.address = address
-        self._terms = terms
+        self._context = context
         self._change = threading.Condition()
         self._began_s = time.monotonic()
         self._layers: list[LayerKV | bytes | None] = [None] * len(address.form)
@@ -61,20 +61,20 @@ class Loading:
         self._reason = ""
         self._doubt = ""  # why a tier that had something was not used
         self._next = 0
-        self._lane = -1
-        self._reader: Reader | None = None
-        self._header: Header | None = None
-        self._codec = terms.codec  # the record's own: exact ones may differ from the store's
+        self._channel = -1
+        self._reader: RecordReader | None = None
+        self._header: RecordHeader | None = None
+        self._codec = context.codec  # the record's own: exact ones may differ from the store's
         self._asked_s: float | None = None  # since when somebody wants layers that are not here
         self._heard_s = self._began_s  # when something of it came
         self._watchers: list[tuple[int, Callable[[], None]]] = []
         if started:
-            self._next_lane()
+            self._next_channel()
 
     @classmethod
-    def ready(cls, entry: Entry, terms: Terms, tier: str = "memory") -> Loading:
+    def ready(cls, entry: MemoryEntry, context: LookupContext, tier: str = "memory") -> Loading:
         """A record that is here already."""
-        made = cls(entry.address, terms, started=False)
+        made = cls(entry.address, context, started=False)
         made._layers = list(entry.layers)
         made._firsts, made._tier, made._next = entry.address.firsts, tier, len(entry.layers)
         return made
@@ -84,7 +84,7 @@ class Loading:
     @property
     def lossy(self) -> bool:
         """Whether the layers are rounded; a record that is not is exact to the bit."""
-        return self._terms.codec.lossy
+        return self._context.codec.lossy
 
     @property
     def tier(self) -> str:
@@ -182,7 +182,7 @@ class Loading:
     def _decode(self, index: int, data: bytes) -> LayerKV:
         assert self._firsts is not None
         tokens = self.address.tokens - self._firsts[index]
-        return self._terms.codec.decode(data, self.address.form[index], tokens)
+        return self._context.codec.decode(data, self.address.form[index], tokens)
 
     def _settled(self, layers: int) -> bool:
         here = self._firsts is not None and all(one is not None for one in self._layers[:layers])
@@ -192,9 +192,9 @@ class Loading:
         """How much longer anybody waits; once the record is there, from the first question or the latest layer on."""
         now_s = time.monotonic()
         if self._firsts is None:
-            return self._terms.lookup_s - (now_s - self._began_s)
+            return self._context.lookup_s - (now_s - self._began_s)
         self._asked_s = now_s if self._asked_s is None else self._asked_s
-        return self._terms.layer_s - (now_s - self._since_s())
+        return self._context.layer_s - (now_s - self._since_s())
 
     def _since_s(self) -> float:
         """Since when it is waited for."""
@@ -207,65 +207,65 @@ class Loading:
             if ready >= layers or self._reason:
                 told()
 
-    # Moving on; the rest runs in a lane's threads.
+    # Moving on; the rest runs in a channel's threads.
 
-    def _next_lane(self) -> None:
+    def _next_channel(self) -> None:
         self._close_reader()
-        while self._lane + 1 < len(self._terms.lanes):
-            self._lane += 1
-            lane = self._terms.lanes[self._lane]
+        while self._channel + 1 < len(self._context.channels):
+            self._channel += 1
+            channel = self._context.channels[self._channel]
             reason = "down"
-            if lane.open_to("read"):
-                if lane.read(FIRST, self._step):
+            if channel.open_to("read"):
+                if channel.read(FIRST, self._step):
                     return
                 reason = "closed"
             self._doubt = self._doubt or reason
-            self._terms.metrics.add(REFUSED, tier=lane.name, reason=reason)
+            self._context.metrics.add(REFUSED, tier=channel.name, reason=reason)
         self._fail(self._doubt or "absent")
 
     def _step(self) -> None:
         """One unit of work: the header, or the next layer."""
-        lane = self._terms.lanes[self._lane]
+        channel = self._context.channels[self._channel]
         if self._reason:
             self._close_reader()
             return
         try:
-            more = lane.guarded("read", self._begin if self._header is None else self._load)
+            more = channel.guarded("read", self._begin if self._header is None else self._load)
         except (BlobError, StoreError) as error:
-            self._refused(lane, error)
+            self._refused(channel, error)
         except Exception:
-            self._refused(lane, StoreError("error", "the tier failed in an unexpected way"))
+            self._refused(channel, StoreError("error", "the tier failed in an unexpected way"))
             raise
         else:
             if more:
-                self._go_on(lane)
+                self._go_on(channel)
             else:
-                self._next_lane()
+                self._next_channel()
 
-    def _go_on(self, lane: Lane) -> None:
+    def _go_on(self, channel: TierChannel) -> None:
         done = self._next == len(self._layers)
-        if done or lane.crowded:
+        if done or channel.crowded:
             self._let_go()
-        if not done and not lane.read(self._next, self._step):
-            self._refused(lane, StoreError("closed", "the store is closed"))
+        if not done and not channel.read(self._next, self._step):
+            self._refused(channel, StoreError("closed", "the store is closed"))
 
     def _begin(self) -> bool:
         """Open the record and settle every doubt about its header; False where there is none."""
-        terms, lane = self._terms, self._terms.lanes[self._lane]
-        reader = lane.tier.open(terms.key(self.address))
+        context, channel = self._context, self._context.channels[self._channel]
+        reader = channel.tier.open(context.key(self.address))
         self._reader = reader
         if reader is None or reader.nbytes < 0:
             return False
-        header = read_header(reader.read, reader.nbytes, terms.secret)
+        header = read_header(reader.read, reader.nbytes, context.secret)
         read_content(reader.read, header, self.address)
-        self._codec = _codec(header, terms.codec)
+        self._codec = _codec(header, context.codec)
         if self._firsts is not None and header.firsts != self._firsts:
             raise BlobError("span", "two tiers hold different parts of this record")
         with self._change:
             self._header, self._firsts = header, header.firsts
             if not self._tier:
-                terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier=lane.name)
-            self._tier, self._heard_s = lane.name, time.monotonic()
+                context.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier=channel.name)
+            self._tier, self._heard_s = channel.name, time.monotonic()
             self._change.notify_all()
         self._tell()
         return True
@@ -273,12 +273,12 @@ class Loading:
     def _load(self) -> bool:
         assert self._header is not None
         if self._reader is None:  # frames are compared with the header: another record in its place is noticed
-            lane = self._terms.lanes[self._lane]
-            self._reader = lane.tier.open(self._terms.key(self.address))
+            channel = self._context.channels[self._channel]
+            self._reader = channel.tier.open(self._context.key(self.address))
             if self._reader is None:
                 raise StoreError("absent", "the record was removed while it was read")
         data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
-        kept = bytes(data) if self._terms.codec.lossy else layer
+        kept = bytes(data) if self._context.codec.lossy else layer
         if self._next == len(self._layers) - 1:  # whoever sees the last layer finds the record in memory, too
             self._finish((*(one for one in self._layers if one is not None), kept))
         with self._change:
@@ -288,26 +288,28 @@ class Loading:
         self._tell()
         return True
 
-    def _refused(self, lane: Lane, error: BlobError | StoreError) -> None:
+    def _refused(self, channel: TierChannel, error: BlobError | StoreError) -> None:
         reason = error.field if isinstance(error, BlobError) else error.reason
         self._doubt = reason
-        self._terms.metrics.add(REFUSED, tier=lane.name, reason=reason)
+        self._context.metrics.add(REFUSED, tier=channel.name, reason=reason)
         if isinstance(error, BlobError):  # it would be refused every time; a good one may take its place
-            key = self._terms.key(self.address)
-            lane.later(lambda tier: tier.discard(key))
-        self._next_lane()
+            key = self._context.key(self.address)
+            channel.later(lambda tier: tier.discard(key))
+        self._next_channel()
 
     def _finish(self, layers: tuple[LayerKV | bytes, ...]) -> None:
-        lane = self._terms.lanes[self._lane]
+        channel = self._context.channels[self._channel]
         if not self._reason:
-            self._terms.metrics.add(HITS, tier=lane.name, kind=self.address.kind.value)
+            self._context.metrics.add(HITS, tier=channel.name, kind=self.address.kind.value)
         assert self._firsts is not None
-        self._terms.found(Entry(replace(self.address, firsts=self._firsts), self._terms.codec, layers), lane)
+        self._context.found(
+            MemoryEntry(replace(self.address, firsts=self._firsts), self._context.codec, layers), channel
+        )
 
     def _give_up(self) -> None:
         """Whoever waits has waited long enough."""
         if self._fail("deadline"):
-            self._terms.lanes[self._lane].kept_waiting(self._since_s())
+            self._context.channels[self._channel].kept_waiting(self._since_s())
             if (reader := self._reader) is not None:
                 reader.abort()
 
@@ -318,8 +320,8 @@ class Loading:
             self._reason = reason
             self._change.notify_all()
         if reason != "cancelled":
-            self._terms.metrics.add(MISSES, reason=reason)
-            self._terms.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier="none")
+            self._context.metrics.add(MISSES, reason=reason)
+            self._context.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier="none")
         self._tell()
         return True
 
@@ -333,7 +335,7 @@ class Loading:
         self._header = None
 
 
-def _codec(header: Header, wanted: Codec) -> Codec:
+def _codec(header: RecordHeader, wanted: Codec) -> Codec:
     """The codec of a record, if it is as exact as the one that is wanted."""
     try:
         own = codec_named(header.codec)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from .address import Address
 from .codecs import Codec
 from .layer import LayerKV
-from .ledger import Ledger
-from .tier import Budget, Usage
+from .tenant_lru import TenantLRU
+from .tier import Budget, TierUsage
 
 _TOUCH_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class MemoryEntry:
     """A whole record in memory. Layers of a lossy codec stay encoded: that is what it is for."""
 
     address: Address
@@ -35,23 +35,23 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MemoryHit:
     """An entry, and whether tiers below should hear that it is in use."""
 
-    entry: Entry
+    entry: MemoryEntry
     tell: bool
 
 
-class Memory:
+class MemoryTier:
     """Entries within a budget."""
 
     name = "memory"
 
     def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = Ledger(budget)
+        self._ledger = TenantLRU(budget)
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, MemoryEntry] = {}
         self._told_s: dict[bytes, float] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -59,7 +59,7 @@ class Memory:
         with self._lock:
             return key in self._entries
 
-    def get(self, key: bytes) -> Found | None:
+    def get(self, key: bytes) -> MemoryHit | None:
         """The entry of that key; it counts as used now."""
         with self._lock:
             if (entry := self._entries.get(key)) is None:
@@ -69,9 +69,9 @@ class Memory:
             tell = now_s - self._told_s[key] >= _TOUCH_EVERY_S
             if tell:
                 self._told_s[key] = now_s
-            return Found(entry, tell)
+            return MemoryHit(entry, tell)
 
-    def put(self, key: bytes, entry: Entry, retain: bool) -> list[bytes] | None:
+    def put(self, key: bytes, entry: MemoryEntry, retain: bool) -> list[bytes] | None:
         """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""
         with self._lock:
             gone = self._ledger.add(key, entry.address.owner, entry.nbytes, retain)
@@ -88,9 +88,9 @@ class Memory:
             self._ledger.remove(key)
             self._forget(key)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         with self._lock:
-            return Usage(len(self._ledger), self._ledger.nbytes)
+            return TierUsage(len(self._ledger), self._ledger.nbytes)
 
     def _forget(self, key: bytes) -> None:
         self._entries.pop(key, None)

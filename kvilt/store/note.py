@@ -29,7 +29,7 @@ _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class HandleNote:
     """A handle on paper. Times are of the wall clock: they mean the same to the next process."""
 
     name: str
@@ -41,7 +41,7 @@ class Note:
     used_s: float
 
 
-def pack_note(note: Note, model: str, secret: bytes | None) -> list[bytes]:
+def pack_note(note: HandleNote, model: str, secret: bytes | None) -> list[bytes]:
     """A note as bytes, in pieces that follow each other."""
     fields = {
         "name": note.name,
@@ -58,7 +58,7 @@ def pack_note(note: Note, model: str, secret: bytes | None) -> list[bytes]:
     return [body, _seal(body, secret)]
 
 
-def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Note:
+def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> HandleNote:
     """The note of a handle, if every byte is as it was written for this model."""
     fields, at = _header(data)
     body, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
@@ -76,7 +76,7 @@ def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Note:
     if len(tokens) != fields.get("count") or min(tokens, default=0) < 0:
         raise BlobError("tokens", "not as many token ids as the note promises")
     pinned = fields.get("pinned_until_s")
-    return Note(
+    return HandleNote(
         name=name,
         owner=_text(fields, "owner"),
         tokens=tokens,

@@ -16,8 +16,8 @@ from pathlib import Path
 from ..errors import BlobError, StoreError
 from ..metrics import Metrics
 from .counters import DROPPED, REFUSED, WRITTEN
-from .files import Files, explained
-from .note import NAME, Note, pack_note, peek_expiry, read_note, scope_of
+from .files import FileSystem, explained
+from .note import NAME, HandleNote, pack_note, peek_expiry, read_note, scope_of
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".note"
@@ -25,7 +25,7 @@ _TIER = "notes"  # as metrics call it
 _LONGEST_S = 30.0
 
 
-class Notes:
+class HandleNotes:
     """The notes of one model's handles. Every method may be called from any thread."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Notes:
         secret: bytes | None = None,
         rest_s: float = 1.0,
         close_s: float = 10.0,
-        files: Files | None = None,
+        files: FileSystem | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`folder` is the disk's own; notes may take `most_bytes` in it, those of other models included.
@@ -53,11 +53,11 @@ class Notes:
         self._secret = secret
         self._first_rest_s = rest_s
         self._close_s = close_s
-        self._files = files or Files()
+        self._files = files or FileSystem()
         self._clock = clock
         self._scope = scope_of(model, secret)
         self._sizes: dict[str, int] = {}  # of files, by their names
-        self._known: Callable[[str], Note | None] = lambda _: None
+        self._known: Callable[[str], HandleNote | None] = lambda _: None
         self._change = threading.Condition()
         self._marked: dict[str, None] = {}  # names of handles whose files are not what is known of them
         self._writing = False
@@ -67,7 +67,7 @@ class Notes:
 
     # At the start.
 
-    def read(self) -> list[Note]:
+    def read(self) -> list[HandleNote]:
         """Every note of this model, the longest unused first; what is damaged is counted and removed."""
         found = [note for path in self._listed() if (note := self._read(path)) is not None]
         return sorted(found, key=lambda note: note.used_s)
@@ -83,7 +83,7 @@ class Notes:
             return
         yield from (self._folder / name for name in names)
 
-    def _read(self, path: Path) -> Note | None:
+    def _read(self, path: Path) -> HandleNote | None:
         scope, _, name = path.name.removesuffix(_SUFFIX).partition(".")
         own = scope == self._scope and NAME.fullmatch(name) is not None
         try:
@@ -126,7 +126,7 @@ class Notes:
 
     # From then on.
 
-    def follow(self, known: Callable[[str], Note | None]) -> None:
+    def follow(self, known: Callable[[str], HandleNote | None]) -> None:
         """Who knows what is to be written of a handle, or None where there is no such handle any more."""
         self._known = known
 
@@ -193,7 +193,7 @@ class Notes:
             self._metrics.add(DROPPED, tier=_TIER, reason="error")
         return True
 
-    def _write(self, name: str, note: Note | None) -> None:
+    def _write(self, name: str, note: HandleNote | None) -> None:
         path = self._folder / f"{self._scope}.{name}{_SUFFIX}"
         if note is None:
             self._files.unlink(path)

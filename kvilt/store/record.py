@@ -37,7 +37,7 @@ Read = Callable[[int, int], Data]  # offset, size
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordSection:
     """Where a part of a record is, and what its bytes must hash to."""
 
     offset: int
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class RecordHeader:
     """What a record says of itself, once its seal is right."""
 
     kind: str
@@ -56,13 +56,13 @@ class Header:
     tokens: int
     form: Form
     firsts: tuple[int, ...]
-    content: Piece
-    frames: tuple[Piece, ...]
+    content: RecordSection
+    frames: tuple[RecordSection, ...]
     nbytes: int  # of the whole record
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RecordInfo:
     """What a tier must know of a record to count it."""
 
     tenant: str  # by which quotas count: the owner of all its salts
@@ -94,7 +94,7 @@ def digest(data: Data) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def read_header(read: Read, nbytes: int, secret: bytes | None) -> Header:
+def read_header(read: Read, nbytes: int, secret: bytes | None) -> RecordHeader:
     """The header of a record of `nbytes` bytes, if frame and seal are right and every count adds up."""
     head = _head(read, nbytes)
     if not hmac.compare_digest(bytes(head[-SEAL_BYTES:]), _seal(head[:-SEAL_BYTES], secret)):
@@ -102,14 +102,14 @@ def read_header(read: Read, nbytes: int, secret: bytes | None) -> Header:
     return _header(head[PREFIX.size : -SEAL_BYTES], len(head), nbytes, secret)
 
 
-def peek(read: Read, nbytes: int) -> Facts:
+def peek(read: Read, nbytes: int) -> RecordInfo:
     """Whose record this is, for an index; nothing of it is trusted beyond that."""
     head = _head(read, nbytes)
     fields = _json(head[PREFIX.size : -SEAL_BYTES])
-    return Facts(owner_of(_text(fields, "tenant")), _text(fields, "kind"))
+    return RecordInfo(owner_of(_text(fields, "tenant")), _text(fields, "kind"))
 
 
-def read_content(read: Read, header: Header, address: Address) -> None:
+def read_content(read: Read, header: RecordHeader, address: Address) -> None:
     """Raise unless the record answers the question, down to the last token."""
     identity = address.identity
     _same("kind", header.kind, address.kind.value)
@@ -121,24 +121,24 @@ def read_content(read: Read, header: Header, address: Address) -> None:
     _same("tokens", header.content.nbytes, len(address.content))
     if any(first > needed for first, needed in zip(header.firsts, address.firsts, strict=True)):
         raise BlobError("span", "a part of what is asked for is not in this record")
-    _same("tokens", bytes(read_piece(read, header.content)), address.content)
+    _same("tokens", bytes(read_section(read, header.content)), address.content)
 
 
-def read_tokens(read: Read, header: Header, kind: Kind, identity: Identity) -> bytes | None:
+def read_tokens(read: Read, header: RecordHeader, kind: Kind, identity: Identity) -> bytes | None:
     """The tokens of a record, if it is of this kind and identity."""
     names = tuple(getattr(identity, name) for name in _IDENTITY)
     if (header.kind, header.names, header.tenant) != (kind.value, names, tenant_of(identity.salt)):
         return None
-    return bytes(read_piece(read, header.content))
+    return bytes(read_section(read, header.content))
 
 
-def read_layer(read: Read, header: Header, codec: Codec, layer: int) -> tuple[Data, LayerKV]:
+def read_layer(read: Read, header: RecordHeader, codec: Codec, layer: int) -> tuple[Data, LayerKV]:
     """One layer, as bytes and decoded, whose checksum is right."""
-    data = read_piece(read, header.frames[layer])
+    data = read_section(read, header.frames[layer])
     return data, codec.decode(data, header.form[layer], header.tokens - header.firsts[layer])
 
 
-def read_piece(read: Read, piece: Piece) -> Data:
+def read_section(read: Read, piece: RecordSection) -> Data:
     data = read(piece.offset, piece.nbytes)
     if len(data) != piece.nbytes:
         raise BlobError("size", "the record is cut short")
@@ -168,7 +168,7 @@ def _head(read: Read, nbytes: int) -> bytes:
     return head
 
 
-def _header(data: bytes, body: int, nbytes: int, secret: bytes | None) -> Header:
+def _header(data: bytes, body: int, nbytes: int, secret: bytes | None) -> RecordHeader:
     fields = _json(data)
     _same("seal", fields.get("seal"), _seal_name(secret))
     form = tuple(map(_layer_form, _list(fields, "form")))
@@ -183,7 +183,7 @@ def _header(data: bytes, body: int, nbytes: int, secret: bytes | None) -> Header
         raise BlobError("frames", "not one frame for each layer")
     if at != nbytes:
         raise BlobError("size", f"the header promises {at} bytes and {nbytes} are there")
-    return Header(
+    return RecordHeader(
         _text(fields, "kind"),
         tuple(_text(fields, name) for name in _IDENTITY),
         _text(fields, "tenant"),
@@ -215,10 +215,10 @@ def _layer_form(entry: Any) -> LayerForm:
             raise BlobError("form", "not the form of a layer")
 
 
-def _piece(entry: Any, at: int) -> Piece:
+def _piece(entry: Any, at: int) -> RecordSection:
     match entry:
         case [nbytes, str(name)] if _count(nbytes):
-            return Piece(at, nbytes, name)
+            return RecordSection(at, nbytes, name)
         case _:
             raise BlobError("frames", "not a length and a digest")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import BlobError, StoreError, Unsupported
 from .codecs import Data
-from .record import FIRST_READ_BYTES, Facts, peek
+from .record import FIRST_READ_BYTES, RecordInfo, peek
 from .redis_scripts import SCRIPTS
-from .tier import Budget, Usage
+from .tier import Budget, TierUsage
 
 try:
     import redis
@@ -197,13 +197,13 @@ class Redis:
                 pipe.exists(self._name(key))
             return [answer == 1 for answer in pipe.execute()]
 
-    def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
+    def put(self, key: bytes, record: Sequence[bytes], info: RecordInfo) -> int:
         data, budget = b"".join(record), self.budget
         if len(data) > min(budget.record, _MAX_VALUE_BYTES):
             raise StoreError("too_large", f"{len(data)} bytes are more than a record here may have")
         limits = (budget.total_bytes, budget.tenant, budget.retain, self._ttl_ms)
         gone, known = self._numbers(
-            lambda: self._put([self._prefix], [key.hex(), data, facts.tenant, int(facts.retain), *limits])
+            lambda: self._put([self._prefix], [key.hex(), data, info.tenant, int(info.retain), *limits])
         )
         if gone < 0:
             raise StoreError("too_large", "the record does not fit what its tenant may have")
@@ -226,8 +226,8 @@ class Redis:
                 with suppress(ValueError):
                     yield bytes.fromhex(text.decode("ascii"))
 
-    def usage(self) -> Usage:
-        return Usage(*self._numbers(lambda: self._usage([self._prefix])))
+    def usage(self) -> TierUsage:
+        return TierUsage(*self._numbers(lambda: self._usage([self._prefix])))
 
     def probe(self) -> None:
         with explained():

@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import BlobError, ParamError, StoreError
+from ..errors import BlobError, ParamError, StoreError, renamed
 from ..kv.cache import KVCache
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
@@ -27,15 +27,15 @@ from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
+from .channel import QueuedWrite, TierChannel
 from .codecs import Codec, Raw, codec_named
 from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, new_metrics
-from .lane import Lane, Write
 from .layer import LayerKV, check_layers, owned
-from .loading import Loading, Terms
-from .memory import Entry, Memory
-from .notes import Notes
-from .record import Facts, pack, read_header, read_tokens
-from .tier import Budget, Tier, Usage
+from .loading import Loading, LookupContext
+from .memory import MemoryEntry, MemoryTier
+from .notes import HandleNotes
+from .record import RecordInfo, pack, read_header, read_tokens
+from .tier import Budget, Tier, TierUsage
 
 _MIN_SECRET_BYTES = 16
 _NOTES_SHARE = 16  # one part in so many of a disk's budget, besides it, is for notes of handles
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StoreLimits:
     """How long anybody waits, and how much waits to be written."""
 
     lookup_s: float = 0.5  # until it is known whether a record is there
@@ -72,7 +72,7 @@ class Store:
         chunk_codec: str | None = None,
         secret: bytes | None = None,
         metrics: Metrics | None = None,
-        limits: Limits | None = None,
+        limits: StoreLimits | None = None,
     ) -> None:
         """`codec` is for handles and prefixes and must be exact; chunks may have one that is not."""
         if secret is not None and len(secret) < _MIN_SECRET_BYTES:
@@ -81,31 +81,33 @@ class Store:
         if exact.lossy:
             raise ParamError("codec", f"{codec} is lossy; handles and prefixes are exact. Use it as chunk_codec")
         self.metrics = metrics or new_metrics()
-        self._limits = limits or Limits()
+        self._limits = limits or StoreLimits()
         self._secret = secret
-        self._memory = Memory(memory or Budget(0))
+        self._memory = MemoryTier(memory or Budget(0))
         self._remembers = memory is not None
         own = self._limits
-        self._lanes = tuple(
-            Lane(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s, own.close_s)
+        self._channels = tuple(
+            TierChannel(one, self.metrics, own.readers, own.queue_bytes, own.queue_records, own.cooldown_s, own.close_s)
             for one in tiers
         )
-        self._terms = {kind: self._terms_of(chunks if kind is Kind.CHUNK else exact, secret) for kind in Kind}
-        self._exact_chunks = self._terms_of(Raw() if chunks.lossy else chunks, secret)
+        self._contexts = {kind: self._context_of(chunks if kind is Kind.CHUNK else exact, secret) for kind in Kind}
+        self._exact_chunks = self._context_of(Raw() if chunks.lossy else chunks, secret)
 
-    def _terms_of(self, codec: Codec, secret: bytes | None) -> Terms:
+    def _context_of(self, codec: Codec, secret: bytes | None) -> LookupContext:
         limits = self._limits
-        return Terms(self._lanes, codec, self.metrics, secret, limits.lookup_s, limits.layer_s, self._promote)
+        return LookupContext(
+            self._channels, codec, self.metrics, secret, limits.lookup_s, limits.layer_s, self._promote
+        )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> StoreLimits:
         """How long anybody waits."""
         return self._limits
 
     @property
     def least_budget(self) -> Budget | None:
         """The budget of the smallest tier that outlives the process; None where there is no such tier."""
-        return min((lane.tier.budget for lane in self._lanes), key=lambda one: one.total_bytes, default=None)
+        return min((channel.tier.budget for channel in self._channels), key=lambda one: one.total_bytes, default=None)
 
     # Any record.
 
@@ -114,46 +116,46 @@ class Store:
 
         The tensors belong to the store from now on. `retain` asks for a bias to stay.
         """
-        made, terms = owned(layers), self._terms_for(address)
+        made, context = owned(layers), self._context_for(address)
         check_layers(made, address.form, [address.tokens - first for first in address.firsts])
         try:
-            entry = self._entry(terms, address, made)
+            entry = self._entry(context, address, made)
         except StoreError as error:  # KV that its codec cannot write; whoever computed it can still use it
             self.metrics.add(DROPPED, tier="memory", reason=error.reason)
-            return Loading.ready(Entry(address, Raw(), made), replace(terms, codec=Raw()))
-        self._remember(terms, entry, retain)
-        for lane in self._lanes:
-            self._write(lane, terms, entry, retain)
-        return Loading.ready(entry, terms)
+            return Loading.ready(MemoryEntry(address, Raw(), made), replace(context, codec=Raw()))
+        self._remember(context, entry, retain)
+        for channel in self._channels:
+            self._write(channel, context, entry, retain)
+        return Loading.ready(entry, context)
 
     def open(self, address: Address) -> Loading:
         """Begin to look for a record; returns at once."""
-        terms = self._terms_for(address)
+        context = self._context_for(address)
         self.metrics.add(LOOKUPS, kind=address.kind.value)
-        key = terms.key(address)
+        key = context.key(address)
         if (found := self._memory.get(key)) is None:
-            return Loading(address, terms)
+            return Loading(address, context)
         if not _answers(found.entry.address, address):
             self.metrics.add(REFUSED, tier="memory", reason="span")
             self._memory.discard(key)
-            return Loading(address, terms)
+            return Loading(address, context)
         self.metrics.add(HITS, tier="memory", kind=address.kind.value)
         if found.tell:
-            for lane in self._lanes:
-                lane.later(lambda tier: tier.touch([key]))
-        return Loading.ready(found.entry, terms)
+            for channel in self._channels:
+                channel.later(lambda tier: tier.touch([key]))
+        return Loading.ready(found.entry, context)
 
     def reach(self, addresses: Sequence[Address]) -> int:
         """How many of these, from the first on, seem to be there; waits for the answer, and not long."""
         deadline_s = time.monotonic() + self._limits.lookup_s
-        keys = [self._terms_for(one).key(one) for one in addresses]
+        keys = [self._context_for(one).key(one) for one in addresses]
         there = [key in self._memory for key in keys]
-        for lane in self._lanes:
+        for channel in self._channels:
             unknown = [at for at, known in enumerate(there) if not known]
-            if not unknown or not lane.open_to("read"):
+            if not unknown or not channel.open_to("read"):
                 continue
             asked = [keys[at] for at in unknown]
-            answer = self._answer(lane, lane.ask(lambda tier, asked=asked: tier.has(asked)), deadline_s)  # type: ignore[misc]
+            answer = self._answer(channel, channel.ask(lambda tier, asked=asked: tier.has(asked)), deadline_s)  # type: ignore[misc]
             for at, known in zip(unknown, answer or [], strict=False):
                 there[at] = known
         return next((at for at, known in enumerate(there) if not known), len(there))
@@ -164,21 +166,21 @@ class Store:
         For an index of known chunks or handles after a restart. Reads every header, so it is work for a thread of its
         own; tokens that two tiers hold come twice, and what cannot be read is left out.
         """
-        for lane in self._lanes:
+        for channel in self._channels:
             try:
-                for key in lane.tier.every_key():
-                    content = self._content(lane, key, kind, identity)
+                for key in channel.tier.every_key():
+                    content = self._content(channel, key, kind, identity)
                     if content is not None:
                         yield tokens_of(content)
             except StoreError as error:
-                self.metrics.add(REFUSED, tier=lane.name, reason=error.reason)
+                self.metrics.add(REFUSED, tier=channel.name, reason=error.reason)
 
     def discard(self, address: Address) -> None:
         """Forget a record in every tier."""
-        key = self._terms_for(address).key(address)
+        key = self._context_for(address).key(address)
         self._memory.discard(key)
-        for lane in self._lanes:
-            lane.later(lambda tier: tier.discard(key))
+        for channel in self._channels:
+            channel.later(lambda tier: tier.discard(key))
 
     # Chunks, rows of caches, and pages of prefixes.
 
@@ -234,14 +236,16 @@ class Store:
 
     # Life.
 
-    def usage(self) -> dict[str, Usage]:
+    def usage(self) -> dict[str, TierUsage]:
         """What each tier holds, as far as it knows; a tier that does not answer is left out."""
         deadline_s = time.monotonic() + self._limits.lookup_s
         found = {"memory": self._memory.usage()}
-        asked = [(lane, lane.ask(lambda tier: tier.usage())) for lane in self._lanes if lane.open_to("read")]
-        for lane, future in asked:
-            if (usage := self._answer(lane, future, deadline_s)) is not None:
-                found[lane.name] = usage
+        asked = [
+            (channel, channel.ask(lambda tier: tier.usage())) for channel in self._channels if channel.open_to("read")
+        ]
+        for channel, future in asked:
+            if (usage := self._answer(channel, future, deadline_s)) is not None:
+                found[channel.name] = usage
         return found
 
     @property
@@ -249,7 +253,7 @@ class Store:
         """Where the first tier that has a folder keeps its records, for what else belongs beside them."""
         return None if (found := self._foldered()) is None else found[0]
 
-    def notes(self, model: str) -> Notes | None:
+    def notes(self, model: str) -> HandleNotes | None:
         """Notes of a model's handles, beside the records of the first tier that has a folder; whoever asks closes them.
 
         None where no tier has one.
@@ -257,7 +261,7 @@ class Store:
         if (found := self._foldered()) is None:
             return None
         (folder, budget), limits = found, self._limits
-        return Notes(
+        return HandleNotes(
             folder,
             model,
             self.metrics,
@@ -268,21 +272,21 @@ class Store:
         )
 
     def _foldered(self) -> tuple[Path, Budget] | None:
-        found = ((getattr(lane.tier, "folder", None), lane.tier.budget) for lane in self._lanes)
+        found = ((getattr(channel.tier, "folder", None), channel.tier.budget) for channel in self._channels)
         return next(((folder, budget) for folder, budget in found if isinstance(folder, Path)), None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written or dropped; False where that takes longer."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         done = True
-        for lane in self._lanes:
-            done &= lane.flush(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        for channel in self._channels:
+            done &= channel.flush(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         return done
 
     def close(self) -> None:
         """Write what is queued, as far as time allows, and let the tiers go. Closing twice is fine."""
-        for lane in self._lanes:
-            lane.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,29 +296,29 @@ class Store:
 
     # Inside.
 
-    def _terms_for(self, address: Address) -> Terms:
-        terms = self._terms[address.kind]
-        if terms.codec.lossy and any(one.scaled for one in address.form):
+    def _context_for(self, address: Address) -> LookupContext:
+        context = self._contexts[address.kind]
+        if context.codec.lossy and any(one.scaled for one in address.form):
             return self._exact_chunks  # rounded already
-        return terms
+        return context
 
-    def _entry(self, terms: Terms, address: Address, layers: tuple[LayerKV, ...]) -> Entry:
-        frames = tuple(terms.codec.encode(one) for one in layers) if terms.codec.lossy else layers
-        return Entry(address, terms.codec, frames)
+    def _entry(self, context: LookupContext, address: Address, layers: tuple[LayerKV, ...]) -> MemoryEntry:
+        frames = tuple(context.codec.encode(one) for one in layers) if context.codec.lossy else layers
+        return MemoryEntry(address, context.codec, frames)
 
-    def _promote(self, entry: Entry, source: Lane) -> None:
+    def _promote(self, entry: MemoryEntry, source: TierChannel) -> None:
         """A record was found below: keep it in every tier above, and let its own know that it was of use."""
-        terms = self._terms_for(entry.address)
-        key = terms.key(entry.address)
-        self._remember(terms, entry, False)
-        for lane in self._lanes[: self._lanes.index(source)]:
-            self._write(lane, terms, entry, False)
+        context = self._context_for(entry.address)
+        key = context.key(entry.address)
+        self._remember(context, entry, False)
+        for channel in self._channels[: self._channels.index(source)]:
+            self._write(channel, context, entry, False)
         source.later(lambda tier: tier.touch([key]))
 
-    def _remember(self, terms: Terms, entry: Entry, retain: bool) -> None:
+    def _remember(self, context: LookupContext, entry: MemoryEntry, retain: bool) -> None:
         if not self._remembers:
             return
-        gone = self._memory.put(terms.key(entry.address), entry, retain)
+        gone = self._memory.put(context.key(entry.address), entry, retain)
         if gone is None:
             self.metrics.add(DROPPED, tier="memory", reason="too_large")
             return
@@ -323,39 +327,39 @@ class Store:
         self.metrics.set(BYTES, usage.nbytes, tier="memory")
         self.metrics.set(RECORDS, usage.records, tier="memory")
 
-    def _write(self, lane: Lane, terms: Terms, entry: Entry, retain: bool) -> None:
+    def _write(self, channel: TierChannel, context: LookupContext, entry: MemoryEntry, retain: bool) -> None:
         address = entry.address
 
         def encode() -> list[bytes]:
             frames = [entry.frame(index) for index in range(len(entry.layers))]
-            return pack(address, entry.codec, frames, terms.secret)
+            return pack(address, entry.codec, frames, context.secret)
 
-        facts = Facts(address.owner, address.kind.value, retain)
-        lane.write(Write(terms.key(address), entry.nbytes, facts, encode))
+        info = RecordInfo(address.owner, address.kind.value, retain)
+        channel.write(QueuedWrite(context.key(address), entry.nbytes, info, encode))
 
-    def _content(self, lane: Lane, key: bytes, kind: Kind, identity: Identity) -> bytes | None:
-        if (reader := lane.tier.open(key)) is None:
+    def _content(self, channel: TierChannel, key: bytes, kind: Kind, identity: Identity) -> bytes | None:
+        if (reader := channel.tier.open(key)) is None:
             return None
         try:
             if reader.nbytes < 0:
                 return None
-            header = read_header(reader.read, reader.nbytes, self._terms[kind].secret)
+            header = read_header(reader.read, reader.nbytes, self._contexts[kind].secret)
             return read_tokens(reader.read, header, kind, identity)
         except BlobError:
             return None  # whoever looks it up will say why
         finally:
             reader.close()
 
-    def _answer(self, lane: Lane, future: Future[T], deadline_s: float) -> T | None:
+    def _answer(self, channel: TierChannel, future: Future[T], deadline_s: float) -> T | None:
         """What a tier answers in time; otherwise None, and its breaker hears of it."""
         try:
             return future.result(max(0.0, deadline_s - time.monotonic()))
         except FutureTimeout:
             future.cancel()
-            lane.kept_waiting(deadline_s - self._limits.lookup_s)
-            self.metrics.add(REFUSED, tier=lane.name, reason="deadline")
+            channel.kept_waiting(deadline_s - self._limits.lookup_s)
+            self.metrics.add(REFUSED, tier=channel.name, reason="deadline")
         except StoreError as error:
-            self.metrics.add(REFUSED, tier=lane.name, reason=error.reason)
+            self.metrics.add(REFUSED, tier=channel.name, reason=error.reason)
         return None
 
 
@@ -384,3 +388,6 @@ def _nothing(form: LayerForm) -> LayerKV:
     dtype, scales = DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
     keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
     return LayerKV(keys, values, scales, scales)
+
+
+__getattr__ = renamed(__name__, {"Limits": "StoreLimits"})

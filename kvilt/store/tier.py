@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..errors import ParamError
 from .codecs import Data
-from .record import Facts
+from .record import RecordInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierUsage:
     """What a tier holds now, as far as it knows."""
 
     records: int
     nbytes: int
 
 
-class Reader(Protocol):
+class RecordReader(Protocol):
     """An open record. One thread reads; `abort` and `close` may come from another."""
 
     @property
@@ -75,13 +75,13 @@ class Tier(Protocol):
     @property
     def budget(self) -> Budget: ...
 
-    def open(self, key: bytes) -> Reader | None:
+    def open(self, key: bytes) -> RecordReader | None:
         """The record of that key, or None where there is none."""
         ...
 
     def has(self, keys: Sequence[bytes]) -> list[bool]: ...
 
-    def put(self, key: bytes, record: Sequence[bytes], facts: Facts) -> int:
+    def put(self, key: bytes, record: Sequence[bytes], info: RecordInfo) -> int:
         """Keep a record, whole or not at all, in the place of others that must leave; how many those were."""
         ...
 
@@ -97,7 +97,7 @@ class Tier(Protocol):
         """Every key that is there, in no order; takes as long as it takes."""
         ...
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> TierUsage: ...
 
     def probe(self) -> None:
         """Raise unless the tier would answer now."""

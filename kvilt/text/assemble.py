@@ -25,7 +25,7 @@ def build_core(vocabulary: Vocabulary) -> Core:
     return _spm(vocabulary) if vocabulary.kind == "llama" else _byte_level(vocabulary)
 
 
-def spelling(vocabulary: Vocabulary) -> Callable[[int], bytes]:
+def token_bytes_of(vocabulary: Vocabulary) -> Callable[[int], bytes]:
     """The function from an id to the exact bytes it stands for; tokens without text give b""."""
     tokens, types = vocabulary.tokens, vocabulary.types
     spell = spm_bytes if vocabulary.kind == "llama" else ByteAlphabet().decode

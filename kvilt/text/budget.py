@@ -14,7 +14,7 @@ MAX_INT_BITS = 4096  # of any number
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TemplateLimits:
     """Bounds on a template; real ones stay far below all of them."""
 
     source_chars: int = 1 << 16
@@ -28,12 +28,12 @@ class Limits:
     seconds: float = 2.0
 
 
-class Budget:
+class TemplateBudget:
     """The running account of one rendering; raises TemplateError when it is overdrawn."""
 
     __slots__ = ("_deadline", "_made", "_steps", "_work", "limits")
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
         self._steps = limits.steps
         self._made = limits.made_chars

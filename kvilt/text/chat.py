@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ContextOverflow, InputError, TemplateError
-from .budget import MAX_INT_BITS, Limits
+from .budget import MAX_INT_BITS, TemplateLimits
 from .pipeline import clean
 from .specials import SpecialTexts
 from .tokenizer import Tokenizer
@@ -43,21 +43,21 @@ class ChatTemplate:
         source: str | None,
         named: Mapping[str, str] | None = None,
         special: Mapping[str, int] | None = None,
-        limits: Limits | None = None,
+        limits: TemplateLimits | None = None,
     ) -> None:
         """`named` are the tokens templates know by name (bos_token, ...), `special` the control tokens by text."""
         if source is None:
             raise TemplateError("this model has no chat template; use generate with a plain prompt")
         from .sandbox import CompiledTemplate  # jinja2 is loaded by the first template, not by the import
 
-        self._limits = limits or Limits()
+        self._limits = limits or TemplateLimits()
         self._named = dict(named or {})
         self._texts = SpecialTexts(special or {})
         self._used = frozenset(_PRIVATE.findall("".join([source, *self._named.values(), *self._texts.ids])))
         self._compiled = CompiledTemplate(clean(source), self._limits)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, limits: Limits | None = None) -> ChatTemplate:
+    def of(cls, tokenizer: Tokenizer, limits: TemplateLimits | None = None) -> ChatTemplate:
         """The template that came with a tokenizer; TemplateError when none did."""
         return cls(tokenizer.chat_template, tokenizer.named, tokenizer.special, limits)
 
@@ -337,7 +337,7 @@ class _Room:
     tokens: int | None = None  # the context, where it is what sets `chars`
 
     @classmethod
-    def of(cls, limits: Limits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> _Room:
+    def of(cls, limits: TemplateLimits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> _Room:
         if tokenizer is None or tokens is None or tokens >= limits.text_chars:
             return cls(limits.text_chars, limits.items)
         most = tokenizer.most_bytes(tokens)

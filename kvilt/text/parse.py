@@ -19,13 +19,13 @@ from .parse_thinking import ThinkingReader
 from .parse_tools import argument_schemas, parameter_types
 
 __all__ = [
+    "AnswerReader",
     "CallArguments",
     "CallEnd",
     "CallStart",
     "Content",
     "Parser",
     "Piece",
-    "Reader",
     "Reasoning",
     "argument_schemas",
     "merged",
@@ -52,10 +52,10 @@ class Parser:
         around = [self.thinking.open, self.thinking.close] if self.thinking else []
         return tuple(dict.fromkeys((*self.calls.markers, *around)))
 
-    def new(self, tools: Tools = (), prompt: str | None = None) -> Reader:
+    def new(self, tools: Tools = (), prompt: str | None = None) -> AnswerReader:
         """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
         which tells whether reasoning is open already."""
-        return Reader(self, parameter_types(tools), self.opens_thinking(prompt))
+        return AnswerReader(self, parameter_types(tools), self.opens_thinking(prompt))
 
     def opens_thinking(self, prompt: str | None) -> bool:
         """Whether the answer to a prompt begins inside reasoning."""
@@ -73,7 +73,7 @@ class Parser:
         return grammar_of(self.calls, self.thinking, self.opens_thinking(prompt), tools, names, parallel)
 
 
-class Reader:
+class AnswerReader:
     """Reads one answer; belongs to one stream."""
 
     def __init__(self, parser: Parser, tools: Mapping[str, Mapping[str, str]], thinks: bool) -> None:

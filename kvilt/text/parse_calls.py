@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .parse_formats import Inside, Opening
+from .parse_formats import CallMarker, CallSyntax
 from .parse_json import JsonBody, NamedBody, deepseek_name, mistral_name
-from .parse_marks import Blanks, leaning
-from .parse_pieces import Body, CallArguments, CallEnd, CallStart, Content, Piece, Sink, Step
+from .parse_marks import HeldBlanks, partial_marker
+from .parse_pieces import BodyStep, CallArguments, CallBody, CallEnd, CallSink, CallStart, Content, Piece
 from .parse_python import PythonBody
 from .parse_xml import JsonOrTags
 
@@ -18,7 +18,7 @@ from .parse_xml import JsonOrTags
 class CallReader:
     """One answer, character by character. It is the sink of the bodies it makes."""
 
-    def __init__(self, openings: Sequence[Opening], tools: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, openings: Sequence[CallMarker], tools: Mapping[str, Mapping[str, str]]) -> None:
         """Without openings everything is content."""
         self.work = 0
         self._tools = tools
@@ -28,12 +28,12 @@ class CallReader:
         self._step = self._text
         self._out: list[Piece] = []
         self._fragments: list[str] = []
-        self._blanks = Blanks()
+        self._blanks = HeldBlanks()
         self._marker = ""
         self._fresh = True  # calls without markers may begin: nothing was said yet, or a call ended just now
         self._calls = 0
         self._open = False
-        self._body: Body | None = None
+        self._body: CallBody | None = None
         self._raw: list[str] = []  # what a body took and has not turned into a call
         self._closes: tuple[str, ...] = ()
         self._before = 0  # calls that came before this body
@@ -95,7 +95,7 @@ class CallReader:
             self._enter(whole)  # a longer marker did not come about
             self._step(char)
             return
-        self._marker = leaning(text, marks)
+        self._marker = partial_marker(text, marks)
         self._show(text[: len(text) - len(self._marker)])
         found = self._by_text.get(self._marker)
         if found is not None and (self._fresh or not found.bare) and not _grows(self._marker, marks):
@@ -116,7 +116,7 @@ class CallReader:
             self._piece(Content(text))
             self._fresh = False
 
-    def _enter(self, opening: Opening) -> None:
+    def _enter(self, opening: CallMarker) -> None:
         self._raw = [self._blanks.take(), "" if opening.bare else self._marker]
         self._body = _body(opening, self)
         self._closes, self._before = opening.closes, self._calls
@@ -133,12 +133,12 @@ class CallReader:
         self.work += 1
         self._raw.append(char)  # until it is passed on
         match self._body.step(char):
-            case Step.DONE:
+            case BodyStep.DONE:
                 self._leave()
-            case Step.BEFORE:
+            case BodyStep.BEFORE:
                 self._leave()
                 self._step(char)
-            case Step.FAILED:
+            case BodyStep.FAILED:
                 self._raw.pop()
                 self._give_up()
                 self._step(char)
@@ -193,41 +193,41 @@ def _grows(marker: str, marks: Sequence[str]) -> bool:
     return any(mark != marker and mark.startswith(marker) for mark in marks)
 
 
-def _body(opening: Opening, sink: Sink) -> Body:
+def _body(opening: CallMarker, sink: CallSink) -> CallBody:
     match opening.inside:
-        case Inside.JSON:
+        case CallSyntax.JSON:
             return JsonBody(sink, strict=opening.strict)
-        case Inside.JSON_OR_TAGS:
+        case CallSyntax.JSON_OR_TAGS:
             return JsonOrTags(sink)
-        case Inside.MISTRAL:
+        case CallSyntax.MISTRAL:
             return NamedBody(sink, mistral_name)
-        case Inside.DEEPSEEK:
+        case CallSyntax.DEEPSEEK:
             return NamedBody(sink, deepseek_name)
-        case Inside.PYTHON:
+        case CallSyntax.PYTHON:
             return PythonBody(sink, listed=False)
-        case Inside.PYTHON_LIST:
+        case CallSyntax.PYTHON_LIST:
             return PythonBody(sink, listed=True)
-        case Inside.LIST:
+        case CallSyntax.LIST:
             return _ListBody(sink, strict=opening.strict)
 
 
 class _ListBody:
     """A list whose first item tells whether it is JSON or Python."""
 
-    def __init__(self, sink: Sink, strict: bool) -> None:
+    def __init__(self, sink: CallSink, strict: bool) -> None:
         self._sink = sink
         self._strict = strict
         self._held: list[str] = []
-        self._body: Body | None = None
+        self._body: CallBody | None = None
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         if self._body is not None:
             return self._body.step(char)
         if char.isspace() or (char == "[" and not "".join(self._held).strip()):
             self._held.append(char)
-            return Step.MORE
+            return BodyStep.MORE
         self._body = JsonBody(self._sink, self._strict) if char == "{" else PythonBody(self._sink, listed=True)
         for each in self._held:
-            if self._body.step(each) is Step.FAILED:
-                return Step.FAILED
+            if self._body.step(each) is BodyStep.FAILED:
+                return BodyStep.FAILED
         return self._body.step(char)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Inside(Enum):
+class CallSyntax(Enum):
     """What stands behind an opening marker."""
 
     JSON = "an object with a name and arguments, or a list of them"
@@ -23,11 +23,11 @@ class Inside(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class CallMarker:
     """A text that begins calls; a `bare` one is no marker but belongs to them, and counts where an answer begins."""
 
     text: str
-    inside: Inside
+    inside: CallSyntax
     closes: tuple[str, ...] = ()  # what may stand behind them, in this order
     bare: bool = False
 
@@ -38,10 +38,10 @@ class Opening:
 
 
 _FENCE = "```json\n"
-OBJECT = Opening("{", Inside.JSON, bare=True)
-LIST = Opening("[", Inside.JSON, bare=True)
-PYTHON_LIST = Opening("[", Inside.PYTHON_LIST, bare=True)
-EITHER_LIST = Opening("[", Inside.LIST, bare=True)
+OBJECT = CallMarker("{", CallSyntax.JSON, bare=True)
+LIST = CallMarker("[", CallSyntax.JSON, bare=True)
+PYTHON_LIST = CallMarker("[", CallSyntax.PYTHON_LIST, bare=True)
+EITHER_LIST = CallMarker("[", CallSyntax.LIST, bare=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CallFormat:
     """
 
     name: str
-    openings: tuple[Opening, ...]
+    openings: tuple[CallMarker, ...]
     signs: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     forced: tuple[str, str, str] = ("[", ", ", "]")
@@ -84,39 +84,39 @@ THINKINGS = (BRACKETS, THINK)
 
 HERMES = CallFormat(
     "hermes",
-    (Opening("<tool_call>", Inside.JSON_OR_TAGS, ("</tool_call>",)),),
+    (CallMarker("<tool_call>", CallSyntax.JSON_OR_TAGS, ("</tool_call>",)),),
     signs=("<tool_call>",),
     families=("qwen2", "qwen3", "hermes", "smollm3"),
     forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
 )
 MISTRAL = CallFormat(
     "mistral",
-    (Opening("[TOOL_CALLS]", Inside.MISTRAL), LIST),
+    (CallMarker("[TOOL_CALLS]", CallSyntax.MISTRAL), LIST),
     signs=("[TOOL_CALLS]",),
     families=("mistral", "mixtral", "ministral"),
     inner=("[ARGS]", "[CALL_ID]"),
 )
 PHI4 = CallFormat(
     "phi4",
-    (Opening("<|tool_call|>", Inside.JSON, ("<|/tool_call|>",)), Opening("functools", Inside.JSON), LIST),
+    (CallMarker("<|tool_call|>", CallSyntax.JSON, ("<|/tool_call|>",)), CallMarker("functools", CallSyntax.JSON), LIST),
     signs=("<|tool_call|>", "<|/tool|>", "functools["),
     families=("phi",),
 )
 LFM2 = CallFormat(
     "lfm2",
-    (Opening("<|tool_call_start|>", Inside.LIST, ("<|tool_call_end|>",)), EITHER_LIST),
+    (CallMarker("<|tool_call_start|>", CallSyntax.LIST, ("<|tool_call_end|>",)), EITHER_LIST),
     signs=("<|tool_call_start|>", "<|tool_list_start|>"),
     families=("lfm2",),
 )
 PYTHONIC = CallFormat(
     "pythonic",
-    (Opening("<|python_start|>", Inside.LIST, ("<|python_end|>",)), EITHER_LIST, OBJECT),
+    (CallMarker("<|python_start|>", CallSyntax.LIST, ("<|python_end|>",)), EITHER_LIST, OBJECT),
     signs=("[func_name1(", "<|python_start|>"),
     families=("llama4",),
 )
 LLAMA3 = CallFormat(
     "llama3",
-    (Opening("<|python_tag|>", Inside.JSON), OBJECT, EITHER_LIST),
+    (CallMarker("<|python_tag|>", CallSyntax.JSON), OBJECT, EITHER_LIST),
     signs=("<|python_tag|>", "dictionary of argument name", "Environment: ipython"),
     families=("llama",),
     forced=("", "; ", ""),
@@ -125,9 +125,9 @@ LLAMA3 = CallFormat(
 GEMMA = CallFormat(
     "gemma",
     (
-        Opening("```tool_code\n", Inside.PYTHON, ("```",)),
-        Opening("```tool_call\n", Inside.JSON, ("```",)),
-        Opening(_FENCE, Inside.JSON, ("```",)),
+        CallMarker("```tool_code\n", CallSyntax.PYTHON, ("```",)),
+        CallMarker("```tool_call\n", CallSyntax.JSON, ("```",)),
+        CallMarker(_FENCE, CallSyntax.JSON, ("```",)),
         EITHER_LIST,
         OBJECT,
     ),
@@ -139,8 +139,8 @@ _DEEPSEEK_CLOSES = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end�
 DEEPSEEK = CallFormat(
     "deepseek",
     (
-        Opening("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", Inside.DEEPSEEK, _DEEPSEEK_CLOSES),
-        Opening("<｜tool▁call▁begin｜>", Inside.DEEPSEEK, _DEEPSEEK_CLOSES),
+        CallMarker("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", CallSyntax.DEEPSEEK, _DEEPSEEK_CLOSES),
+        CallMarker("<｜tool▁call▁begin｜>", CallSyntax.DEEPSEEK, _DEEPSEEK_CLOSES),
         OBJECT,
         LIST,
     ),

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 
-from .parse_pieces import Body, Sink, Step
-from .parse_scan import BLANKS, At, JsonScanner, object_text
+from .parse_pieces import BodyStep, CallBody, CallSink
+from .parse_scan import BLANKS, JsonScanner, ScanState, object_text
 
 _NAME = "name"
 _ARGUMENTS = ("arguments", "parameters")
@@ -32,7 +32,7 @@ class _Collects(Enum):
 class CallObject:
     """One object with a name and arguments; arguments are passed on as they come once the name is known."""
 
-    def __init__(self, sink: Sink, strict: bool) -> None:
+    def __init__(self, sink: CallSink, strict: bool) -> None:
         """`strict` is for texts without markers: only keys of calls, and arguments must be there."""
         self._sink = sink
         self._strict = strict
@@ -45,65 +45,65 @@ class CallObject:
         self._waiting: str | None = None  # arguments that came before the name
         self._called = False
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         scanner = self._scanner
         key = scanner.depth == 1 and scanner.in_string and scanner.in_key
         value = scanner.depth > 1 or self._in_value()
-        expected = scanner.at is At.VALUE and scanner.depth == 1 and char not in BLANKS
+        expected = scanner.at is ScanState.VALUE and scanner.depth == 1 and char not in BLANKS
         written = scanner.take(char)
         if not written:
-            return Step.FAILED
+            return BodyStep.FAILED
         if key:
             return self._key_char(written)
         if expected:
             return self._value_begins(char)
         if value:
             return self._value_char(written)
-        if scanner.at is At.END:
+        if scanner.at is ScanState.END:
             return self._object_ends()
-        return Step.MORE
+        return BodyStep.MORE
 
     def _in_value(self) -> bool:
         scanner = self._scanner
         in_string = scanner.in_string and not scanner.in_key
-        return scanner.depth == 1 and (in_string or scanner.at in (At.LITERAL, At.NUMBER))
+        return scanner.depth == 1 and (in_string or scanner.at in (ScanState.LITERAL, ScanState.NUMBER))
 
-    def _key_char(self, written: str) -> Step:
-        if self._scanner.at is not At.COLON:
+    def _key_char(self, written: str) -> BodyStep:
+        if self._scanner.at is not ScanState.COLON:
             self._taken.append(written)
-            return Step.MORE
+            return BodyStep.MORE
         self._key = json.loads(f'"{self._take()}"')
         alias = _ARGUMENTS[0] if self._key in _ARGUMENTS else self._key
         if (self._strict and self._key not in _BESIDE) or (alias in self._seen and alias in (_NAME, _ARGUMENTS[0])):
-            return Step.FAILED
+            return BodyStep.FAILED
         self._seen.add(alias)
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _value_begins(self, char: str) -> Step:
+    def _value_begins(self, char: str) -> BodyStep:
         if self._key == _NAME:
             self._collects = _Collects.NAME
-            return Step.MORE if char == '"' else Step.FAILED
+            return BodyStep.MORE if char == '"' else BodyStep.FAILED
         if self._key not in _ARGUMENTS:
             self._collects = _Collects.NOTHING
-            return Step.MORE
+            return BodyStep.MORE
         if char == "{" and self._name:
             self._collects = _Collects.STREAM
             self._sink.start(self._name)
             self._called = True
             self._sink.arguments(char)
-            return Step.MORE
+            return BodyStep.MORE
         self._collects = _Collects.QUOTED if char == '"' else _Collects.ARGUMENTS
         self._taken.append(char)
-        return Step.MORE if char in '{"n' else Step.FAILED
+        return BodyStep.MORE if char in '{"n' else BodyStep.FAILED
 
-    def _value_char(self, written: str) -> Step:
-        ended = self._scanner.depth == 1 and self._scanner.at is At.COMMA
+    def _value_char(self, written: str) -> BodyStep:
+        ended = self._scanner.depth == 1 and self._scanner.at is ScanState.COMMA
         match self._collects:
             case _Collects.STREAM:
                 self._sink.arguments(written)
                 if ended:
                     self._sink.end()
-                return Step.MORE
+                return BodyStep.MORE
             case _Collects.NAME if ended:
                 return self._named(json.loads(f'"{self._take()}"'))
             case _Collects.ARGUMENTS | _Collects.QUOTED if ended:
@@ -111,33 +111,33 @@ class CallObject:
                 return self._argued(self._take())
             case _Collects.NOTHING:
                 # A number ends at the character behind it, which may end the object, too.
-                return self._object_ends() if self._scanner.at is At.END else Step.MORE
+                return self._object_ends() if self._scanner.at is ScanState.END else BodyStep.MORE
         self._taken.append(written)
-        return Step.MORE
+        return BodyStep.MORE
 
     def _take(self) -> str:
         text = "".join(self._taken)
         self._taken.clear()
         return text
 
-    def _named(self, name: str) -> Step:
+    def _named(self, name: str) -> BodyStep:
         if self._sink.parameters(name) is None:
-            return Step.FAILED
+            return BodyStep.FAILED
         self._name = name
         if self._waiting is not None:
             self._call(self._waiting)
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _argued(self, text: str) -> Step:
+    def _argued(self, text: str) -> BodyStep:
         given = json.loads(text) if self._collects is _Collects.QUOTED else text
         arguments = object_text("{}" if given in ("null", "") else given)
         if arguments is None:
-            return Step.FAILED
+            return BodyStep.FAILED
         if self._name:
             self._call(arguments)
         else:
             self._waiting = arguments
-        return Step.MORE
+        return BodyStep.MORE
 
     def _call(self, arguments: str) -> None:
         self._sink.start(self._name)
@@ -145,95 +145,95 @@ class CallObject:
         self._sink.end()
         self._called = True
 
-    def _object_ends(self) -> Step:
+    def _object_ends(self) -> BodyStep:
         if not self._called:
             if not self._name or self._strict:
-                return Step.FAILED
+                return BodyStep.FAILED
             self._call("{}")
         self._sink.settle()
-        return Step.DONE
+        return BodyStep.DONE
 
 
 class JsonBody:
     """One call, or a list of them."""
 
-    def __init__(self, sink: Sink, strict: bool) -> None:
+    def __init__(self, sink: CallSink, strict: bool) -> None:
         self._sink = sink
         self._strict = strict
         self._call: CallObject | None = None
         self._listed = False
         self._wants_call = True
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         if self._call is not None:
             return self._inside(self._call, char)
         if char in BLANKS:
-            return Step.MORE
+            return BodyStep.MORE
         if char == "{" and self._wants_call:
             self._call = CallObject(self._sink, self._strict)
             return self._call.step(char)
         if char == "[" and not self._listed:
             self._listed = True
-            return Step.MORE
+            return BodyStep.MORE
         if self._listed and not self._wants_call and char in ",]":
             self._sink.settle()
             self._wants_call = char == ","
-            return Step.MORE if char == "," else Step.DONE
-        return Step.FAILED
+            return BodyStep.MORE if char == "," else BodyStep.DONE
+        return BodyStep.FAILED
 
-    def _inside(self, call: CallObject, char: str) -> Step:
+    def _inside(self, call: CallObject, char: str) -> BodyStep:
         step = call.step(char)
-        if step is Step.DONE:
+        if step is BodyStep.DONE:
             self._call, self._wants_call = None, False
-            return Step.MORE if self._listed else Step.DONE
+            return BodyStep.MORE if self._listed else BodyStep.DONE
         return step
 
 
 class NamedBody:
     """A head with the tool's name, and the arguments; or JSON with names inside."""
 
-    def __init__(self, sink: Sink, name_of: Callable[[str], str]) -> None:
+    def __init__(self, sink: CallSink, name_of: Callable[[str], str]) -> None:
         """`name_of` finds the name in all that stands before the arguments."""
         self._sink = sink
         self._name_of = name_of
-        self._other: Body | None = None
+        self._other: CallBody | None = None
         self._head: list[str] = []
         self._arguments: JsonScanner | None = None
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         if self._other is not None:
             return self._other.step(char)
         if self._arguments is not None:
             return self._inside(self._arguments, char)
         if not self._head and char in BLANKS:
-            return Step.MORE
+            return BodyStep.MORE
         if not self._head and char in "[{":
             self._other = JsonBody(self._sink, strict=False)
             return self._other.step(char)
         if char == "{":
             return self._begin()
         self._head.append(char)
-        return Step.MORE if len(self._head) <= _LONGEST_HEAD else Step.FAILED
+        return BodyStep.MORE if len(self._head) <= _LONGEST_HEAD else BodyStep.FAILED
 
-    def _begin(self) -> Step:
+    def _begin(self) -> BodyStep:
         name = self._name_of("".join(self._head))
         if self._sink.parameters(name) is None:
-            return Step.FAILED
+            return BodyStep.FAILED
         self._arguments = JsonScanner()
         self._arguments.take("{")
         self._sink.start(name)
         self._sink.arguments("{")
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _inside(self, arguments: JsonScanner, char: str) -> Step:
+    def _inside(self, arguments: JsonScanner, char: str) -> BodyStep:
         written = arguments.take(char)
         if not written:
-            return Step.FAILED
+            return BodyStep.FAILED
         self._sink.arguments(written)
-        if arguments.at is not At.END:
-            return Step.MORE
+        if arguments.at is not ScanState.END:
+            return BodyStep.MORE
         self._sink.end()
-        return Step.DONE
+        return BodyStep.DONE
 
 
 def mistral_name(head: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def leaning(text: str, marks: Iterable[str]) -> str:
+def partial_marker(text: str, marks: Iterable[str]) -> str:
     """The longest end of a text that begins, or is, one of the marks. Texts are a mark long at most: bounded work."""
     for start in range(len(text)):
         end = text[start:]
@@ -14,7 +14,7 @@ def leaning(text: str, marks: Iterable[str]) -> str:
     return ""
 
 
-class Blanks:
+class HeldBlanks:
     """Blanks at the end of what was shown, held until something follows them."""
 
     def __init__(self) -> None:

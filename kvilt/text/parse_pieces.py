@@ -52,7 +52,7 @@ class CallEnd:
 Piece = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
-class Step(Enum):
+class BodyStep(Enum):
     """What a body did with a character."""
 
     MORE = "took it and wants more"
@@ -61,7 +61,7 @@ class Step(Enum):
     FAILED = "is no call, or no longer one, and did not take it"
 
 
-class Sink(Protocol):
+class CallSink(Protocol):
     """Where a body puts its calls; text it took since the last of these is given back if it fails."""
 
     def parameters(self, name: str) -> Mapping[str, str] | None:
@@ -77,10 +77,10 @@ class Sink(Protocol):
         """What was taken since the last call was layout and is not worth giving back."""
 
 
-class Body(Protocol):
+class CallBody(Protocol):
     """Reads what stands inside a call's markers, one character at a time."""
 
-    def step(self, char: str) -> Step: ...
+    def step(self, char: str) -> BodyStep: ...
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .parse_pieces import Sink, Step
+from .parse_pieces import BodyStep, CallSink
 from .parse_scan import BLANKS
 
 _OPENERS = {"(": ")", "[": "]", "{": "}"}
@@ -33,7 +33,7 @@ class _Bad(Exception):
 class PythonBody:
     """Calls in brackets, or (not `listed`) one after the other until a character that begins none."""
 
-    def __init__(self, sink: Sink, listed: bool) -> None:
+    def __init__(self, sink: CallSink, listed: bool) -> None:
         self._sink = sink
         self._listed = listed
         self._opened = not listed
@@ -44,36 +44,36 @@ class PythonBody:
         self._call: _Brackets | None = None
         self._print = ""  # "open" or "filled" while a call stands inside print(...), as Gemma writes it
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         if self._call is not None:
             return self._arguments(self._call, char)
         if not self._opened:
             self._opened = char == "["
-            return Step.MORE if self._opened or char in BLANKS else Step.FAILED
+            return BodyStep.MORE if self._opened or char in BLANKS else BodyStep.FAILED
         if char in BLANKS:
             self._spaced = bool(self._name)
-            return Step.MORE
+            return BodyStep.MORE
         if self._name or (self._wants_call and (char.isalpha() or char == "_")):
             return self._named(char)
         return self._between(char)
 
-    def _between(self, char: str) -> Step:
+    def _between(self, char: str) -> BodyStep:
         if self._print == "filled" and char == ")":
             self._print = ""
         elif self._listed and not self._wants_call and char in ",]":
             self._wants_call = char == ","
         elif self._listed or self._print or not self._called:
-            return Step.FAILED
+            return BodyStep.FAILED
         elif char not in ",;":
-            return Step.BEFORE
+            return BodyStep.BEFORE
         self._sink.settle()
-        return Step.DONE if char == "]" else Step.MORE
+        return BodyStep.DONE if char == "]" else BodyStep.MORE
 
-    def _named(self, char: str) -> Step:
+    def _named(self, char: str) -> BodyStep:
         if char != "(":
             self._name.append(char)
             fits = len(self._name) <= _LONGEST_NAME and not self._spaced and char not in "()[]{}'\"`,;="
-            return Step.MORE if fits else Step.FAILED
+            return BodyStep.MORE if fits else BodyStep.FAILED
         name = "".join(self._name)
         self._name.clear()
         self._spaced = False
@@ -81,25 +81,25 @@ class PythonBody:
         if parameters is None:
             printing = name == "print" and not self._listed and not self._print
             self._print = "open" if printing else self._print
-            return Step.MORE if printing else Step.FAILED
+            return BodyStep.MORE if printing else BodyStep.FAILED
         if self._print == "filled":
-            return Step.FAILED
+            return BodyStep.FAILED
         self._call = _Brackets(name, parameters)
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _arguments(self, call: _Brackets, char: str) -> Step:
+    def _arguments(self, call: _Brackets, char: str) -> BodyStep:
         if call.takes(char):
-            return Step.MORE
+            return BodyStep.MORE
         try:
             arguments = _read_arguments("".join(call.text), call.parameters)
         except _Bad:
-            return Step.FAILED
+            return BodyStep.FAILED
         self._sink.start(call.name)
         self._sink.arguments(arguments)
         self._sink.end()
         self._called, self._call, self._wants_call = True, None, not self._listed
         self._print = "filled" if self._print else ""
-        return Step.MORE
+        return BodyStep.MORE
 
 
 class _Brackets:

@@ -25,7 +25,7 @@ _NUMBER: dict[str, dict[str, str]] = {
 _WHOLE = ("zero", "int", "frac", "exp")
 
 
-class At(Enum):
+class ScanState(Enum):
     """What a scanner waits for."""
 
     VALUE = auto()
@@ -49,7 +49,7 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
-        self.at = At.VALUE
+        self.at = ScanState.VALUE
         self.in_key = False  # the string that is open, or was last, is a key
         self._open: list[str] = []
         self._left = ""  # of a literal, or what was read last of a number
@@ -61,30 +61,30 @@ class JsonScanner:
 
     @property
     def in_string(self) -> bool:
-        return self.at in (At.STRING, At.ESCAPE, At.HEX)
+        return self.at in (ScanState.STRING, ScanState.ESCAPE, ScanState.HEX)
 
     @property
     def complete(self) -> bool:
         """Whether what was read is a value as it stands."""
-        whole_number = self.at is At.NUMBER and self._left in _WHOLE
-        return self.at is At.END or (whole_number and not self._open)
+        whole_number = self.at is ScanState.NUMBER and self._left in _WHOLE
+        return self.at is ScanState.END or (whole_number and not self._open)
 
     def take(self, char: str) -> str:
         """The text to write for a character; empty if it cannot stand here."""
-        written = _CONTROL.get(char, char) if self.at is At.STRING else char
+        written = _CONTROL.get(char, char) if self.at is ScanState.STRING else char
         return written if self._step(char) else ""
 
     def _step(self, char: str) -> bool:
         match self.at:
-            case At.STRING:
+            case ScanState.STRING:
                 return self._string(char)
-            case At.ESCAPE:
+            case ScanState.ESCAPE:
                 return self._escape(char)
-            case At.HEX:
+            case ScanState.HEX:
                 return self._hex_digit(char)
-            case At.LITERAL:
+            case ScanState.LITERAL:
                 return self._literal(char)
-            case At.NUMBER:
+            case ScanState.NUMBER:
                 if self._number(char):
                     return True
                 if self._left not in _WHOLE:
@@ -94,19 +94,19 @@ class JsonScanner:
 
     def _token(self, char: str) -> bool:
         match self.at, char:
-            case ((At.FIRST_KEY | At.KEY), '"'):
-                self.at, self.in_key = At.STRING, True
-            case At.COLON, ":":
-                self.at = At.VALUE
-            case At.COMMA, ",":
-                self.at = At.KEY if self._open[-1] == "{" else At.VALUE
-            case ((At.FIRST_KEY | At.COMMA), "}") if self._open[-1] == "{":
+            case ((ScanState.FIRST_KEY | ScanState.KEY), '"'):
+                self.at, self.in_key = ScanState.STRING, True
+            case ScanState.COLON, ":":
+                self.at = ScanState.VALUE
+            case ScanState.COMMA, ",":
+                self.at = ScanState.KEY if self._open[-1] == "{" else ScanState.VALUE
+            case ((ScanState.FIRST_KEY | ScanState.COMMA), "}") if self._open[-1] == "{":
                 self._open.pop()
                 self._closed()
-            case ((At.FIRST_ITEM | At.COMMA), "]") if self._open[-1] == "[":
+            case ((ScanState.FIRST_ITEM | ScanState.COMMA), "]") if self._open[-1] == "[":
                 self._open.pop()
                 self._closed()
-            case ((At.VALUE | At.FIRST_ITEM), _):
+            case ((ScanState.VALUE | ScanState.FIRST_ITEM), _):
                 return self._value(char)
             case _:
                 return False
@@ -115,44 +115,44 @@ class JsonScanner:
     def _value(self, char: str) -> bool:
         match char:
             case '"':
-                self.at, self.in_key = At.STRING, False
+                self.at, self.in_key = ScanState.STRING, False
             case "{" | "[":
                 self._open.append(char)
-                self.at = At.FIRST_KEY if char == "{" else At.FIRST_ITEM
+                self.at = ScanState.FIRST_KEY if char == "{" else ScanState.FIRST_ITEM
             case "t" | "f" | "n":
-                self.at, self._left = At.LITERAL, _LITERALS[char][1:]
+                self.at, self._left = ScanState.LITERAL, _LITERALS[char][1:]
             case "-" | "0":
-                self.at, self._left = At.NUMBER, "-" if char == "-" else "zero"
+                self.at, self._left = ScanState.NUMBER, "-" if char == "-" else "zero"
             case _ if "1" <= char <= "9":
-                self.at, self._left = At.NUMBER, "int"
+                self.at, self._left = ScanState.NUMBER, "int"
             case _:
                 return False
         return True
 
     def _closed(self) -> None:
         """A value is complete."""
-        self.at = At.COMMA if self._open else At.END
+        self.at = ScanState.COMMA if self._open else ScanState.END
 
     def _string(self, char: str) -> bool:
         if char == "\\":
-            self.at = At.ESCAPE
+            self.at = ScanState.ESCAPE
         elif char == '"' and self.in_key:
-            self.at = At.COLON
+            self.at = ScanState.COLON
         elif char == '"':
             self._closed()
         return True
 
     def _escape(self, char: str) -> bool:
         if char == "u":
-            self.at, self._hex = At.HEX, 4
+            self.at, self._hex = ScanState.HEX, 4
             return True
-        self.at = At.STRING
+        self.at = ScanState.STRING
         return char in '"\\/bfnrt'
 
     def _hex_digit(self, char: str) -> bool:
         self._hex -= 1
         if self._hex == 0:
-            self.at = At.STRING
+            self.at = ScanState.STRING
         return char in "0123456789abcdefABCDEF"
 
     def _literal(self, char: str) -> bool:

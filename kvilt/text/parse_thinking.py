@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .parse_formats import Thinking
-from .parse_marks import Blanks, leaning
+from .parse_marks import HeldBlanks, partial_marker
 
 
 class ThinkingReader:
@@ -14,7 +14,7 @@ class ThinkingReader:
         self.work = 0
         self._markers = markers
         self._step = self._after if markers is None else self._inside if opened else self._before
-        self._blanks = Blanks()
+        self._blanks = HeldBlanks()
         self._marker = ""  # how much of a marker stands at the end of the text
         self._spoke = False  # reasoning has begun with something other than a blank
         self._strip = False  # blanks that come now belong to the closing marker
@@ -63,7 +63,7 @@ class ThinkingReader:
     def _inside(self, char: str) -> None:
         assert self._markers is not None
         text = self._marker + char
-        self._marker = leaning(text, (self._markers.close,))
+        self._marker = partial_marker(text, (self._markers.close,))
         self._think(text[: len(text) - len(self._marker)])
         if self._marker == self._markers.close:
             self._blanks.take()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 
 from .parse_json import JsonBody
-from .parse_marks import leaning
-from .parse_pieces import Body, Sink, Step
+from .parse_marks import partial_marker
+from .parse_pieces import BodyStep, CallBody, CallSink
 from .parse_scan import BLANKS, value_text
 
 _FUNCTION, _PARAMETER, _END_VALUE, _END = "<function=", "<parameter=", "</parameter>", "</function>"
@@ -20,7 +20,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 class TaggedBody:
     """One call in tags; each argument is passed on when it is complete."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         self._sink = sink
         self._step = self._tag
         self._wanted: tuple[str, ...] = (_FUNCTION,)
@@ -31,50 +31,50 @@ class TaggedBody:
         self._value: list[str] = []
         self._seen: set[str] = set()
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         return self._step(char)
 
-    def _tag(self, char: str) -> Step:
+    def _tag(self, char: str) -> BodyStep:
         """Blanks, and then one of the tags that may stand here."""
         if not self._marker and char in BLANKS:
-            return Step.MORE
+            return BodyStep.MORE
         text = self._marker + char
         if not any(tag.startswith(text) for tag in self._wanted):
-            return Step.FAILED
+            return BodyStep.FAILED
         self._marker = text
         if text not in self._wanted:
-            return Step.MORE
+            return BodyStep.MORE
         self._marker = ""
         if text == _END:
             self._sink.arguments("}" if self._seen else self._opened("{}"))
             self._sink.end()
-            return Step.DONE
+            return BodyStep.DONE
         self._step = self._naming
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _naming(self, char: str) -> Step:
+    def _naming(self, char: str) -> BodyStep:
         if char != ">":
             self._name.append(char)
-            return Step.MORE if len(self._name) <= _LONGEST_NAME and char not in "<\n" else Step.FAILED
+            return BodyStep.MORE if len(self._name) <= _LONGEST_NAME and char not in "<\n" else BodyStep.FAILED
         name = "".join(self._name).strip(BLANKS)
         self._name.clear()
         if self._function:
             self._key, self._step = name, self._valued
-            return Step.FAILED if name in self._seen or not name else Step.MORE
+            return BodyStep.FAILED if name in self._seen or not name else BodyStep.MORE
         if self._sink.parameters(name) is None:
-            return Step.FAILED
+            return BodyStep.FAILED
         self._function, self._step, self._wanted = name, self._tag, (_PARAMETER, _END)
-        return Step.MORE
+        return BodyStep.MORE
 
-    def _valued(self, char: str) -> Step:
+    def _valued(self, char: str) -> BodyStep:
         text = self._marker + char
-        self._marker = leaning(text, (_END_VALUE,))
+        self._marker = partial_marker(text, (_END_VALUE,))
         self._value.append(text[: len(text) - len(self._marker)])
         if self._marker == _END_VALUE:
             self._argue("".join(self._value))
             self._value.clear()
             self._marker, self._step = "", self._tag
-        return Step.MORE
+        return BodyStep.MORE
 
     def _argue(self, text: str) -> None:
         """Pass an argument on; the line ends next to its tags belong to them."""
@@ -98,13 +98,13 @@ class TaggedBody:
 class JsonOrTags:
     """What stands in `<tool_call>`: JSON in most families, tags in some."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         self._sink = sink
-        self._body: Body | None = None
+        self._body: CallBody | None = None
 
-    def step(self, char: str) -> Step:
+    def step(self, char: str) -> BodyStep:
         if self._body is None:
             if char in BLANKS:
-                return Step.MORE
+                return BodyStep.MORE
             self._body = TaggedBody(self._sink) if char == "<" else JsonBody(self._sink, strict=False)
         return self._body.step(char)

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import ContextOverflow, InputError
-from .cuts import PIECE_CHARS, Cuts, find_cuts
-from .token_sizes import TokenSizes, spelling_of
+from .split_points import PIECE_CHARS, SplitPoints, find_split_points
+from .token_sizes import TokenSizes, normalizer_effect
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Core
@@ -30,11 +30,11 @@ class Pipeline:
 
     @cached_property
     def sizes(self) -> TokenSizes:
-        return TokenSizes(self._spelled(), spelling_of(self.core))
+        return TokenSizes(self._spelled(), normalizer_effect(self.core))
 
     @cached_property
-    def cuts(self) -> Cuts | None:
-        return find_cuts(self.core)
+    def cuts(self) -> SplitPoints | None:
+        return find_split_points(self.core)
 
     def ids(self, text: str | bytes, limit: int | None = None, taken: int = 0) -> list[int]:
         """The ids of a text behind `taken` others; ContextOverflow as soon as there must be more than `limit`."""

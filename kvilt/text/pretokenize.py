@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PreRule:
+class PreTokenizerRule:
     """Regular expressions applied one after the other, and what the name says about merges and BOS."""
 
     splits: tuple[str, ...]
@@ -67,34 +67,34 @@ _DEEPSEEK_LLM = (
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-_GPT2_RULE = PreRule((_GPT2,))
-_DIGITS_RULE = PreRule((r"\p{N}", _GPT2))  # each digit on its own, then as GPT-2
-_LLAMA3_RULE = PreRule((_LLAMA3,), ignore_merges=True, add_bos=True)
-_QWEN2_RULE = PreRule((_QWEN2,))
-_GPT4O_RULE = PreRule((_GPT4O,))
+_GPT2_RULE = PreTokenizerRule((_GPT2,))
+_DIGITS_RULE = PreTokenizerRule((r"\p{N}", _GPT2))  # each digit on its own, then as GPT-2
+_LLAMA3_RULE = PreTokenizerRule((_LLAMA3,), ignore_merges=True, add_bos=True)
+_QWEN2_RULE = PreTokenizerRule((_QWEN2,))
+_GPT4O_RULE = PreTokenizerRule((_GPT4O,))
 
 
-def _named(rule: PreRule, names: str) -> dict[str, PreRule]:
+def _named(rule: PreTokenizerRule, names: str) -> dict[str, PreTokenizerRule]:
     return dict.fromkeys(names.split(), rule)
 
 
-PRE_RULES: Mapping[str, PreRule] = MappingProxyType(
+PRE_RULES: Mapping[str, PreTokenizerRule] = MappingProxyType(
     {
-        **_named(PreRule(_DEFAULT), "default"),
+        **_named(PreTokenizerRule(_DEFAULT), "default"),
         **_named(_GPT2_RULE, "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling"),
         **_named(_GPT2_RULE, "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe"),
         **_named(_DIGITS_RULE, "smollm starcoder refact command-r codeshell exaone minerva-7b"),
         **_named(_LLAMA3_RULE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
-        **_named(PreRule((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe glm4"),
-        **_named(PreRule((_QWEN2,), nfc=True), "qwen2"),
+        **_named(PreTokenizerRule((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe glm4"),
+        **_named(PreTokenizerRule((_QWEN2,), nfc=True), "qwen2"),
         **_named(_QWEN2_RULE, "deepseek-r1-qwen kormo megrez stablelm2 hunyuan grok-2"),
-        **_named(PreRule((_QWEN35,), nfc=True), "qwen35"),
-        **_named(PreRule((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
+        **_named(PreTokenizerRule((_QWEN35,), nfc=True), "qwen35"),
+        **_named(PreTokenizerRule((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
         **_named(_GPT4O_RULE, "gpt-4o llama4 minimax-m2"),
-        **_named(PreRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),
-        **_named(PreRule(_DEEPSEEK_LLM), "deepseek-llm"),
-        **_named(PreRule(_DEEPSEEK_CODER), "deepseek-coder"),
-        **_named(PreRule(_FALCON), "falcon"),
+        **_named(PreTokenizerRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),
+        **_named(PreTokenizerRule(_DEEPSEEK_LLM), "deepseek-llm"),
+        **_named(PreTokenizerRule(_DEEPSEEK_CODER), "deepseek-coder"),
+        **_named(PreTokenizerRule(_FALCON), "falcon"),
     }
 )
 
@@ -104,7 +104,7 @@ WORD_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2, _QWEN35, _TEKKEN, _GPT4O, _DEEP
 KNOWN_SPLITS = frozenset(split for rule in PRE_RULES.values() for split in rule.splits)
 
 
-def rule_for(name: str) -> PreRule:
+def rule_for(name: str) -> PreTokenizerRule:
     """The rule of a `tokenizer.ggml.pre` name; an unknown name is refused, since a wrong cut degrades every answer."""
     try:
         return PRE_RULES[name]
@@ -113,7 +113,7 @@ def rule_for(name: str) -> PreRule:
         raise TokenizerError(f"tokenizer.ggml.pre is {name!r}, which kvilt does not know; it knows {known}") from None
 
 
-def pre_tokenizer(rule: PreRule) -> PreTokenizer:
+def pre_tokenizer(rule: PreTokenizerRule) -> PreTokenizer:
     """The rule as a `tokenizers` pipeline that ends in bytes."""
     from tokenizers import Regex, pre_tokenizers
 

@@ -21,7 +21,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from ..errors import KviltError, TemplateError
-from .budget import Budget, Limits
+from .budget import TemplateBudget, TemplateLimits
 from .sandbox_filters import allowed_filters, allowed_globals, allowed_tests
 from .sandbox_math import OPERATORS, check_number, compare
 from .sandbox_values import Bounded, check_name, concat, kept, methods_of, text_of
@@ -67,7 +67,7 @@ _SYNTAX = (
 class CompiledTemplate:
     """A template ready to render; rendering keeps no state, so threads may share it."""
 
-    def __init__(self, source: str, limits: Limits) -> None:
+    def __init__(self, source: str, limits: TemplateLimits) -> None:
         """Parse, check and compile `source`; TemplateError says what is wrong with it."""
         if len(source) > limits.source_chars:
             raise TemplateError(
@@ -80,7 +80,7 @@ class CompiledTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text for these variables."""
-        environment = self._environment.within(Budget(self._limits))
+        environment = self._environment.within(TemplateBudget(self._limits))
         try:
             template = Template.from_code(environment, self._code, environment.make_globals(None))
             parts = template.root_render_func(template.new_context(dict(variables)))
@@ -115,7 +115,7 @@ def _sentence(error: Exception) -> str:
     return " ".join(text.split())[:300]
 
 
-def _check_syntax(tree: nodes.Template, limits: Limits) -> None:
+def _check_syntax(tree: nodes.Template, limits: TemplateLimits) -> None:
     stack: list[tuple[nodes.Node, int]] = [(tree, 0)]
     while stack:
         node, depth = stack.pop()
@@ -208,7 +208,7 @@ class _Method:
         self._function = function
         self._value = value
 
-    def run(self, budget: Budget, args: Any, kwargs: Any) -> Any:
+    def run(self, budget: TemplateBudget, args: Any, kwargs: Any) -> Any:
         return self._function(budget, self._value, *args, **kwargs)
 
 
@@ -223,7 +223,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """jinja2's sandbox, narrowed from what is forbidden to what is allowed."""
 
     intercepted_binops = frozenset(OPERATORS)
-    budget: Budget
+    budget: TemplateBudget
 
     def __init__(self) -> None:
         super().__init__(
@@ -238,7 +238,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.tests = allowed_tests()
         self.globals = allowed_globals()
 
-    def within(self, budget: Budget) -> TemplateEnvironment:
+    def within(self, budget: TemplateBudget) -> TemplateEnvironment:
         """This environment for one rendering, with that rendering's budget."""
         own = copy.copy(self)
         own.budget = budget

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .budget import Budget
+from .budget import TemplateBudget
 
 MAX_NUMBER_CHARS = 1024  # of a text that is read as a number
 _CASE, _CLASS, _TITLE, _COMPARE = 16, 4, 64, 48
@@ -112,6 +112,6 @@ TESTS: Mapping[str, Cost] = {
 }
 
 
-def charge(budget: Budget, cost: Cost | None, value: Any, args: tuple[Any, ...]) -> None:
+def charge(budget: TemplateBudget, cost: Cost | None, value: Any, args: tuple[Any, ...]) -> None:
     """Account for one entry of the tables before it runs; those without an entry read their input."""
     budget.work((cost or read)(value, *args))

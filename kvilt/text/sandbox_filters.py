@@ -13,12 +13,13 @@ from jinja2 import tests as _tests
 from jinja2.utils import _PassArg
 
 from ..errors import TemplateError
-from .budget import Budget
+from .budget import TemplateBudget
 from .sandbox_costs import FILTERS, MAX_NUMBER_CHARS, TESTS, Cost, charge
 from .sandbox_values import (
     TemplateNamespace,
     center,
     check_name,
+    check_size,
     check_width,
     count_lines,
     join,
@@ -27,7 +28,6 @@ from .sandbox_values import (
     replace,
     text_of,
     tojson,
-    weigh,
 )
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-def _indent(budget: Budget, text: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(budget: TemplateBudget, text: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
     text = text_of(budget, text)
     check_width(len(width) if isinstance(width, str) else width)
     size = len(width) if isinstance(width, str) else width
@@ -103,7 +103,7 @@ def _indent(budget: Budget, text: Any, width: Any = 4, first: bool = False, blan
     return str(_filters.do_indent(text, width, first, blank))
 
 
-def _escape(budget: Budget, value: Any) -> str:
+def _escape(budget: TemplateBudget, value: Any) -> str:
     text = text_of(budget, value)
     budget.make(len(text) * 2)
     for char, name in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
@@ -111,17 +111,17 @@ def _escape(budget: Budget, value: Any) -> str:
     return text
 
 
-def _round(_budget: Budget, value: Any, precision: int = 0, method: Any = "common") -> float:
+def _round(_budget: TemplateBudget, value: Any, precision: int = 0, method: Any = "common") -> float:
     if not isinstance(precision, int) or abs(precision) > 20:
         raise TemplateError("the chat template rounds to more than 20 places")
     return _filters.do_round(value, precision, method)
 
 
-def _int(_budget: Budget, value: Any, default: Any = 0, base: int = 10) -> Any:
+def _int(_budget: TemplateBudget, value: Any, default: Any = 0, base: int = 10) -> Any:
     return _filters.do_int(_numeral(value), default, base)
 
 
-def _float(_budget: Budget, value: Any, default: Any = 0.0) -> Any:
+def _float(_budget: TemplateBudget, value: Any, default: Any = 0.0) -> Any:
     return _filters.do_float(_numeral(value), default)
 
 
@@ -132,7 +132,7 @@ def _numeral(value: Any) -> Any:
     return value
 
 
-def _sum(budget: Budget, values: Any, start: Any = 0) -> Any:
+def _sum(budget: TemplateBudget, values: Any, start: Any = 0) -> Any:
     total = start
     for value in values:
         budget.tick()
@@ -142,21 +142,21 @@ def _sum(budget: Budget, values: Any, start: Any = 0) -> Any:
     return total
 
 
-def _join(budget: Budget, values: Any, d: Any = "", attribute: Any = None) -> str:
+def _join(budget: TemplateBudget, values: Any, d: Any = "", attribute: Any = None) -> str:
     if attribute is not None:
         raise TemplateError("the chat template joins by attribute; write map(attribute=...) before join")
     return join(budget, text_of(budget, d), values)
 
 
-def _format(budget: Budget, text: Any, *args: Any, **kwargs: Any) -> str:
+def _format(budget: TemplateBudget, text: Any, *args: Any, **kwargs: Any) -> str:
     return percent(budget, text_of(budget, text), kwargs or args)
 
 
-def _replace(budget: Budget, text: Any, old: Any, new: Any, count: Any = None) -> str:
+def _replace(budget: TemplateBudget, text: Any, old: Any, new: Any, count: Any = None) -> str:
     return replace(budget, text_of(budget, text), old, new, count)
 
 
-def _center(budget: Budget, text: Any, width: int = 80) -> Any:
+def _center(budget: TemplateBudget, text: Any, width: int = 80) -> Any:
     return center(budget, text_of(budget, text), width)
 
 
@@ -209,12 +209,12 @@ def _range(environment: TemplateEnvironment, *bounds: int) -> list[int]:
 
 @pass_environment
 def _dict(environment: TemplateEnvironment, *args: Any, **kwargs: Any) -> Any:
-    return weigh(environment.budget, dict(*args, **kwargs))
+    return check_size(environment.budget, dict(*args, **kwargs))
 
 
 @pass_environment
 def _namespace(environment: TemplateEnvironment, *args: Any, **kwargs: Any) -> TemplateNamespace:
-    values = weigh(environment.budget, dict(*args, **kwargs))
+    values = check_size(environment.budget, dict(*args, **kwargs))
     for name in values:
         check_name(name)
     return TemplateNamespace(values)

@@ -16,7 +16,7 @@ from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 
 from ..errors import TemplateError
-from .budget import Budget
+from .budget import TemplateBudget
 from .sandbox_costs import METHODS, charge, sort
 
 MAX_WIDTH = 1000  # of padding, indentation and number formats
@@ -51,7 +51,7 @@ def check_name(name: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ValueSize:
     """How much a value holds, counted as a tree."""
 
     items: int
@@ -59,7 +59,7 @@ class Weight:
     longest: int  # of its texts
 
 
-def weight_of(budget: Budget, value: Any) -> Weight:
+def measure(budget: TemplateBudget, value: Any) -> ValueSize:
     """Measure a value; TemplateError if all that it contains is over the limits."""
     limits = budget.limits
     stack: list[tuple[Any, int]] = [(value, 0)]
@@ -80,31 +80,31 @@ def weight_of(budget: Budget, value: Any) -> Weight:
     budget.tick(1 + items // 8)
     if chars > limits.text_chars:
         raise TemplateError(f"the chat template makes a value of more than {limits.text_chars} characters")
-    return Weight(items, chars, longest)
+    return ValueSize(items, chars, longest)
 
 
-def weigh(budget: Budget, value: Any) -> Any:
+def check_size(budget: TemplateBudget, value: Any) -> Any:
     """Give `value` back if all that it contains stays within the limits."""
-    weight_of(budget, value)
+    measure(budget, value)
     return value
 
 
-def kept(budget: Budget, value: Any) -> Any:
+def kept(budget: TemplateBudget, value: Any) -> Any:
     """A result of a filter or method as the template may keep it: weighed, and never lazy."""
     if isinstance(value, str):
         budget.make(len(value))
         return value if type(value) is str else str.__str__(value)
     if isinstance(value, (list, tuple, dict)):
-        return weigh(budget, value)
+        return check_size(budget, value)
     if isinstance(value, (*_SCALARS, Namespace)):
         budget.tick()
         return value
     if hasattr(value, "__next__"):
-        return weigh(budget, _listed(budget, value))
+        return check_size(budget, _listed(budget, value))
     raise TemplateError(f"the chat template gets a {type(value).__name__}, which is not allowed")
 
 
-def _listed(budget: Budget, values: Any) -> list[Any]:
+def _listed(budget: TemplateBudget, values: Any) -> list[Any]:
     found = []
     for value in values:
         budget.tick()
@@ -114,27 +114,27 @@ def _listed(budget: Budget, values: Any) -> list[Any]:
     return found
 
 
-def text_of(budget: Budget, value: Any) -> str:
+def text_of(budget: TemplateBudget, value: Any) -> str:
     """How a value reads in the output."""
     if isinstance(value, str):
         return value
     if isinstance(value, _SCALARS):
         return str(value)
     if isinstance(value, (list, tuple, dict)):
-        weight = weight_of(budget, value)
+        weight = measure(budget, value)
         budget.work(_SHOWN_ITEM * weight.items + _SHOWN_CHAR * weight.chars)
         return str(value)
     raise TemplateError(f"the chat template writes out a {type(value).__name__}, which is not allowed")
 
 
-def concat(budget: Budget, parts: Any) -> str:
+def concat(budget: TemplateBudget, parts: Any) -> str:
     """The texts of `parts` joined, after their length was accounted for."""
     texts = [text_of(budget, part) for part in parts]
     budget.make(sum(map(len, texts)))
     return "".join(texts)
 
 
-def join(budget: Budget, separator: str, values: Any) -> str:
+def join(budget: TemplateBudget, separator: str, values: Any) -> str:
     """`separator.join` over the texts of `values`."""
     if isinstance(values, str):
         budget.hold(len(values))
@@ -143,7 +143,7 @@ def join(budget: Budget, separator: str, values: Any) -> str:
     return separator.join(texts)
 
 
-def replace(budget: Budget, text: str, old: str, new: str, count: int = -1) -> str:
+def replace(budget: TemplateBudget, text: str, old: str, new: str, count: int = -1) -> str:
     """`str.replace`, its result measured beforehand."""
     old, new = text_of(budget, old), text_of(budget, new)
     charge(budget, METHODS["replace"], text, (old,))
@@ -152,7 +152,9 @@ def replace(budget: Budget, text: str, old: str, new: str, count: int = -1) -> s
     return text.replace(old, new, -1 if count is None else count)
 
 
-def split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1, *, right: bool = False) -> list[str]:
+def split(
+    budget: TemplateBudget, text: str, sep: str | None = None, maxsplit: int = -1, *, right: bool = False
+) -> list[str]:
     """`str.split` or `str.rsplit` into a bounded number of parts."""
     charge(budget, METHODS["rsplit" if right else "split"], text, () if sep is None else (sep,))
     most = budget.limits.items if maxsplit < 0 else min(maxsplit, budget.limits.items)
@@ -162,19 +164,19 @@ def split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1,
     return parts
 
 
-def rsplit(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+def rsplit(budget: TemplateBudget, text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
     """`str.rsplit` into a bounded number of parts."""
     return split(budget, text, sep, maxsplit, right=True)
 
 
-def splitlines(budget: Budget, text: str, keepends: bool = False) -> list[str]:
+def splitlines(budget: TemplateBudget, text: str, keepends: bool = False) -> list[str]:
     """`str.splitlines` into a bounded number of lines."""
     count_lines(budget, text)
     budget.make(len(text))
     return text.splitlines(keepends)
 
 
-def count_lines(budget: Budget, text: str) -> int:
+def count_lines(budget: TemplateBudget, text: str) -> int:
     """The lines of a text, which may not be more than a list holds."""
     budget.work(len(_LINE_ENDS) * len(text) // 4)
     lines = sum(text.count(end) for end in _LINE_ENDS) + 1
@@ -183,7 +185,7 @@ def count_lines(budget: Budget, text: str) -> int:
 
 
 def _padded(method: Callable[..., str]) -> Bounded:
-    def pad(budget: Budget, text: str, width: int = 80, *fill: str) -> str:
+    def pad(budget: TemplateBudget, text: str, width: int = 80, *fill: str) -> str:
         check_width(width)
         budget.make(max(len(text), width))
         return method(text, width, *fill)
@@ -200,7 +202,7 @@ def check_width(width: Any) -> None:
         raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
 
 
-def percent(budget: Budget, text: str, values: Any) -> str:
+def percent(budget: TemplateBudget, text: str, values: Any) -> str:
     """`text % values` with bounded widths."""
     budget.work(2 * len(text))
     fields = 0
@@ -228,7 +230,7 @@ def _percent_fields(text: str) -> Iterator[tuple[str, str]]:
         at = text.find("%", max(field.end(), at + 2))
 
 
-def brace(budget: Budget, text: str, *args: Any, **kwargs: Any) -> str:
+def brace(budget: TemplateBudget, text: str, *args: Any, **kwargs: Any) -> str:
     """`text.format(...)` with plain field names and bounded widths."""
     budget.work(4 * len(text))
     fields = 0
@@ -245,7 +247,7 @@ def brace(budget: Budget, text: str, *args: Any, **kwargs: Any) -> str:
     return text.format(*args, **kwargs)
 
 
-def _widest(budget: Budget, values: Any) -> int:
+def _widest(budget: TemplateBudget, values: Any) -> int:
     """The most characters that one of the values can take in a format."""
     if isinstance(values, dict):
         values = tuple(values.values())
@@ -254,7 +256,7 @@ def _widest(budget: Budget, values: Any) -> int:
 
 
 def tojson(
-    budget: Budget,
+    budget: TemplateBudget,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -268,7 +270,7 @@ def tojson(
     encoder = json.JSONEncoder(
         ensure_ascii=bool(ensure_ascii), indent=indent, separators=separators, sort_keys=bool(sort_keys)
     )
-    weight = weight_of(budget, value)
+    weight = measure(budget, value)
     budget.work(_JSON_CHAR * weight.chars, call=_JSON_CHAR * weight.longest)
     if sort_keys:
         budget.work(sort([None] * weight.items))
@@ -283,7 +285,7 @@ def tojson(
 def _plain(name: str, kind: type = str) -> Bounded:
     method, cost = getattr(kind, name), METHODS.get(name) if kind is str else None
 
-    def call(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(budget: TemplateBudget, value: Any, *args: Any, **kwargs: Any) -> Any:
         charge(budget, cost, value, (*args, *kwargs.values()))
         return kept(budget, method(value, *args, **kwargs))
 
@@ -291,7 +293,7 @@ def _plain(name: str, kind: type = str) -> Bounded:
 
 
 def _view(method: Callable[[dict[Any, Any]], Any]) -> Bounded:
-    return lambda budget, value: weigh(budget, list(method(value)))
+    return lambda budget, value: check_size(budget, list(method(value)))
 
 
 _STR_PLAIN = (

@@ -13,21 +13,21 @@ from operator import itemgetter
 
 
 @dataclass(frozen=True, slots=True)
-class Trim:
+class StripRule:
     """Whether a special token takes the white space on its left or right with it."""
 
     left: bool = False
     right: bool = False
 
 
-_NO_TRIM = Trim()
+_NO_TRIM = StripRule()
 _BLANK = re.compile(r"\s*")
 
 
 class SpecialTexts:
     """A fixed set of special-token texts, searched without regard to how many there are."""
 
-    def __init__(self, ids: Mapping[str, int], trims: Mapping[str, Trim] | None = None) -> None:
+    def __init__(self, ids: Mapping[str, int], trims: Mapping[str, StripRule] | None = None) -> None:
         self.ids = {text: i for text, i in ids.items() if text}
         self._trims = dict(trims or {})
         lengths: dict[str, set[int]] = {}

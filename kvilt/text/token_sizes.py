@@ -34,7 +34,7 @@ _OTHERS = tuple(bytes(sorted(set(range(256)) - set(members))) for members in _CL
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class NormalizerEffect:
     """What happens to a text before it is cut into tokens, as far as it changes the bytes that tokens stand for."""
 
     composes: bool = False  # letters and accents are composed (NFC)
@@ -46,7 +46,7 @@ class Spelling:
 class TokenSizes:
     """The largest tokens of a vocabulary, and what they say about texts."""
 
-    def __init__(self, spelled: Iterable[bytes], spelling: Spelling) -> None:
+    def __init__(self, spelled: Iterable[bytes], spelling: NormalizerEffect) -> None:
         """`spelled` are the bytes of every token that a text can become."""
         self._spelling = spelling
         self._most = _largest(spelled) if spelling.exact else (_UNKNOWN_BYTES,)  # of each class, and of all
@@ -82,17 +82,17 @@ class TokenSizes:
         return [max(0, len(data.translate(None, skipped)) - seam) for skipped in self._skipped]
 
 
-def spelling_of(core: Core) -> Spelling:
+def normalizer_effect(core: Core) -> NormalizerEffect:
     """What a pipeline does to a text; not `exact` where that is not known, or bytes can be lost."""
     normalizers, vocabulary = steps(core.normalizer), core.get_vocab()
     added = core.get_added_tokens_decoder().values()
     strips = any(not token.special and (token.lstrip or token.rstrip) for token in added)
     if any(step["type"] == "ByteLevel" for step in steps(core.pre_tokenizer)):
         lost = bytes(byte for char, byte in ByteAlphabet().byte_of.items() if char not in vocabulary)
-        return Spelling(composes=bool(normalizers), lost=lost, exact=composes(normalizers) and not strips)
+        return NormalizerEffect(composes=bool(normalizers), lost=lost, exact=composes(normalizers) and not strips)
     known = writes_blocks(normalizers) or (not normalizers and _only_blocks(core))
     falls_back = core.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    return Spelling(blocks=True, exact=known and falls_back and not strips)
+    return NormalizerEffect(blocks=True, exact=known and falls_back and not strips)
 
 
 def _only_blocks(core: Core) -> bool:

@@ -129,7 +129,7 @@ def from_gguf(path: Path | str) -> Tokenizer:
 
 def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer described by GGUF metadata."""
-    from .assemble import build_core, spelling
+    from .assemble import build_core, token_bytes_of
     from .pretokenize import rule_for
     from .vocabulary import TokenType, end_ids, read_vocabulary
 
@@ -149,7 +149,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         chat_template=vocabulary.template,
         core=core,
         inner=core,
-        spell=spelling(vocabulary),
+        spell=token_bytes_of(vocabulary),
         lookup=ids.get,
         head=_wanted(add_bos, vocabulary.bos_id, "bos"),
         tail=_wanted(vocabulary.add_eos, vocabulary.eos_id, "eos"),

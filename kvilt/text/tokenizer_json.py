@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
 from .assemble import ByteAlphabet, spm_bytes
-from .specials import SpecialTexts, Trim
+from .specials import SpecialTexts, StripRule
 from .tokenizer import Tokenizer, make_tokenizer
 from .vocabulary import end_ids
 
@@ -47,7 +47,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
         inner=_inner(core),
         spell=_spelling(core, decoder, added),
         lookup=core.token_to_id,
-        texts=SpecialTexts(special, {token.content: Trim(token.lstrip, token.rstrip) for token in added.values()}),
+        texts=SpecialTexts(special, {token.content: StripRule(token.lstrip, token.rstrip) for token in added.values()}),
         head=head,
         tail=tail,
         drops_space=_drops_space(decoder),

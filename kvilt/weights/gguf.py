@@ -15,8 +15,8 @@ import torch
 
 from ..errors import WeightError
 from ..quant.tensor import QuantTensor, Weight
-from .gguf_split import Part, Place, join, open_parts
-from .stored import Stored
+from .gguf_split import GGUFPart, TensorLocation, join, open_parts
+from .tensor_storage import TensorStorage
 
 # Formats that torch itself can hold come out as ordinary tensors.
 _PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
@@ -36,7 +36,9 @@ _PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
 class GGUFFile:
     """An open GGUF model, one file or several parts: its metadata and, by name, its tensors."""
 
-    def __init__(self, parts: Sequence[Part], metadata: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    def __init__(
+        self, parts: Sequence[GGUFPart], metadata: Mapping[str, Any], places: Mapping[str, TensorLocation]
+    ) -> None:
         self.metadata = metadata
         self._files = tuple(part.file for part in parts)
         self._places = places
@@ -61,10 +63,10 @@ class GGUFFile:
         """Shape in torch order."""
         return self._place(name).info.shape
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> TensorStorage:
         """The tensor's format and size, from the header alone."""
         info = self._place(name).info
-        return Stored(info.format.name, info.nbytes)
+        return TensorStorage(info.format.name, info.nbytes)
 
     def tensor(self, name: str) -> Weight:
         """The tensor as a view of the file: packed blocks, or a torch tensor where torch has the type."""
@@ -100,7 +102,7 @@ class GGUFFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorLocation:
         try:
             return self._places[name]
         except KeyError:

@@ -63,7 +63,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     """All that a GGUF file says before its tensor data."""
 
     metadata: Mapping[str, Any]
@@ -138,7 +138,7 @@ def _decode(raw: bytes, field: str, errors: str) -> str:
         raise WeightError(field, f"is not valid UTF-8 at byte {error.start}") from None
 
 
-def read_header(data: mmap.mmap | bytes, size: int) -> Header:
+def read_header(data: mmap.mmap | bytes, size: int) -> GGUFHeader:
     """Read and check everything before the tensor data, and that the data is there."""
     cursor = Cursor(data, size)
     _check_version(cursor)
@@ -150,7 +150,7 @@ def read_header(data: mmap.mmap | bytes, size: int) -> Header:
     data_start = -(-cursor.position // alignment) * alignment
     tensors = _place(described, data_start, alignment, size)
     check_vocabulary(metadata, tensors)
-    return Header(MappingProxyType(metadata), MappingProxyType(tensors))
+    return GGUFHeader(MappingProxyType(metadata), MappingProxyType(tensors))
 
 
 def _check_version(cursor: Cursor) -> None:

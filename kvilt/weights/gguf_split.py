@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import WeightError
 from .files import PartName, part_name
-from .gguf_header import Header, TensorInfo, check_vocabulary, read_header
+from .gguf_header import GGUFHeader, TensorInfo, check_vocabulary, read_header
 from .mapped import MappedFile
 
 MAX_PARTS = (1 << 16) - 1  # the format counts parts in 16 bits
@@ -21,14 +21,14 @@ _OF_ONE_FILE = ("general.alignment",)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GGUFPart:
     """One open file and its checked header."""
 
     file: MappedFile
-    header: Header
+    header: GGUFHeader
 
     @classmethod
-    def open(cls, path: Path) -> Part:
+    def open(cls, path: Path) -> GGUFPart:
         """Map a file and check its whole header."""
         file = MappedFile(path)
         try:
@@ -39,16 +39,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """A tensor and the file it lies in."""
 
     file: MappedFile
     info: TensorInfo
 
 
-def open_parts(path: Path) -> tuple[Part, ...]:
+def open_parts(path: Path) -> tuple[GGUFPart, ...]:
     """The file at `path` and, where it is one of several, all the others, in order."""
-    opened = [Part.open(path)]
+    opened = [GGUFPart.open(path)]
     try:
         count = _number(opened[0], "split.count", MAX_PARTS, default=1)
         if count > 1:
@@ -65,21 +65,21 @@ def open_parts(path: Path) -> tuple[Part, ...]:
     return tuple(opened)
 
 
-def join(parts: Sequence[Part]) -> tuple[Mapping[str, Any], Mapping[str, Place]]:
+def join(parts: Sequence[GGUFPart]) -> tuple[Mapping[str, Any], Mapping[str, TensorLocation]]:
     """The first part's metadata, and the tensors of all parts; no tensor may stand in two of them."""
     metadata = parts[0].header.metadata
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     for part in parts:
         for name, info in part.header.tensors.items():
             if name in places:
                 other = places[name].file.path.name
                 raise WeightError(name, f"the tensor stands in {other} and again in {part.file.path.name}")
-            places[name] = Place(part.file, info)
+            places[name] = TensorLocation(part.file, info)
     check_vocabulary(metadata, {name: place.info for name, place in places.items()})
     return metadata, MappingProxyType(places)
 
 
-def _number(part: Part, key: str, most: int, default: int | None = None) -> int:
+def _number(part: GGUFPart, key: str, most: int, default: int | None = None) -> int:
     value = part.header.metadata.get(key, default)
     if type(value) is not int or not 0 <= value <= most:
         raise WeightError(
@@ -88,7 +88,7 @@ def _number(part: Part, key: str, most: int, default: int | None = None) -> int:
     return value
 
 
-def _own_name(path: Path, part: Part, count: int) -> PartName:
+def _own_name(path: Path, part: GGUFPart, count: int) -> PartName:
     named = part_name(path.name)
     if named is None or named.count != count:
         raise WeightError(
@@ -100,23 +100,23 @@ def _own_name(path: Path, part: Part, count: int) -> PartName:
     return named
 
 
-def _check_number(part: Part, number: int) -> None:
+def _check_number(part: GGUFPart, number: int) -> None:
     found = _number(part, "split.no", MAX_PARTS)
     if found != number - 1:
         raise WeightError("split.no", f"{part.file.path.name} says it is part {found + 1}; the files were mixed up")
 
 
-def _open_sibling(path: Path, named: PartName, number: int) -> Part:
+def _open_sibling(path: Path, named: PartName, number: int) -> GGUFPart:
     sibling = path.with_name(named.sibling(number))
     if not sibling.is_file():
         raise WeightError(sibling.name, f"is missing: part {number} of {named.count} must lie beside the others")
     try:
-        return Part.open(sibling)
+        return GGUFPart.open(sibling)
     except WeightError as error:  # its own message does not say which of the files is meant
         raise WeightError(sibling.name, str(error)) from error
 
 
-def _check_agreement(parts: Sequence[Part], count: int) -> None:
+def _check_agreement(parts: Sequence[GGUFPart], count: int) -> None:
     held = sum(len(part.header.tensors) for part in parts)
     for number, part in enumerate(parts, 1):
         name = part.file.path.name
@@ -128,7 +128,7 @@ def _check_agreement(parts: Sequence[Part], count: int) -> None:
         _check_metadata(part, parts[0])
 
 
-def _check_metadata(part: Part, first: Part) -> None:
+def _check_metadata(part: GGUFPart, first: GGUFPart) -> None:
     """Later parts need no metadata; what they repeat must be what the first one says."""
     said = first.header.metadata
     for key, value in part.header.metadata.items():

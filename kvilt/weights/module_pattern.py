@@ -51,9 +51,9 @@ class ModulePattern:
         self._whole = parser.parse()
         self._states = parser.states
 
-    def matches(self, name: str, visits: Visits | None = None) -> bool:
+    def matches(self, name: str, visits: MatchBudget | None = None) -> bool:
         """Whether a name, or its end behind a dot, fits the pattern."""
-        visits = visits or Visits()
+        visits = visits or MatchBudget()
         states = self._states
         first_line, _, _ = name.partition("\n")  # what stands before the pattern lies in it
         active: set[int] = set()
@@ -69,7 +69,7 @@ class ModulePattern:
             self._enter(active, [i for following in passed for i in following], at + 1, visits)
         return False
 
-    def _enter(self, active: set[int], waiting: list[int], at: int, visits: Visits) -> None:
+    def _enter(self, active: set[int], waiting: list[int], at: int, visits: MatchBudget) -> None:
         """Add states, and those that are reached from them without a character."""
         while waiting:
             index = waiting.pop()
@@ -82,7 +82,7 @@ class ModulePattern:
                 waiting += state.following
 
 
-class Visits:
+class MatchBudget:
     """The visits of states that the patterns of an adapter may take for one name."""
 
     __slots__ = ("left",)

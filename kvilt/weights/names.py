@@ -16,7 +16,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class ExpectedTensor:
     """One tensor a model asks of a checkpoint."""
 
     name: str  # as the checkpoint calls it
@@ -24,7 +24,9 @@ class Needed:
     optional: bool = False
 
 
-def match(needed: Mapping[str, Needed], source: TensorSource, ignored: tuple[str, ...] = ()) -> Mapping[str, str]:
+def match(
+    needed: Mapping[str, ExpectedTensor], source: TensorSource, ignored: tuple[str, ...] = ()
+) -> Mapping[str, str]:
     """Canonical name to checkpoint name for every tensor present; raises one report of all that does not fit.
 
     `ignored` are patterns (as in fnmatch) of tensors that may lie in the checkpoint unused.

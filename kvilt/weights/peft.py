@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import ModelNotFound, Unsupported, WeightError
 from .files import PICKLES
 from .json_file import read_object
-from .module_pattern import ModulePattern, Visits
+from .module_pattern import MatchBudget, ModulePattern
 from .safetensors import SafetensorsFiles
 
 CONFIG = "adapter_config.json"
@@ -60,13 +60,13 @@ _HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Patterns(Generic[T]):
+class PatternMap(Generic[T]):
     """Values by patterns of module names; the first that fits counts."""
 
     entries: tuple[tuple[ModulePattern, T], ...] = ()
 
     def value(self, module: str, otherwise: T) -> T:
-        visits = Visits()
+        visits = MatchBudget()
         for pattern, value in self.entries:
             if pattern.matches(module, visits):
                 return value
@@ -80,8 +80,8 @@ class PeftConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Patterns[int]
-    alphas: Patterns[float]
+    ranks: PatternMap[int]
+    alphas: PatternMap[float]
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     dora: bool = False  # each output has a magnitude of its own
 
@@ -232,13 +232,13 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, Any], T]) -> Patterns[T]:
+def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, Any], T]) -> PatternMap[T]:
     found = fields.get(name) or {}
     if not isinstance(found, dict):
         raise WeightError(name, "must be an object")
     if len(found) > MAX_PATTERNS:
         raise WeightError(name, f"has {len(found)} patterns; at most {MAX_PATTERNS} are supported")
-    return Patterns(tuple((_pattern(name, key), read(f"{name}.{key[:64]}", value)) for key, value in found.items()))
+    return PatternMap(tuple((_pattern(name, key), read(f"{name}.{key[:64]}", value)) for key, value in found.items()))
 
 
 def _pattern(name: str, key: str) -> ModulePattern:

@@ -21,7 +21,7 @@ from ..errors import WeightError
 from .files import INDEX, read_index
 from .json_file import parse_object
 from .mapped import MappedFile
-from .stored import Stored
+from .tensor_storage import TensorStorage
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
@@ -98,10 +98,10 @@ class SafetensorsFiles:
         """Shape in torch order."""
         return self._entry(name).shape
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> TensorStorage:
         """The tensor's type and size, from the header alone."""
         entry = self._entry(name)
-        return Stored(entry.dtype, entry.stop - entry.start)
+        return TensorStorage(entry.dtype, entry.stop - entry.start)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the file; only floating types are served."""

@@ -19,7 +19,7 @@ from .files import CONFIG, GENERATION, PICKLES, part_name
 from .gguf import GGUFFile
 from .json_file import read_object
 from .safetensors import SafetensorsFiles
-from .stored import Stored
+from .tensor_storage import TensorStorage
 
 
 class TensorSource(Protocol):
@@ -31,7 +31,7 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> TensorStorage:
         """Format and size of a tensor, from the header alone."""
 
     def tensor(self, name: str) -> Weight:

@@ -15,14 +15,14 @@ from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.executor.executor import Executor
 from kvilt.sampling.params import SamplingParams
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 
 # Two pages before the first document: they come from the store as well, as a prefix.
 QUILT = Quilt.of([tokens(70, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
 RECIPE = Recipe(0.3, "deviation+query", check_layer=0, min_gain=0.0)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
-PATIENT = Limits(lookup_s=300, layer_s=300, close_s=300)
-SHORT = Limits(lookup_s=0.5, layer_s=0.5, close_s=300, cooldown_s=3600)
+PATIENT = StoreLimits(lookup_s=300, layer_s=300, close_s=300)
+SHORT = StoreLimits(lookup_s=0.5, layer_s=0.5, close_s=300, cooldown_s=3600)
 
 
 @dataclass(frozen=True)

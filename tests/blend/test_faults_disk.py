@@ -19,7 +19,7 @@ from kvilt.config import RunConfig
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.store.disk import Disk
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
 
@@ -42,7 +42,7 @@ def expected(executor: Executor) -> list[int]:
     return healthy(executor)
 
 
-def on_disk(folder: Path, files: Files | None = None) -> Store:
+def on_disk(folder: Path, files: FileSystem | None = None) -> Store:
     disk = Disk(folder, Budget(1 << 28), files=files)
     disk.settle()
     return Store(None, [disk], limits=PATIENT)
@@ -77,11 +77,11 @@ from faulty import answer
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
 from kvilt.store.disk import Disk
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
 
-class Dying(Files):
+class Dying(FileSystem):
     left = {number}  # records, until one is its last
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -167,7 +167,7 @@ def test_another_models_records_under_the_same_names(executor: Executor, expecte
     recovers(executor, tmp_path / "own", expected)
 
 
-class Failing(Files):
+class Failing(FileSystem):
     """A file layer whose writes fail."""
 
     def __init__(self, number: int) -> None:

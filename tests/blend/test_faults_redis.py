@@ -17,7 +17,7 @@ from kvilt.config import RunConfig
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.store.redis import Redis
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
 pytestmark = pytest.mark.needs("redis")
@@ -37,7 +37,7 @@ def expected(executor: Executor) -> list[int]:
     return healthy(executor)
 
 
-def in_redis(url: str, limits: Limits = PATIENT, **options: Any) -> Store:
+def in_redis(url: str, limits: StoreLimits = PATIENT, **options: Any) -> Store:
     """A store that waits long, unless the test is about waiting."""
     tier = Redis(url, Budget(1 << 28), **{"read_timeout_s": 60.0, "write_timeout_s": 60.0, **options})
     return Store(None, [tier], limits=limits)

@@ -10,10 +10,10 @@ from stores import Shelfware
 from kvilt.blend import StoreRetriever
 from kvilt.kv.identity import Identity
 from kvilt.store.layer import LayerKV
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 
 IDENTITY, LAYERS = Identity("model", "numerics"), 4
-LIMITS = Limits(lookup_s=20, layer_s=20, close_s=20, readers=1)
+LIMITS = StoreLimits(lookup_s=20, layer_s=20, close_s=20, readers=1)
 
 
 def layers(tokens: int) -> list[LayerKV]:

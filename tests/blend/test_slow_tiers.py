@@ -19,13 +19,13 @@ from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.executor.executor import Executor
 from kvilt.sampling.params import SamplingParams
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 
 QUILT = Quilt.of([tokens(5, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 PLAIN = Ask(tuple(tokens(30, 9)), GREEDY)
-LONG = Limits(lookup_s=300, layer_s=300, close_s=60)  # no test waits as long
-SHORT = Limits(lookup_s=0.05, layer_s=0.05, close_s=60)
+LONG = StoreLimits(lookup_s=300, layer_s=300, close_s=60)  # no test waits as long
+SHORT = StoreLimits(lookup_s=0.05, layer_s=0.05, close_s=60)
 RECIPES = [Recipe(0.3, name, check_layer=0, min_gain=0.0) for name in ("deviation", "head", "query")]
 
 

@@ -18,7 +18,7 @@ from kvilt.errors import AdapterUnknown, InputError, ParamError, QueueFull
 from kvilt.executor.executor import Executor
 from kvilt.llm import LLM, AsyncLLM, Warmed
 from kvilt.store.disk import Disk
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 from kvilt.text.tokenizer import Tokenizer
 
@@ -199,7 +199,7 @@ def test_a_slow_store_keeps_nobody_else_waiting(tiny_executor: Executor, tokeniz
             tier.reads.set()
         return await warming
 
-    with Store(tiers=[tier], limits=Limits(lookup_s=600, layer_s=600)) as store:
+    with Store(tiers=[tier], limits=StoreLimits(lookup_s=600, layer_s=600)) as store:
         done = asynchronously(tiny_executor, tokenizer, ask, store=store)
     assert [one.found for one in done] == [False] * len(MANY)
 

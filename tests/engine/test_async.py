@@ -36,7 +36,7 @@ from kvilt.executor.load import load_executor
 from kvilt.llm.async_stream import AsyncStream
 from kvilt.llm.outlet import Outlet, Post
 from kvilt.store.disk import Disk
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
@@ -627,7 +627,7 @@ def test_a_handle_of_a_process_before_is_loaded_or_computed_again(
 
     async def life(first: bool) -> None:
         nonlocal name
-        with Store(None, [Disk(tmp_path, Budget(1 << 28))], limits=Limits(300, 300, close_s=300)) as store:
+        with Store(None, [Disk(tmp_path, Budget(1 << 28))], limits=StoreLimits(300, 300, close_s=300)) as store:
             async with AsyncLLM(executor, tokenizer, config=config, store=store) as model:
                 if first:
                     made = await model.kv.create(LONG_TEXT, tenant="a")

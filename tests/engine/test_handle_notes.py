@@ -22,9 +22,9 @@ from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.metrics import Metrics
 from kvilt.store.disk import Disk
-from kvilt.store.files import Files
-from kvilt.store.notes import Notes
-from kvilt.store.store import Limits, Store
+from kvilt.store.files import FileSystem
+from kvilt.store.notes import HandleNotes
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
 TEXT = [i * 5 % 61 for i in range(70)]
@@ -37,7 +37,7 @@ class World:
     def __init__(self, folder: Path, executor: Executor) -> None:
         self.folder, self.executor = folder, executor
         self.today, self.up = time.time(), 7.0
-        self.store = Store(None, [Disk(folder, Budget(1 << 24))], limits=Limits(close_s=300))
+        self.store = Store(None, [Disk(folder, Budget(1 << 24))], limits=StoreLimits(close_s=300))
         self.handles: Handles | None = None
         self.metrics = Metrics(ENGINE_METRICS)
 
@@ -183,7 +183,7 @@ def test_a_delete_that_was_waited_for_survives_a_kill(world: World) -> None:
 def test_a_disk_that_does_not_answer_holds_up_no_verb(world: World) -> None:
     """Not even that of a step, which asks for pages."""
 
-    class Stuck(Files):
+    class Stuck(FileSystem):
         gate, waits = threading.Event(), threading.Event()
 
         def sync(self, fd: int) -> None:
@@ -192,7 +192,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_verb(world: World) -> None:
             super().sync(fd)
 
     disk, model = Stuck(), world.executor.pool.identity().model
-    notes = Notes(world.folder, model, world.store.metrics, most_bytes=1 << 20, files=disk)
+    notes = HandleNotes(world.folder, model, world.store.metrics, most_bytes=1 << 20, files=disk)
     handles = world.handles = Handles(world.executor, EngineConfig(), notes=notes)
     made = handles.keep(TENANT, world.kv(TEXT))
     disk.waits.wait()

@@ -26,18 +26,18 @@ from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.disk import Disk
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
 
-PATIENT = Limits(lookup_s=300, layer_s=300, close_s=300)
-HASTY = Limits(lookup_s=0.05, layer_s=0.05, close_s=5)
+PATIENT = StoreLimits(lookup_s=300, layer_s=300, close_s=300)
+HASTY = StoreLimits(lookup_s=0.05, layer_s=0.05, close_s=5)
 SIZE = 32
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 WARM = Ask(tuple((7 * i + i // 5) % 60 for i in range(150)), GREEDY)  # four pages and a half
 OTHER = Ask(tuple((11 * i + i // 3) % 60 for i in range(150)), GREEDY)
 
 
-def on_disk(folder: Path, limits: Limits = PATIENT, total_bytes: int = 1 << 28) -> Store:
+def on_disk(folder: Path, limits: StoreLimits = PATIENT, total_bytes: int = 1 << 28) -> Store:
     return Store(None, [Disk(folder, Budget(total_bytes))], limits=limits)
 
 
@@ -426,7 +426,7 @@ def test_with_little_room_the_latest_used_is_kept(full: Executor, tmp_path: Path
 def test_a_tier_that_does_not_take_anything_does_not_keep_a_close_from_ending(full: Executor) -> None:
     stuck = Shelfware()
     stuck.writes.clear()
-    limits = Limits(lookup_s=300, layer_s=300, close_s=0.05, queue_records=2)
+    limits = StoreLimits(lookup_s=300, layer_s=300, close_s=0.05, queue_records=2)
     store = Store(None, [stuck], limits=limits)
     engine = engine_over(full, store)
     say(engine, WARM)

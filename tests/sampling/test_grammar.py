@@ -28,7 +28,7 @@ from kvilt.sampling.constraint import (
     Lark,
     Regex,
 )
-from kvilt.sampling.grammar import Compiler, Limits
+from kvilt.sampling.grammar import Compiler, GrammarLimits
 from kvilt.sampling.matcher import Matcher, masks
 from kvilt.sampling.params import SamplingParams
 from kvilt.text import tokenizer as tokenizers
@@ -293,7 +293,7 @@ def test_a_vocabulary_without_an_end_cannot_have_grammars() -> None:
 
 
 def test_a_row_over_its_limits_fails_alone_and_by_name() -> None:
-    strict = byte_compiler(limits=Limits(step_items=60))
+    strict = byte_compiler(limits=GrammarLimits(step_items=60))
     heavy = strict.compile(Lark("start: a\na: a a | /[ab]/ | /[bc]/")).matcher()
     light = strict.compile(Choice(["yes"])).matcher()
     for token in b"bbbbbbbbbbbbbbbbbbbbbbbb":
@@ -308,7 +308,7 @@ def test_a_row_over_its_limits_fails_alone_and_by_name() -> None:
 
 def test_samples_do_not_use_up_each_others_limits() -> None:
     """Matchers of one grammar share a lexer, whose states the library counts together."""
-    strict = byte_compiler(limits=Limits(states=400))
+    strict = byte_compiler(limits=GrammarLimits(states=400))
     grammar = strict.compile(Regex("[abcd]*a[abcd]{14}e"))
     for seed in range(6):
         dice, one = random.Random(seed), grammar.matcher()
@@ -318,7 +318,7 @@ def test_samples_do_not_use_up_each_others_limits() -> None:
 
 
 def test_the_compiler_keeps_the_last_grammars_used() -> None:
-    small = byte_compiler(limits=Limits(cached=2))
+    small = byte_compiler(limits=GrammarLimits(cached=2))
     a, b = small.compile(Choice(["a"])), small.compile(Choice(["b"]))
     assert small.compile(Choice(["a"])) is a
     small.compile(Choice(["c"]))

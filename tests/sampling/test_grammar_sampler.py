@@ -24,7 +24,7 @@ from kvilt.engine.engine import Engine
 from kvilt.errors import GrammarFailed, GrammarUnsupported, InputError, NoTokenLeft, ParamError
 from kvilt.executor.executor import Executor
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
-from kvilt.sampling.grammar import Compiler, Limits
+from kvilt.sampling.grammar import Compiler, GrammarLimits
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.sampler import SampleState, sample
 
@@ -123,7 +123,7 @@ def test_a_row_without_a_token_left_is_named() -> None:
 
 
 def test_a_row_whose_grammar_is_over_its_limits_is_named() -> None:
-    strict = byte_compiler(limits=Limits(step_items=60))
+    strict = byte_compiler(limits=GrammarLimits(step_items=60))
     grammar = strict.compile(Lark("start: a\na: a a | /[ab]/ | /[bc]/"))
     bad = SampleState(SamplingParams(grammar=grammar.constraint), (), matcher=grammar.matcher())
     for _ in range(24):
@@ -241,7 +241,7 @@ def test_constrained_requests_say_together_what_they_say_alone(heard: list[Ear],
 
 
 def test_a_request_whose_grammar_fails_fails_alone(executor: Executor) -> None:
-    strict = Compiler(SPELLED, [TINY_END], Limits(step_items=60))
+    strict = Compiler(SPELLED, [TINY_END], GrammarLimits(step_items=60))
     grammar = strict.compile(Lark("start: a\na: a a | /[ab]/ | /[bc]/"))
     bad = SamplingParams(max_tokens=100, grammar=grammar.constraint, min_tokens=99)
     good = Ask((5, 6, 7), SamplingParams(max_tokens=30, temperature=1.0, seed=1))

@@ -359,9 +359,9 @@ def test_annotations_change_nothing() -> None:
 
 
 def test_limits_of_the_library_are_reported_as_size() -> None:
-    from kvilt.sampling.grammar import Limits
+    from kvilt.sampling.grammar import GrammarLimits
 
-    small = byte_compiler(limits=Limits(symbols=20))
+    small = byte_compiler(limits=GrammarLimits(symbols=20))
     assert isinstance(small, Compiler)
     with pytest.raises(GrammarTooLarge):
         small.compile(JsonSchema({"properties": {str(i): {} for i in range(50)}}))

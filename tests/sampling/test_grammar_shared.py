@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvilt.errors import GrammarFailed
 from kvilt.sampling.constraint import Lark, Regex
-from kvilt.sampling.grammar import Grammar, Limits
+from kvilt.sampling.grammar import Grammar, GrammarLimits
 from kvilt.sampling.matcher import Matcher, masks
 
 # Each remembers which of the last characters were of some kind: the states are doubled by each character of the gap.
@@ -22,7 +22,7 @@ PATTERNS = [
     "([abc]*a[abc]{9}|[abc]*b[abc]{7})+",
     "(x|y)*x(x|y){10}z?",
 ]
-ROOMY = byte_compiler(limits=Limits(states=200_000))
+ROOMY = byte_compiler(limits=GrammarLimits(states=200_000))
 COSTLY = {
     "mask_s": 10.0,
     "renew_s": 10.0,
@@ -45,7 +45,7 @@ def step(several: list[Matcher], dice: random.Random) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_no_sample_refuses_what_its_mask_allowed(pattern: str, rows: int, states: int, seed: int) -> None:
-    grammar = byte_compiler(limits=Limits(states=states, **COSTLY)).compile(Regex(pattern))
+    grammar = byte_compiler(limits=GrammarLimits(states=states, **COSTLY)).compile(Regex(pattern))
     several, alone = ([each.matcher() for _ in range(rows)] for each in (grammar, ROOMY.compile(Regex(pattern))))
     dice = random.Random(seed)
     for _ in range(30):
@@ -59,7 +59,7 @@ def test_no_sample_refuses_what_its_mask_allowed(pattern: str, rows: int, states
 
 def broken_under(states: int = 300) -> tuple[Grammar, Matcher, list[int]]:
     """A matcher with a mask, and the mask, whose lexer other samples have broken since."""
-    grammar = byte_compiler(limits=Limits(states=states, **COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
+    grammar = byte_compiler(limits=GrammarLimits(states=states, **COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
     one, others, dice = grammar.matcher(), [grammar.matcher() for _ in range(4)], random.Random(3)
     for token in b"ab" * 7 + b"a":
         one.accept(token)
@@ -94,7 +94,7 @@ def test_a_broken_lexer_is_held_by_no_sample() -> None:
 
 
 def test_samples_share_one_lexer_however_many_find_the_last_one_broken() -> None:
-    grammar = byte_compiler(limits=Limits(**COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
+    grammar = byte_compiler(limits=GrammarLimits(**COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
     several = [grammar.matcher() for _ in range(8)]
     for one in several:
         one.accept(ord("a"))
@@ -104,7 +104,7 @@ def test_samples_share_one_lexer_however_many_find_the_last_one_broken() -> None
 
 
 def test_a_sample_for_which_a_lexer_of_its_own_is_too_small_fails_alone() -> None:
-    tiny = byte_compiler(limits=Limits(states=40, **COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
+    tiny = byte_compiler(limits=GrammarLimits(states=40, **COSTLY)).compile(Regex("[ab]*a[ab]{12}"))
     one, other, dice = tiny.matcher(), tiny.matcher(), random.Random(1)
     with pytest.raises(GrammarFailed, match="too many states"):
         for _ in range(100):
@@ -117,7 +117,7 @@ def test_a_sample_for_which_a_lexer_of_its_own_is_too_small_fails_alone() -> Non
 
 def test_a_grammar_that_is_slow_to_compile_gets_no_second_lexer() -> None:
     """It would be made in the middle of a step."""
-    grammar = byte_compiler(limits=Limits(renew_s=0.0)).compile(Regex("[ab]*"))
+    grammar = byte_compiler(limits=GrammarLimits(renew_s=0.0)).compile(Regex("[ab]*"))
     one = grammar.matcher()
     assert allowed(one)
     one.accept(ord("a"))
@@ -132,7 +132,7 @@ def spend(grammar: Grammar, seconds: float, step_s: float) -> None:
 
 
 def test_masks_that_take_too_long_on_average_end_their_samples() -> None:
-    grammar = byte_compiler(limits=Limits(mask_s=1.0, mask_credit_s=10.0)).compile(Regex("[ab]*"))
+    grammar = byte_compiler(limits=GrammarLimits(mask_s=1.0, mask_credit_s=10.0)).compile(Regex("[ab]*"))
     one, other = grammar.matcher(), grammar.matcher()
     spend(grammar, 9.0, 0.5)
     assert allowed(one)
@@ -148,7 +148,7 @@ def test_masks_that_take_too_long_on_average_end_their_samples() -> None:
 
 
 def test_one_long_mask_costs_more_than_several_short_ones() -> None:
-    limits = Limits(mask_s=1.0, mask_credit_s=10.0)
+    limits = GrammarLimits(mask_s=1.0, mask_credit_s=10.0)
     short, long = (byte_compiler(limits=limits).compile(Regex("[ab]*")) for _ in range(2))
     for _ in range(5):
         short.spend(2.0)
@@ -158,7 +158,9 @@ def test_one_long_mask_costs_more_than_several_short_ones() -> None:
 
 def test_an_ambiguous_grammar_ends_by_what_its_tokens_take() -> None:
     """Each token of it takes longer than the one before, whatever the library's limits say."""
-    grammar = byte_compiler(limits=Limits(mask_s=0.0001, mask_credit_s=0.05)).compile(Lark('start: a\na: a a | "x"'))
+    grammar = byte_compiler(limits=GrammarLimits(mask_s=0.0001, mask_credit_s=0.05)).compile(
+        Lark('start: a\na: a a | "x"')
+    )
     one = grammar.matcher()
     with pytest.raises(GrammarFailed, match="on average"):
         for _ in range(10_000):
@@ -167,7 +169,7 @@ def test_an_ambiguous_grammar_ends_by_what_its_tokens_take() -> None:
 
 
 def test_tokens_are_not_taken_in_again_for_ever() -> None:
-    grammar = byte_compiler(limits=Limits(replay_s=0.0)).compile(Regex("[ab]*"))
+    grammar = byte_compiler(limits=GrammarLimits(replay_s=0.0)).compile(Regex("[ab]*"))
     one = grammar.matcher()
     for _ in range(20):
         assert allowed(one)

@@ -18,10 +18,10 @@ from grammars import BYTES, END, byte_compiler, takes
 from kvilt.errors import CompilerFailed, GrammarError, GrammarQueueFull, GrammarTooLarge, ModelClosed
 from kvilt.llm.grammars import Grammars
 from kvilt.sampling import library
-from kvilt.sampling.compile_queue import CompileQueue, Ticket
+from kvilt.sampling.compile_queue import CompileQueue, PendingGrammar
+from kvilt.sampling.compile_worker import CompileCancelled, CompileLimits, CompileWorker
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
-from kvilt.sampling.grammar import Compiler, Limits, _refusal
-from kvilt.sampling.trial import Abandoned, Bounds, Worker
+from kvilt.sampling.grammar import Compiler, GrammarLimits, _refusal
 
 HANG_S = 60.0  # what no machine takes for what is waited for here
 MANY = [f"/(a{{{i + 1}}})*/" for i in range(130)]
@@ -48,7 +48,9 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Compiler]:
-    compiler = byte_compiler(limits=Limits(compile_s=0.1, compile_wall_s=HANG_S, compile_bytes=48 << 20), isolated=True)
+    compiler = byte_compiler(
+        limits=GrammarLimits(compile_s=0.1, compile_wall_s=HANG_S, compile_bytes=48 << 20), isolated=True
+    )
     yield compiler
     compiler.close()
 
@@ -120,14 +122,16 @@ while True:
 
 
 @pytest.fixture
-def new_fake(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+def new_fake(tmp_path: Path) -> Iterator[Callable[..., CompileWorker]]:
     script = tmp_path / "fake.py"
     script.write_text(FAKE.format(folder=str(Path(library.__file__).parent)))
-    made: list[Worker] = []
+    made: list[CompileWorker] = []
 
-    def new(wall_s: float = HANG_S) -> Worker:
-        bounds = Bounds(cpu_s=2.0, wall_s=wall_s, memory_bytes=1 << 30)
-        made.append(Worker(library.opening(BYTES, {}), bounds, [sys.executable, "-I", "-S", str(script)]))
+    def new(wall_s: float = HANG_S) -> CompileWorker:
+        bounds = CompileLimits(cpu_s=2.0, wall_s=wall_s, memory_bytes=1 << 30)
+        made.append(
+            CompileWorker(library.startup_message(BYTES, {}), bounds, [sys.executable, "-I", "-S", str(script)])
+        )
         return made[-1]
 
     yield new
@@ -138,7 +142,7 @@ def new_fake(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
 @pytest.mark.parametrize(
     ("told", "message"), [("abort", "MiB to compile"), ("spin", "s of computing"), ("hang", "longer than 0.5 s")]
 )
-def test_a_worker_over_a_limit_is_replaced(new_fake: Callable[..., Worker], told: str, message: str) -> None:
+def test_a_worker_over_a_limit_is_replaced(new_fake: Callable[..., CompileWorker], told: str, message: str) -> None:
     worker = new_fake(wall_s=0.5 if told == "hang" else HANG_S)
     with pytest.raises(GrammarTooLarge, match=message) as caught:
         worker.try_out(told, "regex")
@@ -146,7 +150,7 @@ def test_a_worker_over_a_limit_is_replaced(new_fake: Callable[..., Worker], told
     assert new_fake().try_out("ok").problem == ""
 
 
-def test_a_worker_stays_while_it_is_small(new_fake: Callable[..., Worker]) -> None:
+def test_a_worker_stays_while_it_is_small(new_fake: Callable[..., CompileWorker]) -> None:
     worker = new_fake()
     worker.try_out("ok")
     first = worker.pid
@@ -156,14 +160,14 @@ def test_a_worker_stays_while_it_is_small(new_fake: Callable[..., Worker]) -> No
     assert worker.pid is None and not is_running(first)
 
 
-def test_an_abandoned_trial_ends_its_process(new_fake: Callable[..., Worker]) -> None:
+def test_an_abandoned_trial_ends_its_process(new_fake: Callable[..., CompileWorker]) -> None:
     worker = new_fake()
     with ThreadPoolExecutor(1) as pool:
         trial = pool.submit(worker.try_out, "hang")
         wait_for(lambda: worker.pid is not None)
         pid = worker.pid
         worker.abandon()
-        with pytest.raises(Abandoned):
+        with pytest.raises(CompileCancelled):
             trial.result(HANG_S)
     assert pid is not None and not is_running(pid)
     worker.abandon()  # nothing runs: nothing happens
@@ -177,10 +181,10 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, threading, time\n"
         "from kvilt.sampling import library\n"
-        "from kvilt.sampling.trial import Bounds, Worker\n"
+        "from kvilt.sampling.compile_worker import CompileLimits, CompileWorker\n"
         "settings = {'end_ids': [256], 'limits': {}, 'cpu_s': 60, 'memory_bytes': 1 << 33}\n"
         "vocabulary = [bytes([i]) for i in range(256)] + [b'', b'']\n"
-        "worker = Worker(library.opening(vocabulary, settings), Bounds(60, 60, 1 << 33))\n"
+        "worker = CompileWorker(library.startup_message(vocabulary, settings), CompileLimits(60, 60, 1 << 33))\n"
         "worker.try_out('start: \"a\"')\n"
         "threading.Thread(target=worker.try_out, args=(sys.argv[1],), daemon=True).start()\n"
         "print(worker.pid, flush=True)\n"
@@ -204,7 +208,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_start_is_told_as_such() -> None:
     for command in (["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(3)"]):
-        worker = Worker(library.opening(BYTES, {}), Bounds(1.0, 1.0, 1 << 20), command)
+        worker = CompileWorker(library.startup_message(BYTES, {}), CompileLimits(1.0, 1.0, 1 << 20), command)
         with pytest.raises(CompilerFailed):
             worker.try_out("start: /a/")
         assert worker.pid is None
@@ -222,26 +226,26 @@ class Desk:
         self.workers: list[Fake] = []
         self.queue: CompileQueue[Constraint] = CompileQueue(self._worker, self._make, threads, waiting)
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> CompileWorker:
         self.workers.append(Fake())
         return self.workers[-1]
 
-    def _make(self, constraint: Constraint, worker: Worker) -> Constraint:
+    def _make(self, constraint: Constraint, worker: CompileWorker) -> Constraint:
         assert isinstance(worker, Fake)
         self.made.append(constraint)
         while not self.go.wait(0.005):
             if worker.abandoned.is_set():
                 worker.abandoned.clear()
-                raise Abandoned
+                raise CompileCancelled
         return constraint
 
     def running(self, count: int) -> None:
         wait_for(lambda: len(self.made) == count)
 
 
-class Fake(Worker):
+class Fake(CompileWorker):
     def __init__(self) -> None:
-        super().__init__(b"", Bounds(1.0, 1.0, 1))
+        super().__init__(b"", CompileLimits(1.0, 1.0, 1))
         self.abandoned = threading.Event()
         self.closed = threading.Event()
 
@@ -299,7 +303,7 @@ def test_a_grammar_ends_with_the_last_caller_who_waits_for_it() -> None:
     queued.leave()
     assert not desk.workers[0].abandoned.is_set() and not other.future.done()
     other.leave()
-    with pytest.raises(Abandoned):
+    with pytest.raises(CompileCancelled):
         other.future.result(HANG_S)
     desk.running(2)
     assert desk.made == [first, third]
@@ -314,7 +318,7 @@ def test_a_grammar_ends_with_the_last_caller_who_waits_for_it() -> None:
 
 def test_a_closed_queue_leaves_no_caller_waiting_and_no_process() -> None:
     desk = Desk()
-    tickets: list[Ticket[Constraint]] = [desk.queue.submit(one) for one in regexes(2)]
+    tickets: list[PendingGrammar[Constraint]] = [desk.queue.submit(one) for one in regexes(2)]
     desk.running(1)
     desk.queue.close()
     for ticket in tickets:

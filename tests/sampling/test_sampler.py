@@ -30,7 +30,7 @@ from kvilt.errors import InputError, NoTokenLeft, NumericsError, ParamError
 from kvilt.ops.native.backend import NativeOps
 from kvilt.sampling.noise import gumbel
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import Sampled, SampleState, sample, token_logprobs
+from kvilt.sampling.sampler import SamplerOutput, SampleState, sample, token_logprobs
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 5_000
@@ -453,7 +453,9 @@ def test_logprobs_are_of_the_raw_logits_whatever_the_transforms() -> None:
 
 
 def test_logprobs_come_only_to_rows_that_ask() -> None:
-    out: Sampled = sample(torch.zeros(3, 9), [state({}), state({"logprobs": 0}), state({"logprobs": 20})], [0, 0, 0])
+    out: SamplerOutput = sample(
+        torch.zeros(3, 9), [state({}), state({"logprobs": 0}), state({"logprobs": 20})], [0, 0, 0]
+    )
     assert out.logprobs[0] is None
     assert out.logprobs[1] is not None and out.logprobs[1].top_ids == ()
     assert out.logprobs[2] is not None and out.logprobs[2].top_ids == tuple(range(9)), "there are only nine tokens"

@@ -23,14 +23,25 @@ from kvilt.ops.contract import Reductions
 from kvilt.ops.native.backend import NativeOps
 from kvilt.sampling.draw import draws_of
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.transforms import Filters, Touched, add_bias_, ban_, confine_, filter_rows, penalize_, temper
+from kvilt.sampling.transforms import (
+    Filters,
+    PenalizedTokens,
+    add_bias_,
+    apply_temperature,
+    ban_,
+    filter_rows,
+    mask_,
+    penalize_,
+)
 
 INF = float("inf")
 
 
-def touched(rows: list[int], ids: list[int], counts: list[float], rep: float, freq: float, pres: float) -> Touched:
+def touched(
+    rows: list[int], ids: list[int], counts: list[float], rep: float, freq: float, pres: float
+) -> PenalizedTokens:
     full = [torch.full((len(ids),), value) for value in (rep, freq, pres)]
-    return Touched(torch.tensor(rows), torch.tensor(ids), torch.tensor(counts), *full)
+    return PenalizedTokens(torch.tensor(rows), torch.tensor(ids), torch.tensor(counts), *full)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -295,7 +306,7 @@ def test_logit_bias_equals_hugging_face_sequence_bias(row: list[float], bias: di
 @given(values, st.floats(1e-3, 100.0))
 def test_temperature_equals_hugging_face(row: list[float], temperature: float) -> None:
     logits = torch.tensor([row])
-    ours = temper(logits, torch.tensor([temperature]))
+    ours = apply_temperature(logits, torch.tensor([temperature]))
     assert torch.equal(ours, TemperatureLogitsWarper(temperature)(torch.zeros(1, 1, dtype=torch.long), logits))
 
 
@@ -322,13 +333,13 @@ def test_switched_off_transforms_leave_a_row_bit_identical() -> None:
     ids = list(range(8))
     off = penalize_(row.clone(), touched([0] * 8, ids, [2.0] * 8, 1.0, 0.0, 0.0))
     assert torch.equal(off.view(torch.int32), row.view(torch.int32))
-    assert torch.equal(temper(row, torch.ones(1)).view(torch.int32), row.view(torch.int32))
+    assert torch.equal(apply_temperature(row, torch.ones(1)).view(torch.int32), row.view(torch.int32))
 
 
 def test_transforms_write_into_their_input_only_if_their_names_say_so() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
-    temper(logits, torch.tensor([0.5, 2.0]))
+    apply_temperature(logits, torch.tensor([0.5, 2.0]))
     narrowing = [SamplingParams(top_k=3, top_p=0.5), SamplingParams(min_p=0.2, typical_p=0.5)]
     filter_rows(logits, Filters.of(narrowing, 50))
     assert torch.equal(logits, before)
@@ -337,8 +348,8 @@ def test_transforms_write_into_their_input_only_if_their_names_say_so() -> None:
         add_bias_(logits, index, index, torch.ones(2)),
         penalize_(logits, touched([0, 1], [4, 5], [1.0, 1.0], 1.3, 0.5, 0.5)),
         ban_(logits, index, index),
-        confine_(logits, [1], torch.arange(50)[None] < 30),
-        confine_(logits, [0, 1], torch.arange(50).expand(2, -1) < 40),
+        mask_(logits, [1], torch.arange(50)[None] < 30),
+        mask_(logits, [0, 1], torch.arange(50).expand(2, -1) < 40),
     ):
         assert changed is logits
     assert logits.isfinite().sum(-1).tolist() == [39, 29]

@@ -11,10 +11,10 @@ from grammars import BYTES, byte_compiler
 from torch import Tensor
 
 from kvilt.errors import NumericsError
-from kvilt.sampling.accept import Run, accept
+from kvilt.sampling.accept import DraftRun, accept
 from kvilt.sampling.constraint import Regex
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import Sampled, SampleState, sample
+from kvilt.sampling.sampler import SamplerOutput, SampleState, sample
 
 VOCAB = 24
 
@@ -39,7 +39,7 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_drawn(fields: dict[str,
     state = SampleState(SamplingParams.of(temperature=1.0, seed=3, **fields), [1, 2], end_ids=[VOCAB - 1])
     drawn = one_by_one(logits, state, 2)
     drafts = [*drawn[:good], *[(token + 1) % VOCAB for token in drawn[good:]]][:5]
-    (result,) = accept(logits, [Run(state, 2, 0, drafts)], sample)
+    (result,) = accept(logits, [DraftRun(state, 2, 0, drafts)], sample)
     assert result.tokens == drawn[: good + 1]
     assert len(result.logprobs) == len(result.tokens)
     assert state.history.ids == [1, 2]  # nothing was committed
@@ -49,7 +49,7 @@ def test_an_end_token_ends_a_run() -> None:
     logits = torch.full((4, VOCAB), -9.0)
     logits[range(4), [5, 7, 6, 6]] = 9.0
     state = SampleState(SamplingParams(), [1], end_ids=[7])
-    (result,) = accept(logits, [Run(state, 1, 0, [5, 7, 6])], sample)
+    (result,) = accept(logits, [DraftRun(state, 1, 0, [5, 7, 6])], sample)
     assert result.tokens == [5, 7]
 
 
@@ -59,7 +59,7 @@ def test_runs_of_different_lengths_share_a_draw() -> None:
     drawn = [
         one_by_one(logits[rows], state, 9) for state, rows in zip(states, ([0, 1, 2], [3], [4, 5, 6]), strict=True)
     ]
-    runs = [Run(states[0], 9, 0, drawn[0][:2]), Run(states[1], 9, 3), Run(states[2], 9, 4, drawn[2][:2])]
+    runs = [DraftRun(states[0], 9, 0, drawn[0][:2]), DraftRun(states[1], 9, 3), DraftRun(states[2], 9, 4, drawn[2][:2])]
     assert [one.tokens for one in accept(logits, runs, sample)] == drawn
 
 
@@ -73,7 +73,7 @@ def test_a_grammar_follows_and_comes_back() -> None:
     assert bytes(drawn[:4])[-1:] == b"c"
     for good in range(6):
         drafts = [*drawn[:good], *b"zzzzz"][:5]
-        (result,) = accept(logits, [Run(state, 0, 0, drafts)], sample)
+        (result,) = accept(logits, [DraftRun(state, 0, 0, drafts)], sample)
         assert result.tokens == drawn[: good + 1]
     state.advance(drawn[0])  # it stands where it stood
     assert state.history.generated_tokens == 1
@@ -86,11 +86,11 @@ def test_what_is_wrong_behind_a_rejected_draft_is_not_there() -> None:
     first = int(logits[0].argmax())
     wrong = [(first + 1) % VOCAB, 0]
     with pytest.raises(NumericsError):
-        accept(logits, [Run(state, 0, 0, wrong)], sample)
-    (result,) = accept(logits, [Run(state, 0, 0, wrong)], sample, at_once=False)
+        accept(logits, [DraftRun(state, 0, 0, wrong)], sample)
+    (result,) = accept(logits, [DraftRun(state, 0, 0, wrong)], sample, at_once=False)
     assert result.tokens == [first]
     right = [first, int(logits[1].argmax())]
-    (result,) = accept(logits, [Run(state, 0, 0, right)], sample, at_once=False)
+    (result,) = accept(logits, [DraftRun(state, 0, 0, right)], sample, at_once=False)
     assert result.tokens == right  # what the third row has is for the next step to say
 
 
@@ -102,7 +102,7 @@ def test_the_distribution_is_that_of_plain_sampling() -> None:
     counts, runs = torch.zeros(8, dtype=torch.float64), 0
     for seed in range(6000):
         state = SampleState(SamplingParams(temperature=1.0, seed=seed))
-        (drawn,) = accept(logits, [Run(state, 0, 0, [first])], sample)
+        (drawn,) = accept(logits, [DraftRun(state, 0, 0, [first])], sample)
         if len(drawn.tokens) == 2:  # the draft was accepted
             counts[drawn.tokens[1]] += 1
             runs += 1
@@ -116,12 +116,12 @@ def test_the_distribution_is_that_of_plain_sampling() -> None:
 def test_rows_are_looked_at_once_for_what_has_no_memory() -> None:
     calls = 0
 
-    def counted(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> Sampled:
+    def counted(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> SamplerOutput:
         nonlocal calls
         calls += 1
         return sample(logits, states, positions)
 
     logits = logits_of(5)
     drafts = logits.argmax(-1).tolist()[:4]
-    accept(logits, [Run(SampleState(SamplingParams()), 0, 0, drafts)], counted)
+    accept(logits, [DraftRun(SampleState(SamplingParams()), 0, 0, drafts)], counted)
     assert calls == 1

@@ -15,12 +15,12 @@ from kvilt.store.address import Form
 from kvilt.store.disk import Disk
 from kvilt.store.layer import LayerKV
 from kvilt.store.loading import Loading
-from kvilt.store.store import Limits, Store
+from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget, Tier
 
 IDENTITY = Identity("weights-1", "native-1", salt="tenant-a")
 TOKENS = [5, 6, 7, 8, 9]
-PATIENT = Limits(lookup_s=120, layer_s=120, close_s=120)  # nothing here depends on how fast the machine is
+PATIENT = StoreLimits(lookup_s=120, layer_s=120, close_s=120)  # nothing here depends on how fast the machine is
 ROOMY = Budget(1 << 24)
 
 
@@ -43,7 +43,7 @@ class Kit:
     def form(self, layers: Sequence[LayerKV] | None = None) -> Form:
         return tuple(one.form for one in layers or self.layers())
 
-    def store(self, *tiers: Tier, memory: Budget | None = None, limits: Limits = PATIENT, **options: Any) -> Store:
+    def store(self, *tiers: Tier, memory: Budget | None = None, limits: StoreLimits = PATIENT, **options: Any) -> Store:
         """A store without memory, unless asked for: every lookup goes down."""
         return Store(memory, tiers, limits=limits, **options)
 

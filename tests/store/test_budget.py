@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import ParamError, StoreError
-from kvilt.store.index import Index, Row
-from kvilt.store.ledger import Ledger
-from kvilt.store.record import Facts
-from kvilt.store.tier import Budget, Usage
+from kvilt.store.index import DiskIndex, IndexRow
+from kvilt.store.record import RecordInfo
+from kvilt.store.tenant_lru import TenantLRU
+from kvilt.store.tier import Budget, TierUsage
 
 
 class Books(Protocol):
@@ -25,16 +25,16 @@ class Books(Protocol):
     def add(self, key: int, tenant: str, nbytes: int, retain: bool = False) -> bool: ...
     def touch(self, key: int) -> None: ...
     def held(self) -> set[int]: ...
-    def usage(self) -> Usage: ...
+    def usage(self) -> TierUsage: ...
 
 
 def name(key: int) -> bytes:
     return key.to_bytes(32, "big")
 
 
-class InLedger:
+class InMemory:
     def __init__(self, budget: Budget) -> None:
-        self._ledger, self._keys = Ledger(budget), set[int]()
+        self._ledger, self._keys = TenantLRU(budget), set[int]()
 
     def add(self, key: int, tenant: str, nbytes: int, retain: bool = False) -> bool:
         gone = self._ledger.add(name(key), tenant, nbytes, retain)
@@ -50,20 +50,20 @@ class InLedger:
         assert all((name(key) in self._ledger) for key in self._keys)
         return set(self._keys)
 
-    def usage(self) -> Usage:
-        return Usage(len(self._ledger), self._ledger.nbytes)
+    def usage(self) -> TierUsage:
+        return TierUsage(len(self._ledger), self._ledger.nbytes)
 
 
 class InIndex:
     def __init__(self, budget: Budget, folder: Path) -> None:
         self._budget, self._now_s = budget, 0.0
-        self.index = Index(folder / f"{id(self)}.sqlite3")
+        self.index = DiskIndex(folder / f"{id(self)}.sqlite3")
 
     def add(self, key: int, tenant: str, nbytes: int, retain: bool = False) -> bool:
         self._now_s += 1
         if nbytes > self._budget.record:
             return False
-        self.index.admit(Row(name(key), tenant, "chunk", nbytes, False, self._now_s), self._budget)
+        self.index.admit(IndexRow(name(key), tenant, "chunk", nbytes, False, self._now_s), self._budget)
         if retain:
             self.index.retain(name(key), self._budget)
         return True
@@ -75,7 +75,7 @@ class InIndex:
     def held(self) -> set[int]:
         return {int.from_bytes(key, "big") for key in self.index.keys(bytes(32), b"\xff" * 32)}
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self.index.usage()
 
 
@@ -89,7 +89,7 @@ class InRedis:
     def add(self, key: int, tenant: str, nbytes: int, retain: bool = False) -> bool:
         self._seen.add(key)
         try:
-            self.tier.put(name(key), [bytes(nbytes)], Facts(tenant, "chunk", retain))
+            self.tier.put(name(key), [bytes(nbytes)], RecordInfo(tenant, "chunk", retain))
         except StoreError as error:
             assert error.reason == "too_large"
             return False
@@ -106,7 +106,7 @@ class InRedis:
         there = self.tier.has([name(key) for key in seen])
         return {key for key, known in zip(seen, there, strict=True) if known}
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self.tier.usage()
 
 
@@ -117,11 +117,11 @@ def wait_a_millisecond() -> None:
     time.sleep(0.0015)
 
 
-@pytest.fixture(params=["ledger", "index", pytest.param("redis", marks=pytest.mark.needs("redis"))])
+@pytest.fixture(params=["memory", "index", pytest.param("redis", marks=pytest.mark.needs("redis"))])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     match request.param:
-        case "ledger":
-            yield InLedger
+        case "memory":
+            yield InMemory
         case "index":
             made: list[InIndex] = []
             yield lambda budget: made.append(InIndex(budget, tmp_path)) or made[-1]
@@ -142,14 +142,14 @@ def test_the_least_recently_used_leaves(make: Any) -> None:
     books.touch(1)
     assert books.add(4, "a", 100)
     assert books.held() == {1, 3, 4}
-    assert books.usage() == Usage(3, 300)
+    assert books.usage() == TierUsage(3, 300)
 
 
 def test_what_comes_again_is_counted_once(make: Any) -> None:
     books: Books = make(Budget(300))
     for _ in range(5):
         books.add(1, "a", 100)
-    assert books.usage() == Usage(1, 100)
+    assert books.usage() == TierUsage(1, 100)
 
 
 def test_a_tenant_makes_room_from_its_own(make: Any) -> None:
@@ -166,7 +166,7 @@ def test_one_tenant_cannot_flush_another(make: Any) -> None:
     for key in range(2, 30):
         books.add(key, "loud", 100)
     assert 1 in books.held()
-    assert books.usage() == Usage(4, 400)
+    assert books.usage() == TierUsage(4, 400)
 
 
 def test_retention_is_a_bias(make: Any) -> None:
@@ -195,7 +195,7 @@ def test_the_bias_to_stay_moves_on(make: Any, tenants: tuple[str, str]) -> None:
     for key in range(3, 9):
         books.add(key, tenants[1], 100)
     assert 2 in books.held()
-    assert books.usage() == Usage(4, 400)
+    assert books.usage() == TierUsage(4, 400)
 
 
 def test_retention_is_never_a_lock(make: Any) -> None:
@@ -221,14 +221,14 @@ STEPS = st.lists(
 BYTES = st.integers(0, 200)
 
 
-@pytest.mark.parametrize("kind", ["ledger", "index"])
+@pytest.mark.parametrize("kind", ["memory", "index"])
 @settings(max_examples=examples(25))
 @given(steps=STEPS, total=BYTES, tenant=BYTES, retain=BYTES)
 def test_no_budget_is_ever_exceeded(
     kind: str, tmp_path_factory: pytest.TempPathFactory, steps: list[Any], total: int, tenant: int, retain: int
 ) -> None:
     budget = Budget(total, tenant_bytes=tenant, retain_bytes=retain)
-    books: Any = InLedger(budget) if kind == "ledger" else InIndex(budget, tmp_path_factory.mktemp("index"))
+    books: Any = InMemory(budget) if kind == "memory" else InIndex(budget, tmp_path_factory.mktemp("index"))
     stays_within(books, budget, steps)
     if kind == "index":
         books.index.close()
@@ -258,7 +258,7 @@ def stays_within(books: Books, budget: Budget, steps: list[Any]) -> None:
         if books.add(key, who, nbytes, keep):
             sizes[key] = (who, nbytes)
         held = books.held()
-        assert books.usage() == Usage(len(held), sum(sizes[one][1] for one in held))
+        assert books.usage() == TierUsage(len(held), sum(sizes[one][1] for one in held))
         assert books.usage().nbytes <= budget.total_bytes
         for one in "abc":
             assert sum(sizes[key][1] for key in held if sizes[key][0] == one) <= budget.tenant

@@ -16,11 +16,11 @@ from effort import some
 
 from kvilt.errors import StoreError
 from kvilt.store.address import Kind
-from kvilt.store.files import Files
-from kvilt.store.record import Facts
-from kvilt.store.tier import Budget, Usage
+from kvilt.store.files import FileSystem
+from kvilt.store.record import RecordInfo
+from kvilt.store.tier import Budget, TierUsage
 
-FACTS = Facts("a" * 32, "chunk")
+FACTS = RecordInfo("a" * 32, "chunk")
 
 
 def files(folder: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def test_a_restart_finds_what_was_put(kit: Any, tmp_path: Path) -> None:
         assert store.usage()["disk"].records == 1
 
 
-def test_the_tokens_of_all_records_can_be_listed_after_a_restart(kit: Any, tmp_path: Path, three: Usage) -> None:
+def test_the_tokens_of_all_records_can_be_listed_after_a_restart(kit: Any, tmp_path: Path, three: TierUsage) -> None:
     with kit.store(kit.disk(tmp_path)) as store:
         assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0, 1, 2], [1, 1, 2], [2, 1, 2]]
 
@@ -74,9 +74,9 @@ from pathlib import Path
 sys.path[:0] = [{here!r}, str(Path({here!r}).parent)]
 from conftest import Kit
 from kvilt.store.address import Kind
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 
-class Dying(Files):
+class Dying(FileSystem):
     stage = {stage!r}
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_all_or_nothing(kit: Any, tmp_pat
 def test_a_writer_that_lives_is_not_swept(kit: Any, tmp_path: Path) -> None:
     inside: list[list[Path]] = []
 
-    class Watching(Files):
+    class Watching(FileSystem):
         def sync(self, fd: int) -> None:
             kit.disk(tmp_path).close()  # another process starts, and sweeps
             inside.append(scratch(tmp_path))
@@ -201,7 +201,7 @@ def test_only_regular_files_are_records(kit: Any, tmp_path: Path, kind: str) -> 
 # Disks that are full, read-only or broken.
 
 
-class Failing(Files):
+class Failing(FileSystem):
     """Fails the way a disk does."""
 
     def __init__(self, number: int, verb: str, after: int = 0) -> None:
@@ -246,7 +246,7 @@ def test_a_write_that_fails_is_dropped_without_a_trace(
         kit.put(store)
         assert kit.count(store, "dropped_total", tier="disk", reason=reason) == 1
         assert (files(tmp_path), scratch(tmp_path)) == ([], [])
-        assert store.usage()["disk"] == Usage(0, 0)
+        assert store.usage()["disk"] == TierUsage(0, 0)
         assert kit.served(kit.open(store))  # from memory: the process goes on
         failing.verb = "none"
         kit.put(store, [1, 2, 3])
@@ -307,7 +307,7 @@ def test_a_read_only_empty_disk_costs_misses(kit: Any, small_disk: Path) -> None
 # The index.
 
 
-def indexed(kit: Any, folder: Path) -> Usage:
+def indexed(kit: Any, folder: Path) -> TierUsage:
     disk = kit.disk(folder)
     try:
         return disk.usage()
@@ -316,12 +316,12 @@ def indexed(kit: Any, folder: Path) -> Usage:
 
 
 @pytest.fixture
-def three(kit: Any, tmp_path: Path) -> Usage:
+def three(kit: Any, tmp_path: Path) -> TierUsage:
     """A folder with three records."""
     with kit.store(kit.disk(tmp_path)) as store:
         for seed in range(3):
             kit.put(store, [seed, 1, 2], seed)
-    return Usage(3, sum(path.stat().st_size for path in files(tmp_path)))
+    return TierUsage(3, sum(path.stat().st_size for path in files(tmp_path)))
 
 
 def forge(folder: Path) -> None:
@@ -348,7 +348,7 @@ INDEX_FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("fault", INDEX_FAULTS)
-def test_a_lost_index_is_rebuilt_from_the_records(kit: Any, tmp_path: Path, three: Usage, fault: str) -> None:
+def test_a_lost_index_is_rebuilt_from_the_records(kit: Any, tmp_path: Path, three: TierUsage, fault: str) -> None:
     INDEX_FAULTS[fault](tmp_path)
     with kit.store(kit.disk(tmp_path)) as store:
         assert kit.served(kit.open(store, [0, 1, 2]), 0)
@@ -371,7 +371,7 @@ def test_an_index_lost_while_it_is_in_use_is_rebuilt(kit: Any, tmp_path: Path, f
         assert kit.served(kit.open(store, [0, 1, 2]), 0)
 
 
-def test_an_index_that_is_out_of_step_catches_up(kit: Any, tmp_path: Path, three: Usage) -> None:
+def test_an_index_that_is_out_of_step_catches_up(kit: Any, tmp_path: Path, three: TierUsage) -> None:
     gone, kept, _ = files(tmp_path)
     gone.unlink()
     (kept.parent / f"{'0' * 64}.kv").write_bytes(b"not where it belongs")
@@ -384,7 +384,7 @@ def test_an_index_that_is_out_of_step_catches_up(kit: Any, tmp_path: Path, three
     assert (kept.parent / "note.txt").exists()
 
 
-def test_records_of_another_format_are_counted_and_leave_first(kit: Any, tmp_path: Path, three: Usage) -> None:
+def test_records_of_another_format_are_counted_and_leave_first(kit: Any, tmp_path: Path, three: TierUsage) -> None:
     old = files(tmp_path)[0]
     damage(old, lambda data: data[:8] + b"\7\0\0\0" + data[12:])
     for path in tmp_path.glob("index*"):
@@ -396,7 +396,7 @@ def test_records_of_another_format_are_counted_and_leave_first(kit: Any, tmp_pat
         assert len(files(tmp_path)) == 3
 
 
-def test_the_budget_is_kept_and_the_oldest_files_leave(kit: Any, tmp_path: Path, three: Usage) -> None:
+def test_the_budget_is_kept_and_the_oldest_files_leave(kit: Any, tmp_path: Path, three: TierUsage) -> None:
     with kit.store(kit.disk(tmp_path, Budget(three.nbytes))) as store:
         assert kit.served(kit.open(store, [0, 1, 2]), 0)  # used now
         store.flush()
@@ -451,7 +451,7 @@ def test_two_processes_write_to_one_folder(kit: Any, tmp_path: Path) -> None:
     held = files(tmp_path)
     sizes = sum(path.stat().st_size for path in held)
     assert 0 < sizes <= 60_000
-    assert indexed(kit, tmp_path) == Usage(len(held), sizes)
+    assert indexed(kit, tmp_path) == TierUsage(len(held), sizes)
     with kit.store(kit.disk(tmp_path)) as store:
         found = [seed for seed in range(100) if (one := kit.open(store, [seed, 1, 2])).wait() and kit.served(one, seed)]
         assert len(found) == len(held)

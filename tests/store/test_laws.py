@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvilt
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 from kvilt.store.tier import Budget
 
 SMALL = Budget(6000)
 
 
-class Fast(Files):
+class Fast(FileSystem):
     """No waiting for a disk: nothing here is about crashes of the machine."""
 
     def sync(self, fd: int) -> None:

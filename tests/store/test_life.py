@@ -17,20 +17,20 @@ from stores import Shelfware
 
 from kvilt.errors import StoreError
 from kvilt.store.address import chunk_address
-from kvilt.store.files import Files
-from kvilt.store.loading import Terms
-from kvilt.store.tier import Budget, Usage
+from kvilt.store.files import FileSystem
+from kvilt.store.loading import LookupContext
+from kvilt.store.tier import Budget, TierUsage
 
 _LEAVES = """
 import atexit, os, sys, threading
 from pathlib import Path
 sys.path[:0] = [{here!r}, str(Path({here!r}).parent)]
 from conftest import Kit
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 
 gate = threading.Event()
 
-class Held(Files):
+class Held(FileSystem):
     def write(self, fd, data):
         gate.wait()
         super().write(fd, data)
@@ -135,7 +135,7 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_made_again(kit: Any, tmp
         assert store.usage()["disk"].records == 1
 
 
-class Clinging(Files):
+class Clinging(FileSystem):
     """Files that cannot be removed."""
 
     def unlink(self, path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_record_that_makes_no_room_is_not_counted(kit: Any, tmp_path: Path) ->
     with kit.store(kit.disk(tmp_path, Budget(size), files=Clinging())) as store:
         kit.put(store, [2])
         assert kit.count(store, "dropped_total", tier="disk", reason="read_only") == 1
-        assert store.usage()["disk"] == Usage(0, 0)  # neither the new one, nor the one that was to leave
+        assert store.usage()["disk"] == TierUsage(0, 0)  # neither the new one, nor the one that was to leave
 
 
 @pytest.mark.parametrize("field", ["tokens", "model", "numerics", "adapter", "origin", "salt"])
@@ -157,7 +157,7 @@ def test_what_is_in_memory_is_compared_and_not_only_hashed(
     kit: Any, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     """All records have one key: the worst that a hash can do."""
-    monkeypatch.setattr(Terms, "key", lambda *_: bytes(32))
+    monkeypatch.setattr(LookupContext, "key", lambda *_: bytes(32))
     tokens, identity = kit.tokens, kit.identity
     if field == "tokens":
         tokens = [*kit.tokens[:-1], 1]

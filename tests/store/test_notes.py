@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kvilt.errors import BlobError
 from kvilt.store.counters import new_metrics
 from kvilt.store.disk import Disk
-from kvilt.store.files import Files
-from kvilt.store.note import Note, pack_note, read_note
-from kvilt.store.notes import Notes
+from kvilt.store.files import FileSystem
+from kvilt.store.note import HandleNote, pack_note, read_note
+from kvilt.store.notes import HandleNotes
 from kvilt.store.tier import Budget
 
 NOW = 1_000.0
@@ -28,8 +28,8 @@ FIRST, SECOND = "0" * 32, "f" * 32
 SECRET = b"sixteen bytes or more"
 
 
-def note(name: str = FIRST, tokens: int = 5, expires_s: float = NOW + 60, used_s: float = NOW) -> Note:
-    return Note(name, "owner", array("q", range(tokens)), "base", expires_s, None, used_s)
+def note(name: str = FIRST, tokens: int = 5, expires_s: float = NOW + 60, used_s: float = NOW) -> HandleNote:
+    return HandleNote(name, "owner", array("q", range(tokens)), "base", expires_s, None, used_s)
 
 
 class Book:
@@ -39,11 +39,11 @@ class Book:
         self.metrics = new_metrics()
         (folder / "tmp").mkdir(exist_ok=True)
         given = {"most_bytes": 1 << 20, "rest_s": 0.01, "close_s": 300.0, "clock": lambda: NOW, **options}
-        self.notes = Notes(folder, model, self.metrics, **given)
+        self.notes = HandleNotes(folder, model, self.metrics, **given)
         self.known = {one.name: one for one in self.notes.read()}
         self.notes.follow(self.known.get)
 
-    def put(self, *notes: Note) -> None:
+    def put(self, *notes: HandleNote) -> None:
         for one in notes:
             self.known[one.name] = one
             self.notes.mark(one.name)
@@ -61,7 +61,7 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "notes").iterdir())
 
 
-def written(folder: Path, *notes: Note, **options: Any) -> list[Path]:
+def written(folder: Path, *notes: HandleNote, **options: Any) -> list[Path]:
     """Notes that a process before left behind."""
     book = Book(folder, **options)
     book.put(*notes)
@@ -86,7 +86,7 @@ texts = st.text(max_size=20)
 def test_a_note_comes_back_as_it_was(
     owner: str, tokens: list[int], maker: str, expires_s: float, pinned_s: float | None, secret: bytes | None
 ) -> None:
-    made = Note(FIRST, owner, array("q", tokens), maker, expires_s, pinned_s, NOW)
+    made = HandleNote(FIRST, owner, array("q", tokens), maker, expires_s, pinned_s, NOW)
     assert read_note(b"".join(pack_note(made, "m", secret)), FIRST, "m", secret) == made
 
 
@@ -218,7 +218,7 @@ def test_a_store_notes_beside_its_disk_and_under_its_secret(kit: Any, tmp_path: 
 # Disks that fail, or are slow.
 
 
-class Failing(Files):
+class Failing(FileSystem):
     """Fails with a number, until it is None."""
 
     def __init__(self, number: int | None, verb: str) -> None:
@@ -290,7 +290,7 @@ def test_notes_have_a_budget_that_other_models_share(tmp_path: Path) -> None:
     assert list(Book(tmp_path).known) == [SECOND]
 
 
-class Slow(Files):
+class Slow(FileSystem):
     """Waits at a gate before each write."""
 
     def __init__(self) -> None:
@@ -335,9 +335,9 @@ import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from test_notes import Book, note
-from kvilt.store.files import Files
+from kvilt.store.files import FileSystem
 
-class Dying(Files):
+class Dying(FileSystem):
     def write(self, fd, data):
         if {stage!r} == "write":
             super().write(fd, data[: len(data) // 2])

@@ -13,10 +13,10 @@ import pytest
 
 from kvilt.errors import StoreError
 from kvilt.store.address import Kind
-from kvilt.store.record import Facts
+from kvilt.store.record import RecordInfo
 from kvilt.store.redis import Redis
 from kvilt.store.store import Store
-from kvilt.store.tier import Budget, Usage
+from kvilt.store.tier import Budget, TierUsage
 
 pytestmark = pytest.mark.needs("redis")
 redis = pytest.importorskip("redis")
@@ -56,7 +56,7 @@ def test_another_process_finds_what_was_put(kit: Any, redis_server: Any) -> None
         found = kit.open(store)
         assert kit.served(found)
         assert found.tier == "redis"
-        assert store.usage()["redis"] == Usage(1, len(held(redis_server)))
+        assert store.usage()["redis"] == TierUsage(1, len(held(redis_server)))
         assert store.reach([found.address]) == 1
 
 
@@ -268,7 +268,7 @@ def test_a_server_that_does_not_even_greet_costs_no_more_than_the_limit() -> Non
         with pytest.raises(StoreError) as probed:
             silent.probe()
         with pytest.raises(StoreError) as put:
-            silent.put(bytes(32), [b"record"], Facts("tenant", "chunk"))
+            silent.put(bytes(32), [b"record"], RecordInfo("tenant", "chunk"))
         assert {probed.value.reason, put.value.reason} <= {"timeout", "down"}
         silent.close()
         for one in callers:
@@ -316,7 +316,7 @@ def test_records_expire_and_the_index_forgets_them(kit: Any, redis_server: Any) 
 
 def test_use_keeps_a_record_alive(kit: Any, redis_server: Any) -> None:
     one = tier(redis_server.url, ttl_s=1000)
-    one.put(bytes(32), [b"x" * 50], Facts("t", "chunk"))
+    one.put(bytes(32), [b"x" * 50], RecordInfo("t", "chunk"))
     (name,) = names(redis_server)
     with redis.Redis(port=redis_server.port) as client:
         client.pexpire(name, 60_000)
@@ -332,7 +332,7 @@ def test_a_record_that_the_server_evicted_is_absent_and_forgotten(kit: Any, redi
         assert not kit.open(store).hit()
         one = tier(redis_server.url)
         one.touch([address.key])
-        assert one.usage() == Usage(0, 0)
+        assert one.usage() == TierUsage(0, 0)
         one.close()
         kit.put(store)
         assert kit.served(kit.open(store))
@@ -419,7 +419,7 @@ def test_two_processes_share_a_server(kit: Any, redis_server: Any) -> None:
 def test_an_address_that_leads_nowhere_is_a_miss(kit: Any) -> None:
     with Store(None, [tier("redis://127.0.0.1:1/0", read_timeout_s=1.0)], limits=kit.patient) as store:
         assert kit.refused(store, "redis", "down")
-        assert store.usage() == {"memory": Usage(0, 0)}
+        assert store.usage() == {"memory": TierUsage(0, 0)}
 
 
 def test_a_wrong_password_is_a_tier_that_is_down(kit: Any, redis_server: Any) -> None:

@@ -13,13 +13,13 @@ from stores import Shelfware
 
 from kvilt.errors import InputError, ParamError, StoreError, StoreMiss
 from kvilt.store.address import Kind, LayerForm
-from kvilt.store.breaker import Breaker
+from kvilt.store.breaker import CircuitBreaker
 from kvilt.store.layer import LayerKV
-from kvilt.store.store import Limits
+from kvilt.store.store import StoreLimits
 from kvilt.store.tier import Budget
 
-HASTY = Limits(lookup_s=0.05, layer_s=0.05, close_s=5)
-HOUR = Limits(lookup_s=120, layer_s=120, close_s=120, cooldown_s=3600)
+HASTY = StoreLimits(lookup_s=0.05, layer_s=0.05, close_s=5)
+HOUR = StoreLimits(lookup_s=120, layer_s=120, close_s=120, cooldown_s=3600)
 
 
 @pytest.fixture
@@ -224,12 +224,12 @@ def test_a_tier_that_is_busy_with_others_is_not_taken_for_a_dead_one(kit: Any, f
         kit.put(store)
         fake.reads.clear()
         waiting = [kit.open(store, [seed]) for seed in range(8)]
-        store._lanes[0]._served_s = float("inf")  # somebody is served whenever anybody looks
+        store._channels[0]._served_s = float("inf")  # somebody is served whenever anybody looks
         assert [one.hit() for one in waiting] == [False] * 8
         assert {one.reason for one in waiting} == {"deadline"}
         assert store.reach([waiting[0].address]) == 0
         assert kit.count(store, "tier_up", tier="fake") == 1
-        store._lanes[0]._served_s = 0.0  # and here nobody is
+        store._channels[0]._served_s = 0.0  # and here nobody is
         for _ in range(3):
             assert not kit.open(store).hit()
         assert kit.count(store, "tier_up", tier="fake") == 0
@@ -240,14 +240,14 @@ def test_a_read_that_fails_serves_nobody(kit: Any, fake: Shelfware) -> None:
     """Else a tier that is slow for everybody would look busy, because those it kept waiting end after all."""
     with kit.store(fake, limits=kit.patient) as store:
         kit.put(store)
-        lane = store._lanes[0]
-        before_s = lane._served_s
+        channel = store._channels[0]
+        before_s = channel._served_s
         fake.error = StoreError("timeout", "ordered")
         assert not kit.open(store).hit()
-        assert lane._served_s == before_s
+        assert channel._served_s == before_s
         fake.error = None
         assert kit.served(kit.open(store))
-        assert lane._served_s > before_s
+        assert channel._served_s > before_s
 
 
 def test_headers_are_read_before_any_layer(kit: Any, fake: Shelfware) -> None:
@@ -392,7 +392,7 @@ def test_retention_can_be_asked_for_later(kit: Any, fake: Shelfware) -> None:
 
 def test_a_breaker_waits_twice_as_long_after_each_failed_question() -> None:
     now_s = 0.0
-    breaker = Breaker(lambda: now_s, failures=2, cooldown_s=1, longest_s=3)
+    breaker = CircuitBreaker(lambda: now_s, failures=2, cooldown_s=1, longest_s=3)
     breaker.failed()
     assert breaker.closed
     assert not breaker.should_ask()
@@ -498,10 +498,10 @@ def test_layers_that_do_not_fit_their_tokens_are_refused(kit: Any, layers: list[
         store.put_chunk(kit.identity, kit.tokens, layers)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(StoreLimits)])
 def test_limits_are_numbers_above_zero(field: str) -> None:
     with pytest.raises(ParamError, match=field):
-        Limits(**{field: 0})
+        StoreLimits(**{field: 0})
 
 
 def test_closing_writes_what_is_queued_and_later_puts_are_dropped(kit: Any, fake: Shelfware, tmp_path: Path) -> None:

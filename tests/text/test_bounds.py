@@ -101,7 +101,7 @@ def test_letters_composed_over_the_seam_of_two_chunks_count_once(monkeypatch: py
 
 
 def test_bytes_without_a_token_do_not_count(smollm2: Tokenizer) -> None:
-    lost = token_sizes.spelling_of(smollm2.core.core).lost
+    lost = token_sizes.normalizer_effect(smollm2.core.core).lost
     text = next(chr(byte) for byte in lost if byte < 0x80) * 1000
     assert smollm2.core.ids(text) == []
     assert smollm2.core.sizes.fewest(text, 10**9) == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import TemplateError
-from kvilt.text.budget import Limits
+from kvilt.text.budget import TemplateLimits
 from kvilt.text.chat import ChatTemplate
 from kvilt.text.tokenizer import Tokenizer, from_metadata
 from tests.text import templates
@@ -159,7 +159,7 @@ def test_messages_of_the_wrong_shape_are_refused(messages: Any) -> None:
 
 
 def test_messages_that_are_too_large_or_too_deep_are_refused() -> None:
-    chat = ChatTemplate("{{ messages | length }}", limits=Limits(text_chars=1000, items=50))
+    chat = ChatTemplate("{{ messages | length }}", limits=TemplateLimits(text_chars=1000, items=50))
     with pytest.raises(TemplateError, match="1000 characters"):
         chat.render([{"role": "user", "content": "x" * 1001}])
     with pytest.raises(TemplateError, match="50 values"):

@@ -8,10 +8,10 @@ import tracemalloc
 import pytest
 
 from kvilt.errors import TemplateError
-from kvilt.text.budget import Limits
+from kvilt.text.budget import TemplateLimits
 from kvilt.text.sandbox import CompiledTemplate
 
-LIMITS = Limits(seconds=1.0)
+LIMITS = TemplateLimits(seconds=1.0)
 MESSAGES = [{"role": "user", "content": "x"}]
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(1000) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
 
@@ -196,7 +196,7 @@ def test_there_is_no_way_out(source: str) -> None:
 
 def test_the_messages_of_the_caller_are_not_changed() -> None:
     messages = [{"role": "user", "content": "x"}]
-    CompiledTemplate("{% set messages = messages + [1] %}{{ messages | length }}", Limits()).render(
+    CompiledTemplate("{% set messages = messages + [1] %}{{ messages | length }}", TemplateLimits()).render(
         {"messages": messages}
     )
     assert messages == MESSAGES
@@ -204,7 +204,7 @@ def test_the_messages_of_the_caller_are_not_changed() -> None:
 
 def test_a_deadline_ends_a_loop_that_steps_would_allow() -> None:
     template = CompiledTemplate(
-        "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3, Limits(steps=10**12, seconds=0.2)
+        "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3, TemplateLimits(steps=10**12, seconds=0.2)
     )
     began = time.perf_counter()
     with pytest.raises(TemplateError, match=r"0\.2 s"):
@@ -213,6 +213,6 @@ def test_a_deadline_ends_a_loop_that_steps_would_allow() -> None:
 
 
 def test_a_budget_belongs_to_one_rendering() -> None:
-    template = CompiledTemplate("{% for i in range(1000) %}x{% endfor %}", Limits(steps=5000))
+    template = CompiledTemplate("{% for i in range(1000) %}x{% endfor %}", TemplateLimits(steps=5000))
     for _ in range(20):
         assert template.render({}) == "x" * 1000

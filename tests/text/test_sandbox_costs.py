@@ -9,7 +9,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from kvilt.errors import TemplateError
 from kvilt.text import budget as budgets
-from kvilt.text.budget import Budget, Limits
+from kvilt.text.budget import TemplateBudget, TemplateLimits
 from kvilt.text.chat import ChatTemplate
 from kvilt.text.sandbox import CompiledTemplate, TemplateEnvironment
 from kvilt.text.sandbox_math import OPERATORS
@@ -69,8 +69,8 @@ def test_the_tables_name_everything_a_template_can_do() -> None:
     assert set(OPERATORS) == {"+", "-", "*", "/", "//", "**", "%"}
 
 
-def rendered(source: str, limits: Limits | None = None, **values: Any) -> str:
-    return CompiledTemplate(source, limits or Limits()).render({**VALUES, **values})
+def rendered(source: str, limits: TemplateLimits | None = None, **values: Any) -> str:
+    return CompiledTemplate(source, limits or TemplateLimits()).render({**VALUES, **values})
 
 
 @pytest.mark.parametrize("expression", CHARGED)
@@ -84,20 +84,20 @@ def test_results_are_those_of_jinja(expression: str) -> None:
 @pytest.mark.parametrize("expression", CHARGED)
 def test_work_is_charged_before_it_is_done(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[int] = []
-    work = Budget.work
+    work = TemplateBudget.work
 
-    def counted(self: Budget, units: int, call: int | None = None) -> None:
+    def counted(self: TemplateBudget, units: int, call: int | None = None) -> None:
         spent.append(units)
         work(self, units, call)
 
-    monkeypatch.setattr(budgets.Budget, "work", counted)
+    monkeypatch.setattr(budgets.TemplateBudget, "work", counted)
     source = "{% if " + expression + " %}{% endif %}"  # nothing is written, so nothing else is charged
     rendered(source)
     assert max(spent) >= LONG // 4
     with pytest.raises(TemplateError, match="too long"):
-        rendered(source, Limits(call_work=LONG // 4 - 1))
+        rendered(source, TemplateLimits(call_work=LONG // 4 - 1))
     with pytest.raises(TemplateError, match="too long"):
-        rendered(source, Limits(work=LONG // 4 - 1))
+        rendered(source, TemplateLimits(work=LONG // 4 - 1))
 
 
 HOSTILE = {
@@ -128,7 +128,7 @@ HOSTILE = {
 def test_no_single_call_takes_long(name: str) -> None:
     """Each of these took seconds in one call that neither the budget nor another thread could interrupt."""
     with pytest.raises(TemplateError):
-        rendered(HOSTILE[name], Limits(seconds=1e9), t="a" * 1_000_000)
+        rendered(HOSTILE[name], TemplateLimits(seconds=1e9), t="a" * 1_000_000)
 
 
 def test_large_numbers_in_messages_are_refused() -> None:

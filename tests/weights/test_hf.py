@@ -18,7 +18,7 @@ from safetensors.torch import save
 from tiny import write_tiny
 
 from kvilt.errors import ModelNotFound
-from kvilt.weights.hf import Reference
+from kvilt.weights.hf import HubReference
 from kvilt.weights.hub import resolve
 from kvilt.weights.source import open_checkpoint
 
@@ -237,8 +237,8 @@ def test_the_package_is_not_imported_before_a_model_of_the_hub_is_asked_for() ->
 
 
 def test_a_reference_is_read() -> None:
-    assert Reference.parse("hf:org/name") == Reference("org/name", None)
-    assert Reference.parse("hf:Org-1/na.me_2:sub/f.gguf") == Reference("Org-1/na.me_2", "sub/f.gguf")
+    assert HubReference.parse("hf:org/name") == HubReference("org/name", None)
+    assert HubReference.parse("hf:Org-1/na.me_2:sub/f.gguf") == HubReference("Org-1/na.me_2", "sub/f.gguf")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import Unsupported
-from kvilt.weights.module_pattern import MAX_PATTERN_CHARS, ModulePattern, Visits
+from kvilt.weights.module_pattern import MAX_PATTERN_CHARS, MatchBudget, ModulePattern
 
 NAMES = st.text("ab.1_-\n٣é", max_size=12)
 ATOMS = st.sampled_from(["a", "b", ".", r"\.", r"\d", r"\w", "1", "_", "[ab]", "[^a.]", "[a-b1]", r"[\d_]", r"\-", ""])
@@ -92,7 +92,7 @@ def test_steps_grow_with_the_name_and_not_faster(pattern: str) -> None:
     compiled = ModulePattern(pattern)
 
     def steps(chars: int) -> int:
-        visits = Visits()
+        visits = MatchBudget()
         before = visits.left
         assert not compiled.matches("a" * chars, visits)
         return before - visits.left

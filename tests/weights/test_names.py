@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvilt.errors import WeightError
-from kvilt.weights.names import Needed, match
+from kvilt.weights.names import ExpectedTensor, match
 
 
 class Source:
@@ -29,13 +29,13 @@ class Source:
 
 
 def test_what_fits_maps_the_models_names_to_the_checkpoints() -> None:
-    needed = {"embed": Needed("token_embd.weight", (8, 4)), "norm": Needed("output_norm.weight", (4,))}
+    needed = {"embed": ExpectedTensor("token_embd.weight", (8, 4)), "norm": ExpectedTensor("output_norm.weight", (4,))}
     source = Source(token_embd__weight=(8, 4), output_norm__weight=(4,))
     assert match(needed, source) == {"embed": "token_embd.weight", "norm": "output_norm.weight"}
 
 
 def test_an_optional_tensor_may_be_absent_and_counts_when_present() -> None:
-    needed = {"head": Needed("output.weight", (8, 4), optional=True)}
+    needed = {"head": ExpectedTensor("output.weight", (8, 4), optional=True)}
     assert match(needed, Source()) == {}
     assert match(needed, Source(output__weight=(8, 4))) == {"head": "output.weight"}
     with pytest.raises(WeightError, match="another shape"):
@@ -43,12 +43,12 @@ def test_an_optional_tensor_may_be_absent_and_counts_when_present() -> None:
 
 
 def test_two_names_may_share_one_tensor() -> None:
-    needed = {"embed": Needed("e", (8, 4)), "head": Needed("e", (8, 4))}
+    needed = {"embed": ExpectedTensor("e", (8, 4)), "head": ExpectedTensor("e", (8, 4))}
     assert match(needed, Source(e=(8, 4))) == {"embed": "e", "head": "e"}
 
 
 def test_one_report_names_everything_that_does_not_fit() -> None:
-    needed = {"a": Needed("gone", (1,)), "b": Needed("bent", (2, 3)), "c": Needed("fine", (4,))}
+    needed = {"a": ExpectedTensor("gone", (1,)), "b": ExpectedTensor("bent", (2, 3)), "c": ExpectedTensor("fine", (4,))}
     with pytest.raises(WeightError) as caught:
         match(needed, Source(bent=(3, 2), fine=(4,), extra=(1,)))
     assert caught.value.field == "tensors"
@@ -59,7 +59,7 @@ def test_one_report_names_everything_that_does_not_fit() -> None:
 
 
 def test_a_long_list_is_cut_and_counted() -> None:
-    needed = {str(i): Needed(f"t{i}", (1,)) for i in range(30)}
+    needed = {str(i): ExpectedTensor(f"t{i}", (1,)) for i in range(30)}
     with pytest.raises(WeightError, match=r"30 missing \(t0, t1, t2, t3, t4 and 25 more\)"):
         match(needed, Source())
 

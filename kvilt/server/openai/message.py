@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...llm import Delta
-from ...text.parse import CallArguments, CallStart, Content, Parser, Piece, Reader, Reasoning
+from ...text.parse import AnswerReader, CallArguments, CallStart, Content, Parser, Piece, Reasoning
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class MessageFormat:
 class MessageBuilder:
     """Reads one answer."""
 
-    def __init__(self, reader: Reader, parallel: bool, markers: Mapping[int, str]) -> None:
+    def __init__(self, reader: AnswerReader, parallel: bool, markers: Mapping[int, str]) -> None:
         self._reader = reader
         self._parallel = parallel
         self._markers = markers

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import CompilerFailed, GrammarTooLarge
 from . import library
-from .library import Verdict
+from .library import CompileResult
 
 _START_S = 60.0  # to start a worker and make its tables, on a machine with much other work
 _PIECE = 1 << 16
@@ -29,7 +29,7 @@ _KEPT_BYTES = 64 << 20  # a worker that has grown by more is started anew
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CompileLimits:
     """What one grammar may take while it is compiled."""
 
     cpu_s: float
@@ -37,14 +37,14 @@ class Bounds:
     memory_bytes: int
 
 
-class Abandoned(Exception):
+class CompileCancelled(Exception):
     """Nobody waits for this grammar any more."""
 
 
-class Worker:
+class CompileWorker:
     """One process that compiles grammars. `try_out` belongs to one thread; `abandon` and `close` may come from any."""
 
-    def __init__(self, opening: bytes, bounds: Bounds, command: Sequence[str] | None = None) -> None:
+    def __init__(self, opening: bytes, bounds: CompileLimits, command: Sequence[str] | None = None) -> None:
         """`opening` is what the process is told first: a vocabulary, and these bounds. `command` starts another one."""
         self._command = command
         self._opening = opening
@@ -59,7 +59,7 @@ class Worker:
         process = self._process
         return None if process is None else process.pid
 
-    def try_out(self, grammar: str, where: str = "grammar") -> Verdict:
+    def try_out(self, grammar: str, where: str = "grammar") -> CompileResult:
         """Compile a grammar in the worker; GrammarTooLarge, about `where`, if that goes over a limit."""
         with self._lock:
             self._trying, self._abandoned = True, False
@@ -68,7 +68,7 @@ class Worker:
             answer = _exchange(process, library.frame(grammar.encode()), time.monotonic() + self._bounds.wall_s)
             if answer is None:
                 raise self._lost(process, where)
-            verdict = Verdict(**json.loads(answer))
+            verdict = CompileResult(**json.loads(answer))
         except TimeoutError:
             self.close()
             raise _too_large(where, f"takes longer than {self._bounds.wall_s:g} s to compile") from None
@@ -118,13 +118,13 @@ class Worker:
         except TimeoutError:
             ready = None
         if ready is None:
-            raise Abandoned if self._abandoned else CompilerFailed("did not start, or ended at once")
+            raise CompileCancelled if self._abandoned else CompilerFailed("did not start, or ended at once")
         return process
 
     def _lost(self, process: subprocess.Popen[bytes], where: str) -> Exception:
         """Why a process ended without an answer."""
         if self._abandoned:
-            return Abandoned()
+            return CompileCancelled()
         process.wait()
         if process.returncode == -signal.SIGXCPU:
             return _too_large(where, f"takes more than {self._bounds.cpu_s:g} s of computing to compile")

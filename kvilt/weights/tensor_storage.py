@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorStorage:
     """A tensor's storage, as its file's header says."""
 
     format: str

@@ -1,6 +1,6 @@
 """One tier's traffic: threads that read for whoever waits, one that writes behind, and breakers for both directions.
 
-Nobody who calls a lane waits for its tier. Reads go by layer: all headers, then all records' first layers, then their
+No caller of a channel waits for its tier. Reads go by layer: all headers, then all records' first layers, then their
 second ones. Writes wait in a queue with bounds; what does not fit is dropped and counted. Refuses to know codecs and
 records.
 """
@@ -22,9 +22,9 @@ from typing import TypeVar
 
 from ..errors import StoreError
 from ..metrics import Metrics
-from .breaker import Breaker
+from .breaker import CircuitBreaker
 from .counters import BYTES, DROPPED, EVICTED, RECORDS, UP, WRITTEN
-from .record import Facts
+from .record import RecordInfo
 from .tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -36,16 +36,16 @@ UNWELL = frozenset({"io", "timeout", "down", "garbage", "disk_full", "read_only"
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class QueuedWrite:
     """A record to be written; it is encoded when its turn comes."""
 
     key: bytes
     nbytes: int  # what it holds in memory until then
-    facts: Facts
+    info: RecordInfo
     encode: Callable[[], list[bytes]]
 
 
-class Lane:
+class TierChannel:
     """The way to one tier."""
 
     def __init__(
@@ -65,11 +65,14 @@ class Lane:
         self._queue_bytes = queue_bytes
         self._queue_records = queue_records
         self._close_s = close_s
-        self._breakers = {"read": Breaker(clock, cooldown_s=cooldown_s), "write": Breaker(clock, cooldown_s=cooldown_s)}
+        self._breakers = {
+            "read": CircuitBreaker(clock, cooldown_s=cooldown_s),
+            "write": CircuitBreaker(clock, cooldown_s=cooldown_s),
+        }
         self._change = threading.Condition()
         self._reads: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._writes: deque[Write | Callable[[], None]] = deque()
+        self._writes: deque[QueuedWrite | Callable[[], None]] = deque()
         self._pending: dict[bytes, bool] = {}  # keys whose records wait to be written, and whether to retain them
         self._pending_bytes = 0
         self._writing = False
@@ -94,7 +97,7 @@ class Lane:
         return False
 
     def read(self, priority: int, work: Callable[[], None]) -> bool:
-        """Let a reader thread do this, smaller priorities first; False once the lane is closed."""
+        """Let a reader thread do this, smaller priorities first; False once the channel is closed."""
         with self._change:
             if self._closed:
                 return False
@@ -143,15 +146,15 @@ class Lane:
 
     # Writing behind.
 
-    def write(self, write: Write) -> bool:
+    def write(self, write: QueuedWrite) -> bool:
         """Queue a record; False, and counted, where it cannot be."""
         with self._change:
             if write.key in self._pending:
-                self._pending[write.key] |= write.facts.retain
+                self._pending[write.key] |= write.info.retain
                 return True
             reason = "closed" if self._closed else "queue_full" if self._full(write.nbytes) else ""
             if not reason:
-                self._pending[write.key] = write.facts.retain
+                self._pending[write.key] = write.info.retain
                 self._pending_bytes += write.nbytes
                 self._queue(write)
         if reason:
@@ -176,7 +179,7 @@ class Lane:
         self.flush(self._close_s)
         with self._change:
             self._closed = True
-            left = sum(isinstance(one, Write) for one in self._writes)
+            left = sum(isinstance(one, QueuedWrite) for one in self._writes)
             self._writes.clear()
             self._change.notify_all()
         self._metrics.add(DROPPED, left, tier=self.name, reason="closed")
@@ -194,7 +197,7 @@ class Lane:
         over = self._pending_bytes > 0 and self._pending_bytes + nbytes > self._queue_bytes
         return over or len(self._writes) >= self._queue_records
 
-    def _queue(self, item: Write | Callable[[], None]) -> None:
+    def _queue(self, item: QueuedWrite | Callable[[], None]) -> None:
         self._writes.append(item)
         self._start()
         self._change.notify_all()
@@ -229,7 +232,7 @@ class Lane:
                     return
                 item = self._writes.popleft()
                 self._writing = True
-            self._safely(lambda item=item: self._write(item) if isinstance(item, Write) else self._small(item))  # type: ignore[misc]
+            self._safely(lambda item=item: self._write(item) if isinstance(item, QueuedWrite) else self._small(item))  # type: ignore[misc]
             del item
             with self._change:
                 self._writing = False
@@ -248,7 +251,7 @@ class Lane:
         except StoreError as error:
             _log.info("the %s tier did not hear of a use: %s", self.name, error)
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: QueuedWrite) -> None:
         try:
             if not self.open_to("write"):
                 raise StoreError("down", "the tier is left alone for a while")
@@ -265,14 +268,14 @@ class Lane:
                 self._pending.pop(write.key, None)
                 self._pending_bytes -= write.nbytes
 
-    def _put(self, write: Write) -> int:
+    def _put(self, write: QueuedWrite) -> int:
         with self._change:
             retain = self._pending[write.key]
         if not retain and self.tier.has([write.key])[0]:  # a bias to stay is worth another write
             self.tier.touch([write.key])
             return 0
-        facts = Facts(write.facts.tenant, write.facts.kind, retain)
-        evicted = self.tier.put(write.key, write.encode(), facts)
+        info = RecordInfo(write.info.tenant, write.info.kind, retain)
+        evicted = self.tier.put(write.key, write.encode(), info)
         self._metrics.add(WRITTEN, tier=self.name)
         self._show()
         return evicted

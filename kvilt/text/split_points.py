@@ -27,7 +27,7 @@ _BEHIND_LINE = f"(?<={_SHOWN}\n)(?={_WORD})"
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class SplitPoints:
     """The places where texts may be cut, as a pattern that matches nothing there."""
 
     place: re.Pattern[str]
@@ -56,7 +56,7 @@ class Cuts:
         return text[start + 1 : stop] if start and self.drops_space else text[start:stop]
 
 
-def find_cuts(core: Core) -> Cuts | None:
+def find_split_points(core: Core) -> SplitPoints | None:
     """The cuts of a pipeline; None where none are proved."""
     added = list(core.get_added_tokens_decoder().values())
     if any(not token.special and (token.lstrip or token.rstrip or token.single_word) for token in added):
@@ -65,7 +65,7 @@ def find_cuts(core: Core) -> Cuts | None:
     normalizers, splits = steps(core.normalizer), steps(core.pre_tokenizer)
     if composes(normalizers) and _cuts_words(splits):
         place = re.compile(f"{_BEFORE_SPACE}|{_BEHIND_LINE}")
-        return None if any(map(place.search, contents)) else Cuts(place)
+        return None if any(map(place.search, contents)) else SplitPoints(place)
     # A split at spaces finds none where blocks are written for them.
     whole = all(step["type"] == "Split" and step["pattern"] == {"String": " "} for step in splits)
     vocabulary = core.get_vocab()
@@ -76,7 +76,7 @@ def find_cuts(core: Core) -> Cuts | None:
         return None
     # Text behind an added token gets a prefix of its own beside the space that it begins with.
     ends = {text[-1] for text in contents if text} if prefix else set()
-    return Cuts(_between_tokens(vocabulary, contents, ends), prefix)
+    return SplitPoints(_between_tokens(vocabulary, contents, ends), prefix)
 
 
 def _cuts_words(splits: list[Mapping[str, Any]]) -> bool:

@@ -33,7 +33,7 @@ class _Tenant:
         return next(iter(self.plain or self.retained))
 
 
-class Ledger:
+class TenantLRU:
     """Sizes and order of what a tier holds. Not for several threads at once."""
 
     def __init__(self, budget: Budget) -> None:

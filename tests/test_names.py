@@ -1,0 +1,68 @@
+"""One name, one class: no public class name stands for two classes of the package. Old names still lead to the new."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "kvilt"
+# Names that still have two classes. An entry leaves with its second class, and none is added.
+TWICE: frozenset[str] = frozenset(
+    {
+        "Ask",
+        "Certificate",
+        "Choice",
+        "Chunks",
+        "Document",
+        "Handles",
+        "Limits",
+        "Listener",
+        "Match",
+        "Pages",
+        "Part",
+        "Place",
+        "Run",
+        "Scope",
+        "Scores",
+        "Tally",
+        "Turn",
+        "Usage",
+    }
+)
+RENAMED = [
+    ("kvilt.sampling.grammar", "Limits", "GrammarLimits"),
+    ("kvilt.store.store", "Limits", "StoreLimits"),
+]
+
+
+def classes() -> dict[str, list[str]]:
+    """Public classes by name, with the modules that define them, also inside of functions and classes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    return found
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    twice = {name: places for name, places in classes().items() if len(places) > 1 and name not in TWICE}
+    assert twice == {}
+
+
+def test_every_exception_is_still_needed() -> None:
+    known = classes()
+    assert {name for name in TWICE if len(known.get(name, ())) < 2} == set()
+
+
+@pytest.mark.parametrize(("module", "old", "new"), RENAMED)
+def test_an_old_name_leads_to_the_new_one_with_a_warning(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=new):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        _ = found.NoSuchName
