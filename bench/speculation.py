@@ -32,7 +32,7 @@ from typing import Any
 
 import kvilt
 from kvilt.llm import LLM, Completion
-from kvilt.sampling.sampler import SampleState
+from kvilt.sampling.sampler import SamplingState
 from kvilt.speculative.drafter import Draft, Drafter, Story
 from kvilt.speculative.model import ModelDrafter
 from kvilt.speculative.ngram import NgramDrafter
@@ -105,7 +105,7 @@ class Wrong:
 
     most, hopes = 8, (0.5,)
 
-    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:  # noqa: ARG002
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:  # noqa: ARG002
         return Story(ids, state)
 
     def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:

@@ -14,23 +14,16 @@ PACKAGE = Path(__file__).parent.parent / "kvilt"
 TWICE: frozenset[str] = frozenset(
     {
         "Ask",
-        "Certificate",
         "Choice",
-        "Chunks",
         "Document",
-        "Handles",
         "Limits",
-        "Listener",
         "Match",
-        "Pages",
         "Part",
         "Place",
         "Run",
         "Scope",
-        "Scores",
         "Tally",
         "Turn",
-        "Usage",
     }
 )
 RENAMED = [

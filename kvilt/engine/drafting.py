@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..metrics import Counter, Metrics
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 from ..speculative.allot import CREDIT, Wish, allot, moved, possible, probe
 from ..speculative.cost import Cost, Price
 from ..speculative.drafter import Draft, Drafter, Story
@@ -117,7 +117,7 @@ class Drafting:
     def _ahead(self, sample: Sample, price: Price) -> float:
         return self._ahead_s.get(sample, CREDIT * price.plain_s)
 
-    def _try_begin(self, track: Track, state: SampleState) -> Course | None:
+    def _try_begin(self, track: Track, state: SamplingState) -> Course | None:
         """A sample's drafts; None if it wants none, or if its drafter fails: then it is drawn without any."""
         try:
             course = self._begin(track, state)
@@ -127,7 +127,7 @@ class Drafting:
         track.undrafted = course is None
         return course
 
-    def _begin(self, track: Track, state: SampleState) -> Course | None:
+    def _begin(self, track: Track, state: SamplingState) -> Course | None:
         """A sample's drafts; None if it wants none."""
         asked, first = state.params.draft_tokens, track.job.first
         if asked == 0:

@@ -16,7 +16,7 @@ from ..batch import Batch, Last, Logits, Row, Scores
 from ..errors import NumericsError
 from ..executor.executor import Executor
 from ..sampling.accept import DraftRun, accept
-from ..sampling.sampler import SampleState, TokenLogprobs
+from ..sampling.sampler import SamplingState, TokenLogprobs
 from .isolation import INTERRUPTS, contained
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Task:
     """A row, and who draws from its logits; they draw the token at `position`."""
 
     row: Row
-    drawing: Sequence[SampleState]
+    drawing: Sequence[SamplingState]
     position: int
     drafts: Sequence[int] = ()  # the row's last tokens: what the one that draws may draw
     hears: Callable[[Row, Logits, int], None] | None = None  # wants all that came of the row, by its place

@@ -15,7 +15,7 @@ from ..executor.executor import Executor
 from ..executor.lora import check_maker
 from ..kv.cache import KVCache
 from ..kv.trail import Scope, Trail
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 from .discovery import discovered, wants_discovery
 from .event import Listener
 from .plan import Detour, Sample
@@ -69,7 +69,7 @@ def _job(
         request.params.validate_vocab(executor.spec.vocab_size)
     if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
-        state = SampleState(request.params, history, end_ids=request.end_ids, matcher=matcher)
+        state = SamplingState(request.params, history, end_ids=request.end_ids, matcher=matcher)
     if chunks is not None and lent is None and wants_discovery(request):
         request = discovered(executor, request, chunks, _known(executor, request))
     verdict = _verdict(executor, request, lent, chunks, gate)
@@ -168,7 +168,7 @@ def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int,
     return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
 
 
-def _sample(request: Request, state: SampleState | None, trail: Trail | None, capacity: int) -> Sample:
+def _sample(request: Request, state: SamplingState | None, trail: Trail | None, capacity: int) -> Sample:
     """A request's first sample in counts."""
     prompt = len(request.prompt)
     limit = prompt + 1 if state is None else capacity + 1

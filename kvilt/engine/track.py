@@ -14,7 +14,7 @@ from ..executor.executor import Executor
 from ..executor.lora import Hold
 from ..kv.cache import KVCache
 from ..kv.trail import Trail
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 from .drafting import Course
 from .event import Listener
 from .isolation import contained
@@ -58,7 +58,7 @@ class Track:
 
     sample: Sample
     ids: list[int]  # prompt and drawn
-    state: SampleState | None  # None where nothing is drawn
+    state: SamplingState | None  # None where nothing is drawn
     trail: Trail | None  # None where its KV is nobody else's business
     scoring: Scoring | None = None
     kv: KVCache | None = None

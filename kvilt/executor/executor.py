@@ -29,7 +29,7 @@ from ..models.adapting import Adapting
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import SamplerOutput, SampleState, is_argmax, sample
+from ..sampling.sampler import SamplerOutput, SamplingState, is_argmax, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import NO_INPUT, InputsLike, RowInput, check_row, read_inputs
 from .lora import Adapters, mark_rows
@@ -120,7 +120,7 @@ class Executor:
             self.metrics.add(ROWS, rows, adapter=name)
         self.metrics.add(TOKENS, batch.num_tokens)
 
-    def sample(self, logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> SamplerOutput:
+    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
         """One token per row of `logits`; the states do not advance."""
         with torch.no_grad():
             return sample(logits, states, positions, self._pool.ops.reductions)
@@ -382,7 +382,7 @@ class Executor:
 
     def _states(
         self, rows: Sequence[RowInput], kv: KVCache, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SampleState]:
+    ) -> list[SamplingState]:
         given = SamplingParams() if params is None else params
         each = [given] * len(rows) if isinstance(given, SamplingParams) else given
         if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
@@ -394,7 +394,7 @@ class Executor:
             _refuse_text(one)
         histories = [[*kv.tokens(i), *row.tokens()] for i, row in enumerate(rows)]
         return [
-            SampleState(one, [token for token in history if isinstance(token, int)])
+            SamplingState(one, [token for token in history if isinstance(token, int)])
             for one, history in zip(each, histories, strict=True)
         ]
 
@@ -402,7 +402,7 @@ class Executor:
         self,
         num_steps: int,
         rows: list[RowInput],
-        states: list[SampleState],
+        states: list[SamplingState],
         kv: KVCache,
         adapters: Sequence[Adapter],
     ) -> list[list[int]]:
@@ -433,7 +433,7 @@ class Executor:
         self,
         pending: Sequence[RowInput],
         active: Sequence[int],
-        states: Sequence[SampleState],
+        states: Sequence[SamplingState],
         kv: KVCache,
         adapters: Sequence[Adapter],
     ) -> list[int]:
@@ -449,7 +449,7 @@ class Executor:
         num_steps: int,
         pending: Sequence[RowInput],
         active: Sequence[int],
-        states: Sequence[SampleState],
+        states: Sequence[SamplingState],
         kv: KVCache,
         adapters: Sequence[Adapter],
     ) -> list[list[int]] | None:

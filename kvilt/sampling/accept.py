@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .sampler import SamplerOutput, SampleState, TokenLogprobs
+from .sampler import SamplerOutput, SamplingState, TokenLogprobs
 
 # Logits [rows, vocab], a state and a position for each row.
-Draw = Callable[[Tensor, Sequence[SampleState], Sequence[int]], SamplerOutput]
+Draw = Callable[[Tensor, Sequence[SamplingState], Sequence[int]], SamplerOutput]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRun:
     """A sample and its rows of logits: behind its last token the one at `row`, behind each draft the next ones."""
 
-    state: SampleState
+    state: SamplingState
     position: int  # of the first token it draws
     row: int
     drafts: Sequence[int] = ()
@@ -79,7 +79,7 @@ def _roll_back(runs: Sequence[DraftRun], begun: Sequence[int]) -> None:
         raise failures[0]
 
 
-def depends_on_history(state: SampleState) -> bool:
+def depends_on_history(state: SamplingState) -> bool:
     """Whether what a sample may draw depends on what it drew before, other than through the logits."""
     return state.params.penalized or state.bans or state.matcher is not None
 
@@ -88,7 +88,7 @@ def _round(logits: Tensor, turns: Sequence[tuple[DraftRun, AcceptedTokens, int]]
     """The next token of each run, and so many ahead as if all drafts were accepted; what was not so is left out."""
     rows: list[int] = []
     positions: list[int] = []
-    states: list[SampleState] = []
+    states: list[SamplingState] = []
     for run, one, ahead in turns:
         done = len(one.tokens)
         rows += range(run.row + done, run.row + done + ahead + 1)

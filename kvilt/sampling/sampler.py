@@ -28,7 +28,7 @@ from .params import SamplingParams
 from .transforms import PenalizedTokens, add_bias_, ban_, mask_, penalize_
 
 
-class SampleState:
+class SamplingState:
     """What one sample of one request remembers between tokens; it advances only by `advance`."""
 
     __slots__ = ("_bad_words", "_folded", "end_ids", "history", "matcher", "params", "sample_index", "seed")
@@ -72,7 +72,7 @@ class SampleState:
             self.matcher.rollback(count)
         self.history.rollback(count)
 
-    def fork(self, sample_index: int | None = None) -> SampleState:
+    def fork(self, sample_index: int | None = None) -> SamplingState:
         """The same state for another sample, or for drafts that may be rejected."""
         other = copy.copy(self)
         other.history = self.history.fork()
@@ -130,7 +130,7 @@ class SamplerOutput:
 
 def sample(
     logits: Tensor,
-    states: Sequence[SampleState],
+    states: Sequence[SamplingState],
     positions: Sequence[int],
     reductions: Reductions | None = None,
 ) -> SamplerOutput:
@@ -154,7 +154,7 @@ def sample(
     return SamplerOutput(tokens, _logprobs(logits, tokens, states, reductions))
 
 
-def _check(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> None:
+def _check(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     if logits.dim() != 2 or not len(states) == len(positions) == len(logits):
         raise InputError(
             f"sample takes logits [rows, vocab] with one state and one position per row, "
@@ -182,13 +182,13 @@ def _refuse(peak: Sequence[float], rows: Sequence[int]) -> None:
         raise NumericsError([row for row, score in zip(rows, peak, strict=True) if not math.isfinite(score)])
 
 
-def is_argmax(state: SampleState) -> bool:
+def is_argmax(state: SamplingState) -> bool:
     """Whether the next token is simply the likeliest one."""
     return state.params.greedy and not _edited(state)
 
 
 def _choose(
-    logits: Tensor, states: Mapping[int, SampleState], keys: Mapping[int, int], reductions: Reductions | None
+    logits: Tensor, states: Mapping[int, SamplingState], keys: Mapping[int, int], reductions: Reductions | None
 ) -> dict[int, int]:
     """The tokens of rows that need more than the argmax of their logits; `keys` of those that draw."""
     edited = [row for row, state in states.items() if _edited(state)]
@@ -209,7 +209,7 @@ def _choose(
     return tokens
 
 
-def _edited(state: SampleState) -> bool:
+def _edited(state: SamplingState) -> bool:
     """Whether some scores of the row are changed before it is drawn from."""
     return state.params.penalized or bool(state.params.logit_bias) or state.bans or state.matcher is not None
 
@@ -218,7 +218,7 @@ def _draw(
     scores: Tensor,
     at: Sequence[int],
     rows: Sequence[int],
-    states: Mapping[int, SampleState],
+    states: Mapping[int, SamplingState],
     keys: Mapping[int, int],
     reductions: Reductions | None,
 ) -> dict[int, int]:
@@ -233,7 +233,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)
 
 
-def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
+def _adjust(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     """Bias, then penalties, on the rows that have them; into `scores`."""
     entries = [(i, token, bias) for i, state in enumerate(states) for token, bias in state.params.logit_bias.items()]
     if entries:
@@ -248,7 +248,7 @@ def _adjust(scores: Tensor, states: Sequence[SampleState]) -> Tensor:
     return scores
 
 
-def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> None:
+def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SamplingState]) -> None:
     """Put out of reach what repeats an n-gram, completes a bad word, ends a sample too early, or breaks its grammar."""
     at = [i for i, state in enumerate(states) if state.bans]
     banned = [states[i].banned() for i in at]
@@ -268,7 +268,7 @@ def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SampleState]) -> 
     mask_(scores, at, allowed)
 
 
-def _touched(scores: Tensor, states: Sequence[SampleState]) -> PenalizedTokens:
+def _touched(scores: Tensor, states: Sequence[SamplingState]) -> PenalizedTokens:
     """The histories of the penalized rows, end to end."""
     rows = [i for i, state in enumerate(states) if state.params.penalized]
     params = [states[i].params for i in rows]
@@ -289,7 +289,7 @@ def _touched(scores: Tensor, states: Sequence[SampleState]) -> PenalizedTokens:
 
 
 def _logprobs(
-    logits: Tensor, tokens: Tensor, states: Sequence[SampleState], reductions: Reductions | None
+    logits: Tensor, tokens: Tensor, states: Sequence[SamplingState], reductions: Reductions | None
 ) -> tuple[TokenLogprobs | None, ...]:
     """Log-probabilities for the rows that want them."""
     tops = {row: state.params.logprobs for row, state in enumerate(states) if state.params.logprobs is not None}

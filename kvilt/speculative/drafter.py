@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,7 @@ class Story:
     """One sample as a drafter sees it."""
 
     ids: Sequence[int]  # prompt and drawn; grows in place, and never shrinks
-    state: SampleState  # how it draws: a drafter may advance it, and takes back what it advanced
+    state: SamplingState  # how it draws: a drafter may advance it, and takes back what it advanced
     memory: Any = None  # the drafter's own
 
 
@@ -44,7 +44,7 @@ class Drafter(Protocol):
         """For each grade how likely one more token of a draft is accepted, until that is known better."""
         ...
 
-    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
         """A sample that may want drafts; `parent` is the one it was forked off."""
         ...
 

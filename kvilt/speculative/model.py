@@ -17,7 +17,7 @@ from ..errors import Cancelled, KviltError, PoolExhausted, TruncateError
 from ..executor.executor import STEP_TOKENS, Executor
 from ..kv.cache import KVCache
 from ..sampling.accept import depends_on_history
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 from .drafter import Draft, Story
 
 
@@ -66,7 +66,7 @@ class ModelDrafter:
     def hopes(self) -> Sequence[float]:
         return (0.7,)
 
-    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
         near: Memory | None = parent.memory if parent is not None else None
         kv = self._executor.create_kv_cache() if near is None else near.kv.fork_to(near.kv.shared_prefix(ids))
         return Story(ids, state, Memory(kv, len(ids)))

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
-from ..sampling.sampler import SampleState
+from ..sampling.sampler import SamplingState
 from .drafter import Draft, Story
 from .suffix import SuffixIndex
 
@@ -34,7 +34,7 @@ class NgramDrafter:
     def hopes(self) -> Sequence[float]:
         return _HOPES
 
-    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:  # noqa: ARG002
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:  # noqa: ARG002
         return Story(ids, state, SuffixIndex())
 
     def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:

@@ -36,7 +36,7 @@ from kvilt.sampling.constraint import Regex
 from kvilt.sampling.grammar import Compiler, Matcher
 from kvilt.sampling.history import History
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import SampleState
+from kvilt.sampling.sampler import SamplingState
 from kvilt.speculative.ngram import NgramDrafter
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
@@ -45,7 +45,7 @@ END = VOCAB - 1
 GRAMMAR = Compiler([bytes([65 + i]) for i in range(VOCAB - 1)] + [b""], [END]).compile(Regex("[A-Z]{3}([a-z]+[A-F])*"))
 
 # Everything that a step calls on behalf of one request. Closing is not among them: what ends a request is our own.
-OWNED: tuple[type, ...] = (SampleState, Matcher, History, Scoring, Blending, Ear, KVCache, PrefixIndex, NgramDrafter)
+OWNED: tuple[type, ...] = (SamplingState, Matcher, History, Scoring, Blending, Ear, KVCache, PrefixIndex, NgramDrafter)
 NEVER = {"close", "forget", "clear", "holders"}
 # Called after the work is done, these make or hold pages, which a fault there would lose.
 MAKES_PAGES = {"fork", "forks", "open", "begin", "reserve", "insert"}

@@ -22,7 +22,7 @@ from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.reduce import NativeReductions
 from kvilt.sampling.draw import draw, draws_of
 from kvilt.sampling.noise import fold_seed, row_key
-from kvilt.sampling.sampler import SampleState, sample
+from kvilt.sampling.sampler import SamplingState, sample
 
 INF, NAN = float("inf"), float("nan")
 Every = dict[tuple[str, int], NativeReductions]
@@ -275,7 +275,7 @@ def test_a_model_draws_what_torch_draws_from_its_logits(llm: LLM, fields: dict[s
     params = SamplingParams.of(temperature=0.9, seed=3, logprobs=4, **fields)
     done = llm.generate(PROMPT, params, max_tokens=12)
     prompt = llm.tokenizer.encode(PROMPT)
-    state, given = SampleState(params, prompt), prompt
+    state, given = SamplingState(params, prompt), prompt
     with llm.executor.create_kv_cache() as kv:
         for token, logprobs in zip(done.token_ids, done.logprobs or [], strict=True):
             logits = llm.executor.step(given, kv)

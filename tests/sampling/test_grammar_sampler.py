@@ -26,21 +26,21 @@ from kvilt.executor.executor import Executor
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
 from kvilt.sampling.grammar import Compiler, GrammarLimits
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import SampleState, sample
+from kvilt.sampling.sampler import SamplingState, sample
 
 WIDTH = len(BYTES) + 6  # a padded output layer
 compiler = byte_compiler()
 
 
-def state(constraint: Constraint | None, text: str = "", **fields: Any) -> SampleState:
+def state(constraint: Constraint | None, text: str = "", **fields: Any) -> SamplingState:
     matcher = None if constraint is None else compiler.compile(constraint).matcher()
-    made = SampleState(SamplingParams(grammar=constraint, **fields), (), end_ids=[END], matcher=matcher)
+    made = SamplingState(SamplingParams(grammar=constraint, **fields), (), end_ids=[END], matcher=matcher)
     for byte in text.encode():
         made.advance(byte)
     return made
 
 
-def drawn(logits: torch.Tensor, *states: SampleState, at: int = 5) -> list[int]:
+def drawn(logits: torch.Tensor, *states: SamplingState, at: int = 5) -> list[int]:
     tokens: list[int] = sample(logits, states, [at] * len(states)).tokens.tolist()
     return tokens
 
@@ -75,7 +75,7 @@ def test_rows_with_and_without_grammars_do_not_see_each_other(fields: dict[str, 
     logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     kept = logits.clone()
 
-    def states() -> list[SampleState]:
+    def states() -> list[SamplingState]:
         return [
             state(None, "zz", **fields),
             state(JsonSchema({"type": "integer"}), "1", **fields),
@@ -125,7 +125,7 @@ def test_a_row_without_a_token_left_is_named() -> None:
 def test_a_row_whose_grammar_is_over_its_limits_is_named() -> None:
     strict = byte_compiler(limits=GrammarLimits(step_items=60))
     grammar = strict.compile(Lark("start: a\na: a a | /[ab]/ | /[bc]/"))
-    bad = SampleState(SamplingParams(grammar=grammar.constraint), (), matcher=grammar.matcher())
+    bad = SamplingState(SamplingParams(grammar=grammar.constraint), (), matcher=grammar.matcher())
     for _ in range(24):
         bad.advance(ord("b"))
     with pytest.raises(GrammarFailed) as caught:
@@ -163,9 +163,9 @@ def test_a_state_takes_drafts_back_with_its_matcher_and_its_penalties() -> None:
 
 def test_a_grammar_needs_its_matcher_and_a_matcher_its_grammar() -> None:
     with pytest.raises(ParamError, match="grammar"):
-        SampleState(SamplingParams(grammar=Regex("a")))
+        SamplingState(SamplingParams(grammar=Regex("a")))
     with pytest.raises(ParamError, match="grammar"):
-        SampleState(SamplingParams(), matcher=compiler.compile(Regex("a")).matcher())
+        SamplingState(SamplingParams(), matcher=compiler.compile(Regex("a")).matcher())
 
 
 # A tiny random model, whose tokens are taken to spell JSON.

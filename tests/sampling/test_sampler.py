@@ -30,7 +30,7 @@ from kvilt.errors import InputError, NoTokenLeft, NumericsError, ParamError
 from kvilt.ops.native.backend import NativeOps
 from kvilt.sampling.noise import gumbel
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import SamplerOutput, SampleState, sample, token_logprobs
+from kvilt.sampling.sampler import SamplerOutput, SamplingState, sample, token_logprobs
 
 INF, NAN = float("inf"), float("nan")
 VOCAB = 5_000
@@ -80,21 +80,21 @@ FIELDS: list[dict[str, object]] = [
 END_IDS = (40, 41)
 
 
-def state(fields: dict[str, object], index: int = 0) -> SampleState:
+def state(fields: dict[str, object], index: int = 0) -> SamplingState:
     params = SamplingParams.of(**{"seed": 42, **fields})
-    made = SampleState(params, prompt_ids=range(0, 600, 7), sample_index=index, end_ids=END_IDS)
+    made = SamplingState(params, prompt_ids=range(0, 600, 7), sample_index=index, end_ids=END_IDS)
     for token in (5, 5, 7, 1_000, 3):
         made.advance(token)
     return made
 
 
-def mixed_batch(scale: float = 3.0) -> tuple[Tensor, list[SampleState], list[int]]:
+def mixed_batch(scale: float = 3.0) -> tuple[Tensor, list[SamplingState], list[int]]:
     logits = torch.randn(len(FIELDS), VOCAB, generator=torch.Generator().manual_seed(9)) * scale
     logits[:, VOCAB - 50 :] = -INF  # padded vocabulary
     return logits, [state(fields) for fields in FIELDS], [100 + row for row in range(len(FIELDS))]
 
 
-def hugging_face(logits: Tensor, own: SampleState) -> Tensor:
+def hugging_face(logits: Tensor, own: SamplingState) -> Tensor:
     """The processors as `generate` orders them; presence and frequency follow repetition."""
     p, scores, ids = own.params, logits[None], torch.tensor([own.history.ids])
     if p.logit_bias:
@@ -114,7 +114,7 @@ def hugging_face(logits: Tensor, own: SampleState) -> Tensor:
     return scores[0]
 
 
-def hugging_face_bans(own: SampleState) -> list[LogitsProcessor]:
+def hugging_face_bans(own: SamplingState) -> list[LogitsProcessor]:
     p, processors = own.params, list[LogitsProcessor]()
     if p.no_repeat_ngram_size:
         processors.append(NoRepeatNGramLogitsProcessor(p.no_repeat_ngram_size))
@@ -189,7 +189,7 @@ def test_a_half_precision_row_is_sampled_as_its_float32_values() -> None:
 
 
 def draws(logits: Sequence[float], positions: Sequence[int], index: int = 0, **fields: object) -> Tensor:
-    own = SampleState(SamplingParams.of(**{"temperature": 1.0, "seed": 1, **fields}), sample_index=index)
+    own = SamplingState(SamplingParams.of(**{"temperature": 1.0, "seed": 1, **fields}), sample_index=index)
     return sample(torch.tensor([logits] * len(positions)), [own] * len(positions), positions).tokens
 
 
@@ -229,7 +229,7 @@ def test_draws_follow_the_softmax_of_the_transformed_logits(fields: dict[str, ob
     """40,000 positions of a fixed seed: the outcome is fixed too, so this cannot flake."""
     tokens = draws(LOGITS, range(40_000), **fields)  # type: ignore[arg-type]
     params = {name: value for name, value in fields.items() if name != "index"}
-    own = SampleState(SamplingParams.of(**{"temperature": 1.0, **params}))
+    own = SamplingState(SamplingParams.of(**{"temperature": 1.0, **params}))
     probs = hugging_face(torch.tensor(LOGITS), own).double().softmax(-1)
     assert p_value(tokens, probs) > 1e-3
 
@@ -241,7 +241,7 @@ def test_the_chi_square_check_notices_a_wrong_distribution() -> None:
 
 def test_draws_over_seeds_at_one_position_follow_the_softmax() -> None:
     logits = torch.tensor([LOGITS] * 5_000)
-    states = [SampleState(SamplingParams(temperature=1.0, seed=seed)) for seed in range(5_000)]
+    states = [SamplingState(SamplingParams(temperature=1.0, seed=seed)) for seed in range(5_000)]
     tokens = sample(logits, states, [17] * 5_000).tokens
     assert p_value(tokens, logits[0].double().softmax(-1)) > 1e-3
 
@@ -267,11 +267,11 @@ def test_a_draft_with_the_same_noise_agrees_as_often_as_gumbel_coupling_promises
 
 
 def test_states_without_a_seed_draw_their_own() -> None:
-    seeds = {SampleState(SamplingParams(temperature=1.0)).seed for _ in range(8)}
+    seeds = {SamplingState(SamplingParams(temperature=1.0)).seed for _ in range(8)}
     assert len(seeds) == 8
 
 
-def run(own: SampleState, steps: int) -> list[int]:
+def run(own: SamplingState, steps: int) -> list[int]:
     """A toy model whose logits depend on the last token; commits every token it draws."""
     table = torch.randn(50, 50, generator=torch.Generator().manual_seed(6)) * 2
     for _ in range(steps):
@@ -286,7 +286,7 @@ PENALIZED = SamplingParams(
 
 
 def test_a_fork_of_the_same_sample_repeats_it_and_another_sample_does_not() -> None:
-    own = SampleState(PENALIZED, [1, 2])
+    own = SamplingState(PENALIZED, [1, 2])
     twin, other = own.fork(), own.fork(sample_index=1)
     assert run(own, 20) == run(twin, 20) != run(other, 20)
     assert own.seed == other.seed and other.sample_index == 1
@@ -294,9 +294,9 @@ def test_a_fork_of_the_same_sample_repeats_it_and_another_sample_does_not() -> N
 
 def test_verifying_drafts_in_one_batch_equals_drawing_one_by_one() -> None:
     """Law 10: rows that stand for future positions, with drafts in their histories, draw what a plain run draws."""
-    plain = run(SampleState(PENALIZED, [1, 2]), 6)
+    plain = run(SamplingState(PENALIZED, [1, 2]), 6)
     table = torch.randn(50, 50, generator=torch.Generator().manual_seed(6)) * 2
-    ahead = [SampleState(PENALIZED, [1, 2])]
+    ahead = [SamplingState(PENALIZED, [1, 2])]
     for token in plain[:-1]:
         ahead.append(ahead[-1].fork())
         ahead[-1].advance(token)
@@ -349,7 +349,7 @@ def test_counts_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="position counts from 0"):
         sample(torch.zeros(1, 5), [state({})], [-1])
     with pytest.raises(InputError, match="sample index counts from 0"):
-        SampleState(SamplingParams(), sample_index=-1)
+        SamplingState(SamplingParams(), sample_index=-1)
 
 
 def test_an_empty_batch_gives_no_tokens() -> None:
@@ -378,7 +378,7 @@ def test_bans_are_those_of_hugging_face(
     logits = torch.randn(len(cases), TOKENS, generator=torch.Generator().manual_seed(3))
     states = []
     for params, prompt, generated in cases:
-        states.append(SampleState(params, prompt, end_ids=end_ids))
+        states.append(SamplingState(params, prompt, end_ids=end_ids))
         for token in generated:
             states[-1].advance(token)
     scores = [with_bans(logits[row : row + 1], own) for row, own in enumerate(states)]
@@ -394,7 +394,7 @@ def test_bans_are_those_of_hugging_face(
         assert tokens[row] == int((scores[row] + noise).argmax())
 
 
-def with_bans(logits: Tensor, own: SampleState) -> Tensor:
+def with_bans(logits: Tensor, own: SamplingState) -> Tensor:
     ids = torch.tensor([own.history.ids], dtype=torch.long)
     for processor in hugging_face_bans(own):
         logits = processor(ids, logits)
@@ -410,7 +410,7 @@ def test_a_row_without_a_token_left_is_named_by_its_place_in_the_batch() -> None
 
 
 def test_end_ids_are_out_of_reach_until_min_tokens_are_generated() -> None:
-    own = SampleState(SamplingParams(min_tokens=3, stop_token_ids=[2]), [2, 5], end_ids=[5, 10_000])
+    own = SamplingState(SamplingParams(min_tokens=3, stop_token_ids=[2]), [2, 5], end_ids=[5, 10_000])
     logits = torch.tensor([[0.0, 1.0, 9.0, 0.0, 0.0, 8.0]])
     drawn = []
     for position in range(2, 6):
@@ -421,7 +421,7 @@ def test_end_ids_are_out_of_reach_until_min_tokens_are_generated() -> None:
 
 
 def test_a_fork_keeps_bans_and_end_ids() -> None:
-    own = SampleState(SamplingParams(min_tokens=2, bad_words_ids=[[4, 1]]), [4], end_ids=[0])
+    own = SamplingState(SamplingParams(min_tokens=2, bad_words_ids=[[4, 1]]), [4], end_ids=[0])
     fork = own.fork(sample_index=2)
     logits = torch.tensor([[9.0, 8.0, 7.0, 0.0, 0.0]])
     assert sample(logits, [fork], [1]).tokens.tolist() == [2]
@@ -435,7 +435,7 @@ def test_a_fork_keeps_bans_and_end_ids() -> None:
 
 def test_bad_words_as_text_are_refused_where_there_is_no_tokenizer() -> None:
     with pytest.raises(ParamError, match=r"bad_words: is text.*bad_words_ids"):
-        SampleState(SamplingParams(bad_words=["word"]))
+        SamplingState(SamplingParams(bad_words=["word"]))
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_the_transforms() -> None:

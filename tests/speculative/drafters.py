@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from kvilt.sampling.sampler import SampleState
+from kvilt.sampling.sampler import SamplingState
 from kvilt.speculative.cost import Cost, Price
 from kvilt.speculative.drafter import Draft, Story
 
@@ -35,7 +35,7 @@ class Oracle:
     def hopes(self) -> Sequence[float]:
         return (0.9,)
 
-    def begin(self, ids: Sequence[int], state: SampleState, parent: Story | None = None) -> Story:
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
         self.live += 1
         return Story(ids, state, tuple(state.history.ids[: state.history.prompt_tokens]))
 

@@ -14,7 +14,7 @@ from kvilt.errors import NumericsError
 from kvilt.sampling.accept import DraftRun, accept
 from kvilt.sampling.constraint import Regex
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import SamplerOutput, SampleState, sample
+from kvilt.sampling.sampler import SamplerOutput, SamplingState, sample
 
 VOCAB = 24
 
@@ -23,7 +23,7 @@ def logits_of(rows: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def one_by_one(logits: Tensor, state: SampleState, position: int) -> list[int]:
+def one_by_one(logits: Tensor, state: SamplingState, position: int) -> list[int]:
     """What a state draws from these rows, each behind the one before."""
     own, tokens = state.fork(), []
     for row in range(len(logits)):
@@ -36,7 +36,7 @@ def one_by_one(logits: Tensor, state: SampleState, position: int) -> list[int]:
 @pytest.mark.parametrize("good", range(6))
 def test_drafts_are_accepted_up_to_the_first_that_is_not_drawn(fields: dict[str, object], good: int) -> None:
     logits = logits_of(6)
-    state = SampleState(SamplingParams.of(temperature=1.0, seed=3, **fields), [1, 2], end_ids=[VOCAB - 1])
+    state = SamplingState(SamplingParams.of(temperature=1.0, seed=3, **fields), [1, 2], end_ids=[VOCAB - 1])
     drawn = one_by_one(logits, state, 2)
     drafts = [*drawn[:good], *[(token + 1) % VOCAB for token in drawn[good:]]][:5]
     (result,) = accept(logits, [DraftRun(state, 2, 0, drafts)], sample)
@@ -48,14 +48,14 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_drawn(fields: dict[str,
 def test_an_end_token_ends_a_run() -> None:
     logits = torch.full((4, VOCAB), -9.0)
     logits[range(4), [5, 7, 6, 6]] = 9.0
-    state = SampleState(SamplingParams(), [1], end_ids=[7])
+    state = SamplingState(SamplingParams(), [1], end_ids=[7])
     (result,) = accept(logits, [DraftRun(state, 1, 0, [5, 7, 6])], sample)
     assert result.tokens == [5, 7]
 
 
 def test_runs_of_different_lengths_share_a_draw() -> None:
     logits = logits_of(7, seed=4)
-    states = [SampleState(SamplingParams(temperature=1.0, seed=i, presence_penalty=i / 2), [i]) for i in range(3)]
+    states = [SamplingState(SamplingParams(temperature=1.0, seed=i, presence_penalty=i / 2), [i]) for i in range(3)]
     drawn = [
         one_by_one(logits[rows], state, 9) for state, rows in zip(states, ([0, 1, 2], [3], [4, 5, 6]), strict=True)
     ]
@@ -65,7 +65,7 @@ def test_runs_of_different_lengths_share_a_draw() -> None:
 
 def test_a_grammar_follows_and_comes_back() -> None:
     grammar = byte_compiler().compile(Regex("[ab]{3}c[0-9]+"))
-    state = SampleState(
+    state = SamplingState(
         SamplingParams(temperature=1.0, seed=5, grammar=Regex("[ab]{3}c[0-9]+")), matcher=grammar.matcher()
     )
     logits = logits_of(6, len(BYTES), 2)
@@ -82,7 +82,7 @@ def test_a_grammar_follows_and_comes_back() -> None:
 def test_what_is_wrong_behind_a_rejected_draft_is_not_there() -> None:
     logits = logits_of(3)
     logits[2] = math.nan
-    state = SampleState(SamplingParams())
+    state = SamplingState(SamplingParams())
     first = int(logits[0].argmax())
     wrong = [(first + 1) % VOCAB, 0]
     with pytest.raises(NumericsError):
@@ -101,7 +101,7 @@ def test_the_distribution_is_that_of_plain_sampling() -> None:
     expected = torch.softmax(logits[1].double(), -1)
     counts, runs = torch.zeros(8, dtype=torch.float64), 0
     for seed in range(6000):
-        state = SampleState(SamplingParams(temperature=1.0, seed=seed))
+        state = SamplingState(SamplingParams(temperature=1.0, seed=seed))
         (drawn,) = accept(logits, [DraftRun(state, 0, 0, [first])], sample)
         if len(drawn.tokens) == 2:  # the draft was accepted
             counts[drawn.tokens[1]] += 1
@@ -116,12 +116,12 @@ def test_the_distribution_is_that_of_plain_sampling() -> None:
 def test_rows_are_looked_at_once_for_what_has_no_memory() -> None:
     calls = 0
 
-    def counted(logits: Tensor, states: Sequence[SampleState], positions: Sequence[int]) -> SamplerOutput:
+    def counted(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
         nonlocal calls
         calls += 1
         return sample(logits, states, positions)
 
     logits = logits_of(5)
     drafts = logits.argmax(-1).tolist()[:4]
-    accept(logits, [DraftRun(SampleState(SamplingParams()), 0, 0, drafts)], counted)
+    accept(logits, [DraftRun(SamplingState(SamplingParams()), 0, 0, drafts)], counted)
     assert calls == 1
