@@ -18,7 +18,7 @@ from typing import Any
 import kvilt
 from kvilt import LLM, SamplingParams
 from kvilt.engine.engine import Engine
-from kvilt.engine.track import Job
+from kvilt.engine.sequence import Job
 from kvilt.llm.answer import Answer
 
 

@@ -21,7 +21,7 @@ from kvilt import LLM, SamplingParams
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import PREEMPTIONS, PREFIX_HITS
 from kvilt.engine.engine import Engine
-from kvilt.engine.event import Ended, Event, Token
+from kvilt.engine.event import Ended, Event, TokenEvent
 from kvilt.engine.request import Request
 
 STORY = (
@@ -48,7 +48,7 @@ class Ear:
         self.end: Ended | None = None
 
     def hear(self, event: Event) -> bool:
-        if isinstance(event, Token):
+        if isinstance(event, TokenEvent):
             self.tokens.append(event.token)
         elif isinstance(event, Ended):
             assert self.end is None, "a sample ends once"

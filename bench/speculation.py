@@ -33,7 +33,7 @@ from typing import Any
 import kvilt
 from kvilt.llm import LLM, Completion
 from kvilt.sampling.sampler import SamplingState
-from kvilt.speculative.drafter import Draft, Drafter, Story
+from kvilt.speculative.drafter import Draft, DraftContext, Drafter
 from kvilt.speculative.model import ModelDrafter
 from kvilt.speculative.ngram import NgramDrafter
 
@@ -105,13 +105,13 @@ class Wrong:
 
     most, hopes = 8, (0.5,)
 
-    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:  # noqa: ARG002
-        return Story(ids, state)
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:  # noqa: ARG002
+        return DraftContext(ids, state)
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         return [Draft([story.ids[0]] * count) for story, count in zip(stories, k, strict=True)]
 
-    def forget(self, story: Story) -> None:
+    def forget(self, story: DraftContext) -> None:
         pass
 
     def close(self) -> None:

@@ -48,13 +48,13 @@ class Hidden:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledIds:
     """Ids still on the device, so that a step can be prepared before the last one is read."""
 
     ids: Tensor  # [tokens] int64
 
 
-Source = Ids | Embeds | Hidden | Sampled
+Source = Ids | Embeds | Hidden | SampledIds
 
 # What a row wants back.
 
@@ -156,7 +156,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CacheSnapshot:
     """A cache row as it was when the batch was made."""
 
     row: CacheRow
@@ -171,7 +171,7 @@ class Batch:
     starts: tuple[int, ...]  # rows + 1 offsets into the token axis
     segments: tuple[Segment, ...]
     pool: PagePool
-    held: tuple[Held, ...]  # what the page tables above were read from
+    held: tuple[CacheSnapshot, ...]  # what the page tables above were read from
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Batch:
@@ -187,7 +187,9 @@ class Batch:
                 if (key := (id(row.cache), row.cache_row)) in seen:
                     raise InputError("two rows of a batch write to the same row of a cache")
                 seen[key] = None
-            held = tuple(Held(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows))
+            held = tuple(
+                CacheSnapshot(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows)
+            )
             return Batch(tuple(rows), _starts(rows), _segments(rows, pool, layers), pool, held)
 
     @contextmanager
@@ -214,7 +216,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Unrotated:
+class UnrotatedKV:
     """What a layer's attention made of a row, before keys were rotated."""
 
     keys: Tensor  # [tokens, kv_heads, key_dim]
@@ -229,7 +231,7 @@ class Logits:
     starts: tuple[int, ...]  # rows + 1 offsets into values
     scores: Mapping[int, Scores]  # by row
     hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]
-    kv: Mapping[int, Mapping[int, Unrotated]] = field(default_factory=dict)  # by row and layer
+    kv: Mapping[int, Mapping[int, UnrotatedKV]] = field(default_factory=dict)  # by row and layer
     mass: Mapping[int, Tensor] = field(default_factory=dict)  # by row, [last position + 1] float32
 
     def of_row(self, row: int) -> Tensor:
@@ -244,7 +246,7 @@ def token_count(source: Source) -> int:
             return len(ids)
         case Hidden(states):
             return int(states.shape[0])
-        case Sampled(tensor):
+        case SampledIds(tensor):
             return int(tensor.shape[0])
 
 
@@ -255,7 +257,7 @@ def _check_tensors(source: Source) -> None:
             _check_vectors("hidden states", states)
         case Embeds(vectors=vectors):
             _check_vectors("embedding rows", vectors)
-        case Sampled(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
+        case SampledIds(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
             raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
 
 

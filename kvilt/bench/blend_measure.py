@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Nothing, Row
-from ..blend import gate
+from ..blend import quality_gate
 from ..blend.blender import Blending
-from ..blend.chunk import Chunks
-from ..blend.recipe import MEND, Quilt, Recipe
+from ..blend.chunk import ChunkCache
+from ..blend.recipe import MEND, BlendPrompt, Recipe
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -90,7 +90,7 @@ def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = ME
     return [FULL, PREFIX, REUSE, *(BlendMethod(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
 
 
-def quilt_of(llm: LLM, case: BlendCase, context: int) -> Quilt:
+def quilt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
     """System text, documents and question as one chat prompt; documents are cut alike until they fit."""
     asked = FORM.format(question=case.question)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
@@ -103,7 +103,7 @@ def quilt_of(llm: LLM, case: BlendCase, context: int) -> Quilt:
 
 
 def compare(
-    llm: LLM, chunks: Chunks, case: BlendCase, context: int, wanted: Sequence[BlendMethod]
+    llm: LLM, chunks: ChunkCache, case: BlendCase, context: int, wanted: Sequence[BlendMethod]
 ) -> Iterator[BlendOutcome]:
     """The outcome of every method; the whole prefill runs first, whoever asks, because all are compared with it."""
     quilt = quilt_of(llm, case, context)
@@ -113,7 +113,7 @@ def compare(
         yield whole if method == FULL else _measure(llm, chunks, quilt, method, case, truth)[0]
 
 
-def warm(executor: Executor, chunks: Chunks, quilt: Quilt) -> None:
+def warm(executor: Executor, chunks: ChunkCache, quilt: BlendPrompt) -> None:
     """Every document into the store."""
     with executor.call(), executor.create_kv_cache() as kv:
         executor.prefill(list(quilt.ids[: quilt.exact]), kv)
@@ -133,7 +133,9 @@ def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
     return values[0]
 
 
-def blend(executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, kv: KVCache) -> tuple[Tensor, int]:
+def blend(
+    executor: Executor, chunks: ChunkCache, quilt: BlendPrompt, recipe: Recipe, kv: KVCache
+) -> tuple[Tensor, int]:
     """The same by blending, and how many tokens of documents were computed; the cache holds what stands before them."""
     blending = Blending(executor, chunks, quilt, recipe)
     blending.begin(kv)
@@ -148,7 +150,7 @@ def blend(executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, kv: 
 
 
 def _measure(
-    llm: LLM, chunks: Chunks, quilt: Quilt, method: BlendMethod, case: BlendCase, truth: _Truth | None
+    llm: LLM, chunks: ChunkCache, quilt: BlendPrompt, method: BlendMethod, case: BlendCase, truth: _Truth | None
 ) -> tuple[BlendOutcome, _Truth]:
     executor, recomputed = llm.executor, 0
     with executor.call(), executor.create_kv_cache() as kv:
@@ -169,7 +171,7 @@ def _measure(
             prompt=len(quilt.ids),
             reused=quilt.reused,
             recomputed=recomputed,
-            kl=seen.kl if (seen := gate.compare(truth.logits, logits)) is not None else math.nan,
+            kl=seen.kl if (seen := quality_gate.compare(truth.logits, logits)) is not None else math.nan,
             agreement=_agreement(executor, kv, logits, truth.answer[:AGREE_TOKENS]),
             text=text,
         )

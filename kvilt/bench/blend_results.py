@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ..blend.chunk import Chunks
+from ..blend.chunk import ChunkCache
 from ..blend.recipe import MEND
 from ..errors import InputError
 from ..llm import LLM
@@ -86,7 +86,7 @@ def _measured(
         if not missing[name]:
             continue
         with Store(Budget(_STORE_BYTES), chunk_codec=setting.codec) as store:
-            chunks = Chunks(llm.executor, store, llm.documents.behind)
+            chunks = ChunkCache(llm.executor, store, llm.documents.behind)
             for outcome in compare(llm, chunks, case, setting.context, missing[name]):
                 yield ReportLine(name, outcome)
 

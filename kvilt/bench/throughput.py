@@ -13,7 +13,7 @@ import torch
 from ..errors import ParamError
 from ..executor.executor import Executor
 from ..models.spec import ModelSpec
-from ..ops.native.limits import Limits
+from ..ops.native.limits import MachineLimits
 from ..ops.native.limits import measure as measure_limits
 from .cold_start import ColdStart, measure_cold_start
 from .progress import Track
@@ -74,7 +74,7 @@ class BenchReport:
     threads: int
     results: list[WorkloadResult]
     cold: ColdStart | None
-    limits: Limits | None
+    limits: MachineLimits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ def measure(model: str, executor: Executor, plan: BenchPlan, config: dict[str, A
     return BenchReport(model, executor.pool.ops.numerics, threads, results, cold, _better(before, after))
 
 
-def _better(before: Limits | None, after: Limits | None) -> Limits | None:
+def _better(before: MachineLimits | None, after: MachineLimits | None) -> MachineLimits | None:
     """The best of two: a host that moves virtual cores about changes what a machine can do from minute to minute."""
     if before is None or after is None:
         return None
     ops, read = max(before.ops_per_s, after.ops_per_s), max(before.bytes_per_s, after.bytes_per_s)
-    return Limits(before.threads, read, ops)
+    return MachineLimits(before.threads, read, ops)

@@ -8,6 +8,6 @@ from .interfaces import BlendOutput as BlendOutput
 from .interfaces import BlendRetriever as BlendRetriever
 from .interfaces import BlendRetrieverResult as BlendRetrieverResult
 from .interfaces import BlendRetrieverTask as BlendRetrieverTask
+from .key_rotation import KeyRotation as KeyRotation
 from .retriever import StoreRetriever as StoreRetriever
 from .selective import SelectiveBlend as SelectiveBlend
-from .turn import Turn as Turn

@@ -18,22 +18,22 @@ from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..store.layer import LayerKV
 from ..store.loading import Loading
-from .choice import Choice
-from .chunk import Chunks
+from .chunk import ChunkCache
 from .controller import LoadMeter
-from .mend import Mending
-from .place import Placing
-from .recipe import Quilt, Recipe, Strategy
-from .stage import Stage
+from .placement import ChunkPlacement
+from .recipe import BlendPrompt, Recipe, Strategy
+from .repair import KVRepair
+from .row_stage import RowStage
+from .selection import TokenSelection
 
 PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
 MASS_EVERY = 4  # one in so many layers says what the question attends to: those between say the same
-Course = Generator[Stage | None, None, None]  # None: what comes next is not here yet
+Course = Generator[RowStage | None, None, None]  # None: what comes next is not here yet
 _BASE = Base()
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BlendReport:
     """Where the KV of a blended prompt came from."""
 
     computed: int  # outside of documents
@@ -54,8 +54,8 @@ class Blending:
     def __init__(
         self,
         executor: Executor,
-        chunks: Chunks,
-        quilt: Quilt,
+        chunks: ChunkCache,
+        quilt: BlendPrompt,
         recipe: Recipe,
         tenant: str = "",
         adapter: Adapter = _BASE,
@@ -69,7 +69,7 @@ class Blending:
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
-        self._choice = Choice(quilt, recipe, chunks.behind)
+        self._choice = TokenSelection(quilt, recipe, chunks.behind)
         self._tenant = tenant
         self._adapter = adapter
         # An adapter that tokens switch on finds documents as the base model made them.
@@ -87,7 +87,7 @@ class Blending:
         self._placed = 0  # layers
         self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
         self._course: Course | None = None
-        self._stage: Stage | None = None
+        self._stage: RowStage | None = None
         self._awaited = 0  # layers of every document that the course waits for
         self.done = False
 
@@ -187,10 +187,10 @@ class Blending:
         """The same once more, from its beginning."""
         return Blending(self._executor, self._chunks, self.quilt, self.recipe, self._tenant, self._adapter)
 
-    def report(self) -> Report:
+    def report(self) -> BlendReport:
         reused = self.quilt.reused
         computed = len(self.quilt.ids) - self.quilt.exact - reused
-        return Report(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
+        return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
 
     def close(self) -> None:
         """Let go of what was needed on the way; the prompt's cache is its owner's."""
@@ -219,14 +219,14 @@ class Blending:
         for text in self._found:
             if not self._found[text].hit() and not self._came(text):
                 yield from self._make(text)
-        placing = Placing(self._executor, kv, self.quilt.documents)
+        placing = ChunkPlacement(self._executor, kv, self.quilt.documents)
         everything = range(start, len(self.quilt.ids))
         scores: dict[Strategy, Tensor] = {"head": self._choice.heads()}
         lower, hidden = 0, None
         if recipe.needs("deviation"):
             lower = recipe.check_layer + 1
             want = HiddenOut([recipe.check_layer])
-            stage = Stage(kv, everything, self.quilt.ids[start:], LayerSpan(0, lower), want)
+            stage = RowStage(kv, everything, self.quilt.ids[start:], LayerSpan(0, lower), want)
             yield stage
             hidden = torch.cat(stage.hidden)
             stored = yield from self._layer(recipe.check_layer)
@@ -244,7 +244,7 @@ class Blending:
         for factor in (*recipe.gradual[1:], 1.0) if recipe.gradual else ():
             assert hidden is not None
             yield from self._place(placing, lower + 1)
-            stage = Stage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
+            stage = RowStage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
             yield stage
             stored = yield from self._layer(lower)
             scores["deviation"] = self._choice.changed(_values(stage, lower), chosen.tolist(), stored)
@@ -253,7 +253,9 @@ class Blending:
             chosen, lower = kept, lower + 1
         yield from self._finish(kv, placing, chosen, lower, hidden)
 
-    def _finish(self, kv: KVCache, placing: Placing, chosen: Tensor, lower: int, hidden: Tensor | None) -> Course:
+    def _finish(
+        self, kv: KVCache, placing: ChunkPlacement, chosen: Tensor, lower: int, hidden: Tensor | None
+    ) -> Course:
         """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
         positions = _at(chosen, self.quilt.exact)
         source = self._source(positions, None) if hidden is None else hidden
@@ -265,15 +267,15 @@ class Blending:
             yield from self._place(placing, ready)
             if ready >= self._layers:
                 break
-            stage = Stage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, mends)
+            stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, mends)
             yield stage
             source, lower = torch.cat(stage.hidden), ready
-        yield Stage(kv, positions, source, LayerSpan(lower), Last(), joints, mends)
+        yield RowStage(kv, positions, source, LayerSpan(lower), Last(), joints, mends)
 
-    def _mending(self, positions: Sequence[int], placing: Placing) -> Mending | None:
+    def _mending(self, positions: Sequence[int], placing: ChunkPlacement) -> KVRepair | None:
         if not self.recipe.mend:
             return None
-        return Mending(self.quilt.documents, positions, self.recipe.mend, placing, self._stored)
+        return KVRepair(self.quilt.documents, positions, self.recipe.mend, placing, self._stored)
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
@@ -285,7 +287,7 @@ class Blending:
         tail = min(PROBE_TOKENS, len(self.quilt.question))
         span = LayerSpan(lower, layers[-1] + 1)  # what it would say at last is of no interest yet
         joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
-        stage = Stage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
+        stage = RowStage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
         yield stage
         scores["query"] = self._choice.attended(stage.mass)
 
@@ -315,7 +317,7 @@ class Blending:
         """Compute a document standalone and keep it; what the store gives back is what gets blended."""
         behind = self._chunks.behind
         ids = (*behind, *text)
-        stage = Stage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
+        stage = RowStage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
         yield stage
         self._made += len(text)
         layers = [
@@ -333,7 +335,7 @@ class Blending:
             self._scratch.reserve(self.scratch_tokens)
         return self._scratch
 
-    def _layer(self, index: int) -> Generator[Stage | None, None, list[LayerKV]]:
+    def _layer(self, index: int) -> Generator[RowStage | None, None, list[LayerKV]]:
         """One layer of every document; one that turns out to be damaged or late is computed."""
         while True:
             self._awaited = index + 1
@@ -350,7 +352,7 @@ class Blending:
         """A layer that was placed already."""
         return self._found[self._texts[document]].layer(layer)
 
-    def _place(self, placing: Placing, stop: int) -> Course:
+    def _place(self, placing: ChunkPlacement, stop: int) -> Course:
         for index in range(self._placed, stop):
             placing.layer(index, (yield from self._layer(index)))
             self._placed = index + 1
@@ -363,7 +365,7 @@ class Blending:
         return self._meter.ratio(loaded, self._layers, len(self.quilt.ids) - self.quilt.exact, floor)
 
 
-def _values(stage: Stage, layer: int) -> Tensor:
+def _values(stage: RowStage, layer: int) -> Tensor:
     """What a stage's tokens wrote in one layer."""
     return torch.cat([one.values for one in stage.kv[layer]]).cpu()
 

@@ -16,12 +16,12 @@ from ..store.address import Kind, chunk_address, form_of, token_bytes
 from ..store.layer import LayerKV
 from ..store.loading import Loading
 from ..store.store import Store
-from .discover import Scope
-from .finder import Finder
+from .document_finder import DocumentFinder
+from .known_documents import DocumentScope
 from .recipe import Span
 
 
-class Chunks:
+class ChunkCache:
     """The door of a store for one executor's documents."""
 
     def __init__(self, executor: Executor, store: Store, behind: Sequence[int] = ()) -> None:
@@ -35,11 +35,11 @@ class Chunks:
         # Bytes are rounded with the rotation in them; floats of two bytes are what is placed without loss worth it.
         self.dtype = torch.float16 if dtype == torch.int8 else dtype
         self.form = form_of(executor.layout, self.dtype)
-        self._finder = Finder(self._stored, self._there)
+        self._finder = DocumentFinder(self._stored, self._there)
 
     def open(self, ids: Sequence[int], tenant: str = "", maker: str = BASE) -> Loading:
         """Begin to look for a document; its layers arrive in order."""
-        self._finder.known.add(Scope(tenant, maker), ids)  # it will be there: what is not stored gets computed
+        self._finder.known.add(DocumentScope(tenant, maker), ids)  # it will be there: what is not stored gets computed
         return self._store.open_chunk(self._identity(tenant, maker), ids, self.form)
 
     def keep(
@@ -51,7 +51,7 @@ class Chunks:
         maker: str = BASE,
     ) -> Loading:
         """Keep a document that was computed, and give it back as everybody will find it."""
-        self._finder.known.add(Scope(tenant, maker), ids)
+        self._finder.known.add(DocumentScope(tenant, maker), ids)
         return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
 
     def find(self, ids: Sequence[int], tenant: str = "", maker: str = BASE, start: int = 0) -> tuple[Span, ...]:
@@ -59,20 +59,20 @@ class Chunks:
 
         With the first question for a tenant and adapter a thread begins to read what the tiers below memory hold.
         """
-        return self._finder.find(Scope(tenant, maker), ids, start)
+        return self._finder.find(DocumentScope(tenant, maker), ids, start)
 
     def read(self, tenant: str = "", maker: str = BASE) -> None:
         """Begin to read what of a tenant's documents is stored, for `find`."""
-        self._finder.read(Scope(tenant, maker))
+        self._finder.read(DocumentScope(tenant, maker))
 
     def close(self) -> None:
         """Read no more."""
         self._finder.close()
 
-    def _stored(self, scope: Scope) -> Iterator[Sequence[Token]]:
+    def _stored(self, scope: DocumentScope) -> Iterator[Sequence[Token]]:
         return self._store.stored(Kind.CHUNK, self._identity(*scope))
 
-    def _there(self, scope: Scope, ids: Sequence[int]) -> bool:
+    def _there(self, scope: DocumentScope, ids: Sequence[int]) -> bool:
         return self._store.reach([chunk_address(self._identity(*scope), ids, self.form)]) == 1
 
     def _identity(self, tenant: str, maker: str) -> Identity:
@@ -81,4 +81,4 @@ class Chunks:
         return replace(self._executor.pool.identity(), origin=origin, salt=tenant, adapter=maker)
 
     def __repr__(self) -> str:
-        return f"Chunks(dtype={self.dtype}, behind={list(self.behind)}, layers={len(self.form)})"
+        return f"ChunkCache(dtype={self.dtype}, behind={list(self.behind)}, layers={len(self.form)})"

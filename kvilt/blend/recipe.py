@@ -16,7 +16,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StrategyShare:
     """A strategy, and its share of the tokens that are computed again."""
 
     strategy: Strategy
@@ -79,7 +79,7 @@ class Recipe:
         return dataclasses.replace(recipe or cls(), **given)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StrategyShare, ...]:
         """The strategies of the mix, with shares that add up to 1."""
         if not isinstance(self.strategy, str):
             raise ParamError("strategy", f"must be a text like query or head:0.2+query:0.8, not {self.strategy!r}")
@@ -88,7 +88,7 @@ class Recipe:
         total = sum(part.share for part in found)
         if len({part.strategy for part in found}) < len(found):
             raise ParamError("strategy", f"a mix names each strategy once, not {self.strategy!r}")
-        return tuple(Part(part.strategy, part.share / total) for part in found)
+        return tuple(StrategyShare(part.strategy, part.share / total) for part in found)
 
     def needs(self, strategy: Strategy) -> bool:
         return any(part.strategy == strategy for part in self.parts)
@@ -119,7 +119,7 @@ class Recipe:
         return 1 - lower - (1 - lower) * computed - probe
 
 
-def _part(name: str, share: str) -> Part:
+def _part(name: str, share: str) -> StrategyShare:
     if name not in STRATEGIES:
         raise ParamError("strategy", f"{name!r} is not one of {', '.join(STRATEGIES)}")
     try:
@@ -128,7 +128,7 @@ def _part(name: str, share: str) -> Part:
         number = -1.0
     if not 0 < number < float("inf"):
         raise ParamError("strategy", f"the share of {name} must be a number above 0, not {share!r}")
-    return Part(name, number)
+    return StrategyShare(name, number)
 
 
 def _share(name: str, value: object) -> None:
@@ -153,7 +153,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Quilt:
+class BlendPrompt:
     """A prompt with documents in it."""
 
     ids: tuple[int, ...]

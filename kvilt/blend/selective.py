@@ -11,22 +11,22 @@ from torch import Tensor
 from ..errors import InputError, ParamError
 from ..models.spec import Rope
 from .interfaces import BlendExecutor, BlendOutput
+from .key_rotation import KeyRotation, as_key_rotations
 from .select import deviations, merge, select
-from .turn import Turn, as_turns
 
 
 class SelectiveBlend(BlendExecutor):
     """Selects by deviation of values at `check_layer`. One object for each forward batch."""
 
     def __init__(
-        self, ropes: Sequence[Turn | Rope], ratio: float = 0.15, check_layer: int = 1, unrotated: bool = False
+        self, ropes: Sequence[KeyRotation | Rope], ratio: float = 0.15, check_layer: int = 1, unrotated: bool = False
     ) -> None:
         """`ropes` has one entry for each layer; `unrotated` says that retrieved keys were never rotated."""
         if not 0 <= ratio <= 1:
             raise ParamError("ratio", f"must be between 0 and 1, not {ratio!r}")
         if not 0 <= check_layer < len(ropes):
             raise ParamError("check_layer", f"must be one of the layers 0 to {len(ropes) - 1}, not {check_layer!r}")
-        self._turns = as_turns(ropes)
+        self._turns = as_key_rotations(ropes)
         self._ratio = ratio
         self._check_layer = check_layer
         self._unrotated = unrotated

@@ -16,7 +16,7 @@ from typing import Self
 
 from ..errors import BlobError, InputError, TruncateError
 from ..kv.cache import KVCache
-from ..llm import LLM, Completion, Piece, Stream
+from ..llm import LLM, Completion, Stream, TextPiece
 from ..sampling.params import SamplingParams
 from .chat_record import Record, Turn, ids_of, kv_name, read_record, write_record
 
@@ -65,7 +65,7 @@ class Conversation:
 
     # Talking.
 
-    def say(self, text: str, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
+    def say(self, text: str, params: SamplingParams | None = None) -> Generator[TextPiece, None, None]:
         """The answer, piece by piece; afterwards the turn is part of the conversation, and `last` has the numbers.
 
         An answer that is stopped, or whose reader leaves, stays as far as it came; a question without one token of

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, ParamError, Unsupported
-from ..llm import LLM, Warmed, load
-from ..llm.warm import AT_ONCE
+from ..llm import LLM, StoredDocument, load
+from ..llm.warmup import AT_ONCE
 from ..store.counters import DROPPED, EVICTED
 from ..store.layer import layer_bytes
 from ..store.store import Store
@@ -47,7 +47,7 @@ class Document:
 class Tally:
     """What became of the files."""
 
-    done: list[tuple[TextFile, Warmed]] = field(default_factory=list)
+    done: list[tuple[TextFile, StoredDocument]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # why, by name
     lost: dict[str, int] = field(default_factory=dict)  # records that a tier did not take, by tier and reason
     evicted: dict[str, int] = field(default_factory=dict)  # records that left a tier for them

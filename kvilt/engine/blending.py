@@ -11,34 +11,34 @@ from dataclasses import replace
 from ..batch import Last, Nothing
 from ..blend.blender import Blending
 from ..errors import PoolExhausted
-from .forward import Task
-from .gating import overheard
+from .forward import RowTask
 from .isolation import contained, quietly
-from .plan import Detour, Work
-from .track import Track
+from .plan import BlendProgress, Work
+from .quality_checks import with_watcher
+from .sequence import SequenceState
 
 
-class Blends:
+class BlendQueue:
     """The tracks whose blending cannot go on: it has yet to begin, or more of its documents must come first."""
 
     def __init__(
         self,
         wake: Callable[[], None],
-        give_back: Callable[[Track, PoolExhausted], None],
-        fail: Callable[[Track, Exception], None],
+        give_back: Callable[[SequenceState, PoolExhausted], None],
+        fail: Callable[[SequenceState, Exception], None],
     ) -> None:
         """`wake` is called, from any thread, when something has come; the others when a track cannot go on."""
-        self._waiting: dict[Track, None] = {}
+        self._waiting: dict[SequenceState, None] = {}
         self._wake = wake
         self._give_back, self._fail = give_back, fail
 
-    def expect(self, track: Track) -> None:
+    def expect(self, track: SequenceState) -> None:
         """All that stands before its first document is computed."""
         assert track.blending is not None
         track.blending.watch(self._wake)
         self._wait(track)
 
-    def forget(self, track: Track) -> None:
+    def forget(self, track: SequenceState) -> None:
         """It has ended, or gives its pages up."""
         self._waiting.pop(track, None)
 
@@ -63,7 +63,7 @@ class Blends:
             except BaseException as error:
                 self._fail(track, contained(error))
 
-    def took(self, track: Track) -> int | None:
+    def took(self, track: SequenceState) -> int | None:
         """A row of a blending was run. With the last one all of the prompt is there: its tokens, else None.
 
         Nobody else will find that KV: it is not what a whole prefill would have computed.
@@ -79,11 +79,11 @@ class Blends:
         kv.commit([blending.quilt.ids[blending.quilt.exact :]])
         return len(blending.quilt.ids)
 
-    def _wait(self, track: Track) -> None:
+    def _wait(self, track: SequenceState) -> None:
         self._waiting[track] = None
         track.sample.waits = True
 
-    def _go_on(self, track: Track) -> None:
+    def _go_on(self, track: SequenceState) -> None:
         blending = track.blending
         if blending is None or track.kv is None or not track.sample.blends:
             return
@@ -100,7 +100,7 @@ class Blends:
         _count(track)
 
 
-def blend_task(track: Track, work: Work) -> Task:
+def blend_task(track: SequenceState, work: Work) -> RowTask:
     """The next row of a blending; its last one is drawn from like any other."""
     assert track.blending is not None
     row, drawing = track.blending.next(work.count), []
@@ -108,15 +108,15 @@ def blend_task(track: Track, work: Work) -> Task:
         row = replace(row, want=Nothing())
     if track.state is not None and work.draws:
         drawing = [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))]
-    return Task(row, drawing, work.sample.prompt, hears=overheard(track, track.blending.took))
+    return RowTask(row, drawing, work.sample.prompt, hears=with_watcher(track, track.blending.took))
 
 
-def blend_twin(track: Track, parent: Track) -> None:
+def fork_blending(track: SequenceState, parent: SequenceState) -> None:
     """A sample forked off a blended prompt: should it have to begin again, it blends for itself."""
     if parent.blending is not None and parent.sample.detour is not None:
         detour = parent.sample.detour
         track.blending = parent.blending.twin()
-        track.sample.detour = Detour(detour.start, detour.stop, detour.scratch)
+        track.sample.detour = BlendProgress(detour.start, detour.stop, detour.scratch)
 
 
 def _settled(blending: Blending) -> bool:
@@ -128,7 +128,7 @@ def _patience_s(blending: Blending) -> float:
     return quietly(lambda: blending.patience_s, 0.0)
 
 
-def _count(track: Track) -> None:
+def _count(track: SequenceState) -> None:
     """Tell the scheduler what is left."""
     detour, blending = track.sample.detour, track.blending
     assert detour is not None

@@ -11,9 +11,9 @@ from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .drafting import DRAFT_METRICS
 from .event import Reason
-from .gating import GATE_METRICS
+from .quality_checks import GATE_METRICS
 from .scheduler import Scheduler
-from .track import Job, Track
+from .sequence import Job, SequenceState
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Counters:
         self.metrics.set(KV_USAGE, sum(used) / (self.pool.pages * len(used)))
         self.metrics.set(KV_BYTES, used_bytes, tier="memory")
 
-    def began(self, track: Track) -> None:
+    def began(self, track: SequenceState) -> None:
         """A sample has its first row."""
         self.metrics.observe(QUEUED, self.clock() - track.job.arrived_s)
         self.metrics.add(PROMPT_TOKENS, track.sample.prompt)
@@ -89,7 +89,7 @@ class Counters:
             self.metrics.add(PREFIX_QUERIES, track.sample.prompt)
             self.metrics.add(PREFIX_HITS, track.cached or 0)
 
-    def drew(self, track: Track, now_s: float) -> None:
+    def drew(self, track: SequenceState, now_s: float) -> None:
         """A sample has one more token."""
         if track.last_s:
             self.metrics.observe(NEXT_TOKEN, now_s - track.last_s)
@@ -104,7 +104,7 @@ class Counters:
     def forked(self) -> None:
         self.metrics.add(FORKS)
 
-    def preempted(self, track: Track) -> None:
+    def preempted(self, track: SequenceState) -> None:
         self.metrics.add(PREEMPTIONS)
         _log.info(
             "request %r gave its pages up after %d tokens",
@@ -113,7 +113,7 @@ class Counters:
             extra={"request_id": track.sample.request, "sample": track.sample.index},
         )
 
-    def ended(self, job: Job, last: Track, reason: Reason, error: BaseException | None = None) -> None:
+    def ended(self, job: Job, last: SequenceState, reason: Reason, error: BaseException | None = None) -> None:
         """The last sample of a request is over."""
         took_s = self.clock() - job.arrived_s
         self.metrics.observe(WHOLE, took_s)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..batch import Adapted, Base
-from ..blend.chunk import Chunks
+from ..blend.chunk import ChunkCache
 from ..executor.executor import Executor
 from .request import Request
 
 
-def discovered(executor: Executor, request: Request, chunks: Chunks, known: int) -> Request:
+def discovered(executor: Executor, request: Request, chunks: ChunkCache, known: int) -> Request:
     """The request with documents that stand in its prompt, behind the tokens whose exact KV is known already."""
     adapter, stop = request.adapter, len(request.prompt)
     if isinstance(adapter, Adapted) and adapter.begins > 0:  # tokens switch it on: before them it is the base model

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 from ..metrics import Counter, Metrics
 from ..sampling.sampler import SamplingState
-from ..speculative.allot import CREDIT, Wish, allot, moved, possible, probe
-from ..speculative.cost import Cost, Price
-from ..speculative.drafter import Draft, Drafter, Story
-from ..speculative.pace import Pace
-from .event import Drafts
-from .forward import Done, Result, Task
+from ..speculative.acceptance import AcceptanceRate
+from ..speculative.allocation import CREDIT, DraftBid, allot, moved, possible, probe
+from ..speculative.cost import DraftCosts, StepPrice
+from ..speculative.drafter import Draft, DraftContext, Drafter
+from .event import DraftCounts
+from .forward import Result, RowDone, RowTask
 from .isolation import contained, quietly
 from .plan import Sample, StepPlan
 
 if TYPE_CHECKING:
-    from .track import Track
+    from .sequence import SequenceState
 
 _log = logging.getLogger(__name__)
 
-DRAFTS = Counter("kvilt_spec_decode_num_drafts_total", "Drafts that were computed, of one token or more.")
+DRAFTS = Counter("kvilt_spec_decode_num_drafts_total", "DraftCounts that were computed, of one token or more.")
 DRAFTED = Counter("kvilt_spec_decode_num_draft_tokens_total", "Tokens of these drafts.")
 ACCEPTED = Counter("kvilt_spec_decode_num_accepted_tokens_total", "Those that were drawn.")
 ACCEPTED_AT = Counter(
@@ -41,11 +41,11 @@ DRAFT_METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT)
 
 
 @dataclass(slots=True, eq=False)
-class Course:
+class DraftState:
     """One sample's drafts."""
 
-    story: Story
-    pace: Pace
+    story: DraftContext
+    pace: AcceptanceRate
     most: int
     draft: Draft = NO_DRAFT  # that of the step in progress
     probed: bool = False  # it is not expected to pay, but to show whether that still holds
@@ -53,25 +53,25 @@ class Course:
     places: list[int] = field(default_factory=list)  # how often the first, second, ... of a draft was accepted
 
     @property
-    def counts(self) -> Drafts:
-        return Drafts(self.drafted, sum(self.places), tuple(self.places))
+    def counts(self) -> DraftCounts:
+        return DraftCounts(self.drafted, sum(self.places), tuple(self.places))
 
 
 class Drafting:
     """Drafts for the samples of one engine, in the thread that steps."""
 
     def __init__(
-        self, drafter: Drafter, cost: Cost | None = None, clock: Callable[[], float] = time.perf_counter
+        self, drafter: Drafter, cost: DraftCosts | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._drafter = drafter
-        self._cost = cost or Cost()
+        self._cost = cost or DraftCosts()
         self._clock = clock
-        self._price: Price | None = None  # of the step in progress
-        self._usual = Pace.of(drafter.hopes, _LASTING)  # of all samples
+        self._price: StepPrice | None = None  # of the step in progress
+        self._usual = AcceptanceRate.of(drafter.hopes, _LASTING)  # of all samples
         self._ahead_s: dict[Sample, float] = {}  # of a life without drafts; also of those that want none themselves
         self._began_s = self._took_s = 0.0
 
-    def forget(self, course: Course) -> None:
+    def forget(self, course: DraftState) -> None:
         """A sample is over."""
         quietly(partial(self._drafter.forget, course.story), None)
 
@@ -80,7 +80,7 @@ class Drafting:
 
     # One step.
 
-    def wish(self, tracks: Mapping[Sample, Track]) -> None:
+    def wish(self, tracks: Mapping[Sample, SequenceState]) -> None:
         """Before a plan: how many drafts each sample that draws now would like."""
         ready = [track for sample, track in tracks.items() if sample.left == 1 and not sample.held]
         draws = [track for track in ready if track.kv is not None and track.state is not None]
@@ -98,26 +98,26 @@ class Drafting:
             for track, count in zip(draws, self._wishes(draws, self._price), strict=True):
                 track.sample.drafts = count
 
-    def _wishes(self, draws: Sequence[Track], price: Price) -> list[int]:
+    def _wishes(self, draws: Sequence[SequenceState], price: StepPrice) -> list[int]:
         """As many as may pay if all goes well; whoever drafts for nothing is asked for more than will be computed."""
         wishes = []
         for track in draws:
             course, ahead_s = track.course, self._ahead(track.sample, price)
             if course is None:
-                wishes.append(Wish(0.0, 0.0, 0, ahead_s))
+                wishes.append(DraftBid(0.0, 0.0, 0, ahead_s))
                 continue
             pace = course.pace
-            wishes.append(Wish(pace.best, pace.surest(self._usual), course.most, ahead_s, pace.any_due))
+            wishes.append(DraftBid(pace.best, pace.surest(self._usual), course.most, ahead_s, pace.any_due))
         if not possible(wishes, price):
             return [0] * len(wishes)
         if price.own_s > _FREE * price.each_s:
             return probe(wishes, allot(wishes, price), price)
         return [wish.most if wish.chance > price.share or wish.probe else 0 for wish in wishes]
 
-    def _ahead(self, sample: Sample, price: Price) -> float:
+    def _ahead(self, sample: Sample, price: StepPrice) -> float:
         return self._ahead_s.get(sample, CREDIT * price.plain_s)
 
-    def _try_begin(self, track: Track, state: SamplingState) -> Course | None:
+    def _try_begin(self, track: SequenceState, state: SamplingState) -> DraftState | None:
         """A sample's drafts; None if it wants none, or if its drafter fails: then it is drawn without any."""
         try:
             course = self._begin(track, state)
@@ -127,17 +127,17 @@ class Drafting:
         track.undrafted = course is None
         return course
 
-    def _begin(self, track: Track, state: SamplingState) -> Course | None:
+    def _begin(self, track: SequenceState, state: SamplingState) -> DraftState | None:
         """A sample's drafts; None if it wants none."""
         asked, first = state.params.draft_tokens, track.job.first
         if asked == 0:
             return None
         near = first.course.story if first.course is not None and first is not track else None
         story = self._drafter.begin(track.ids, state, near)
-        pace = Pace.of([tally.chance for tally in self._usual.tallies])
-        return Course(story, pace, self._drafter.most if asked is None else asked)
+        pace = AcceptanceRate.of([tally.chance for tally in self._usual.tallies])
+        return DraftState(story, pace, self._drafter.most if asked is None else asked)
 
-    def propose(self, plan: StepPlan, tracks: Mapping[Sample, Track], vocab_size: int) -> None:
+    def propose(self, plan: StepPlan, tracks: Mapping[Sample, SequenceState], vocab_size: int) -> None:
         """Drafts for those that have room for some; each course then has its own."""
         began_s, self._took_s = self._clock(), 0.0
         wanted = [(work.drafts, tracks[work.sample].course) for work in plan.work if work.drafts]
@@ -151,7 +151,7 @@ class Drafting:
             self._took(drafts, self._clock() - began_s)
         self._began_s = self._clock()
 
-    def _cut(self, draws: Sequence[Track]) -> None:
+    def _cut(self, draws: Sequence[SequenceState]) -> None:
         """Leave of all drafts those that pay, now that it is known what they are."""
         price = self._price
         assert price is not None
@@ -159,10 +159,12 @@ class Drafting:
         for track in draws:
             course, ahead_s = track.course, self._ahead(track.sample, price)
             if course is None or not course.draft.tokens:
-                wishes.append(Wish(0.0, 0.0, 0, ahead_s))
+                wishes.append(DraftBid(0.0, 0.0, 0, ahead_s))
                 continue
             grade, most, pace = course.draft.grade, len(course.draft.tokens), course.pace
-            wishes.append(Wish(pace.chance(grade), pace.sure(grade, self._usual), most, ahead_s, pace.is_due(grade)))
+            wishes.append(
+                DraftBid(pace.chance(grade), pace.sure(grade, self._usual), most, ahead_s, pace.is_due(grade))
+            )
         paying = allot(wishes, price)
         for track, paid, count in zip(draws, paying, probe(wishes, paying, price), strict=True):
             if (course := track.course) is not None:
@@ -177,7 +179,7 @@ class Drafting:
             if count and self._price is not None:
                 self._cost.drafted(self._price.rows, count, took_s)
 
-    def _drafts(self, stories: Sequence[Story], k: Sequence[int]) -> Sequence[Draft]:
+    def _drafts(self, stories: Sequence[DraftContext], k: Sequence[int]) -> Sequence[Draft]:
         try:
             drafts = self._drafter.propose(stories, k)
             if len(drafts) == len(stories):
@@ -189,7 +191,7 @@ class Drafting:
             _log.exception("the drafter failed; this step has no drafts")
         return [NO_DRAFT] * len(stories)
 
-    def stepped(self, plan: StepPlan, tasks: Sequence[Task | None], results: Sequence[Result | None]) -> None:
+    def stepped(self, plan: StepPlan, tasks: Sequence[RowTask | None], results: Sequence[Result | None]) -> None:
         """What a step of decodes took; other steps say nothing about the price of a draft."""
         there, step_s = [len(task.drafts) for task in tasks if task is not None], self._clock() - self._began_s
         alone = all(work.count == 1 and work.draws and not work.forks for work in plan.work)
@@ -203,11 +205,11 @@ class Drafting:
             extra_s = min(max(step_s - price.plain_s, extra_s / 2), extra_s * 2)
         extra_s += self._took_s
         for work, result in zip(plan.work, results, strict=True):
-            if work.draws and not work.forks and isinstance(result, Done):
+            if work.draws and not work.forks and isinstance(result, RowDone):
                 before_s, accepted = self._ahead(work.sample, price), len(result.tokens) - 1
                 self._ahead_s[work.sample] = moved(before_s, accepted, extra_s, price.plain_s)
 
-    def took(self, course: Course, accepted: int, metrics: Metrics) -> None:
+    def took(self, course: DraftState, accepted: int, metrics: Metrics) -> None:
         """The drafts of a course were computed, and so many of them accepted."""
         drafted, grade = len(course.draft.tokens), course.draft.grade
         course.draft = NO_DRAFT

@@ -14,7 +14,7 @@ from ..config import EngineConfig
 from ..errors import Cancelled, Draining, QueueFull, StepHung
 from ..executor.executor import Executor
 from .engine import Engine
-from .track import Job
+from .sequence import Job
 
 _log = logging.getLogger(__name__)
 

@@ -14,31 +14,31 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from ..blend.certificate import Certificate
-from ..blend.chunk import Chunks
-from ..blend.gate import Gate
+from ..blend.chunk import ChunkCache
+from ..blend.quality_gate import QualityGate
 from ..config import EngineConfig
 from ..errors import Cancelled, InputError, NumericsError, PoolExhausted
 from ..executor.executor import Executor
 from ..metrics import Metrics
 from ..store.store import Store
-from .blending import Blends
+from .admission import BorrowedKV, make_job
+from .blending import BlendQueue
 from .counters import ENGINE_METRICS, Counters
 from .drafting import Drafting
-from .event import Drafts, Ended, Listener, Progress, Reason, Token
-from .forward import Done, Failed, Result, Task, forward
-from .gating import Gating
+from .event import DraftCounts, Ended, Listener, PromptProgress, Reason, TokenEvent
+from .forward import Result, RowDone, RowFailed, RowTask, forward
 from .handles import HandleInfo
 from .isolation import contained, quietly
-from .job import Lent, make_job
-from .places import cache_for, forked, no_room
+from .notify import blend_report, detach_kv, notify
 from .plan import Admission, Sample, StepPlan, Work
+from .prefix_restore import PrefixRestore
+from .quality_checks import QualityChecks
 from .request import Request
-from .rows import task_of
-from .scheduler import Advance, Limits, Scheduler
-from .telling import handed_over, hear, report_of
-from .track import Books, Job, Relief, Track
+from .rows import row_task
+from .scheduler import Advance, Scheduler, StepLimits
+from .sequence import Job, PoolAccounting, Relief, SequenceState
+from .sequence_kv import cache_for, fork_sequence, out_of_pages
 from .view import EngineView, look
-from .warmth import Warmth
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
-        chunks: Chunks | None = None,
-        gate: Gate | None = None,
+        chunks: ChunkCache | None = None,
+        gate: QualityGate | None = None,
         store: Store | None = None,
     ) -> None:
         """`chunks` are where documents of prompts are found; without them such requests are refused.
@@ -66,22 +66,24 @@ class Engine:
         self.chunks = chunks
         self._discover = config.discover
         self._woken: Callable[[], None] = _nobody
-        self._blends = Blends(self.wake, self._give_back, self._fail)
+        self._blends = BlendQueue(self.wake, self._give_back, self._fail)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
         self._drafting = drafting
-        self._tracks: dict[Sample, Track] = {}
+        self._tracks: dict[Sample, SequenceState] = {}
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
-        limits = Limits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
-        self._gating = Gating(gate, executor, self.metrics, self._tracks) if gate is not None else None
+        limits = StepLimits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
+        self._gating = QualityChecks(gate, executor, self.metrics, self._tracks) if gate is not None else None
         self._warmth = None
         if store is not None and store.least_budget is not None and config.stored_prefix_tokens is not None:
-            self._warmth = Warmth(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
+            self._warmth = PrefixRestore(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
         self._waits = (self._blends,) if self._warmth is None else (self._blends, self._warmth)
-        self._books = Books(executor, self._tracks, _no_relief, None if self._warmth is None else self._warmth.seek)
+        self._books = PoolAccounting(
+            executor, self._tracks, _no_relief, None if self._warmth is None else self._warmth.seek
+        )
         self._scheduler = Scheduler(limits, self._books, config.owner_weights)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
 
@@ -117,7 +119,7 @@ class Engine:
 
     # From any thread.
 
-    def prepare(self, request: Request, listener: Listener, lent: Lent | None = None) -> Job:
+    def prepare(self, request: Request, listener: Listener, lent: BorrowedKV | None = None) -> Job:
         """A request that can be added; anything wrong with it is said here, before any work.
 
         What is lent belongs to the engine from here on, also if this raises.
@@ -279,12 +281,12 @@ class Engine:
                 self._guarded(track, partial(self._place, track, new), None)
         if plan.starved in self._tracks and not self._books.relief(True):
             starved = self._tracks[plan.starved]
-            self._end(starved, "error", no_room(starved, self._executor))
+            self._end(starved, "error", out_of_pages(starved, self._executor))
         if all(work.sample in self._tracks for work in plan.work):
             return plan
         return replace(plan, work=tuple(work for work in plan.work if work.sample in self._tracks))
 
-    def _guarded(self, track: Track, action: Callable[[], T], otherwise: T) -> T:
+    def _guarded(self, track: SequenceState, action: Callable[[], T], otherwise: T) -> T:
         """The result of a request's own part of a step; what that raises ends this request and no other."""
         try:
             return action()
@@ -292,7 +294,7 @@ class Engine:
             self._fail(track, contained(error))
             return otherwise
 
-    def _give_back(self, track: Track, error: PoolExhausted) -> None:
+    def _give_back(self, track: SequenceState, error: PoolExhausted) -> None:
         """A sample without room for what it was promised waits for it again, unless nobody is left to wait for."""
         if self._scheduler.running == 1:
             self._fail(track, error)
@@ -300,12 +302,12 @@ class Engine:
         self._scheduler.give_back(track.sample)
         self._preempt(track)
 
-    def _forget(self, track: Track) -> None:
+    def _forget(self, track: SequenceState) -> None:
         """It waits for no store any more."""
         for one in self._waits:
             one.forget(track)
 
-    def _preempt(self, track: Track) -> None:
+    def _preempt(self, track: SequenceState) -> None:
         self._forget(track)
         if track.blending is not None:
             track.blending.close()
@@ -317,7 +319,7 @@ class Engine:
         if track.trail is not None:
             track.trail.rewind()
 
-    def _place(self, track: Track, new: Admission) -> None:
+    def _place(self, track: SequenceState, new: Admission) -> None:
         """Give a sample the cache it begins with."""
         if track.blending is not None:
             track.blending.open()
@@ -333,11 +335,11 @@ class Engine:
 
     # Running.
 
-    def _task(self, work: Work) -> Task | None:
+    def _task(self, work: Work) -> RowTask | None:
         track = self._tracks[work.sample]
-        return self._guarded(track, partial(task_of, track, work), None)
+        return self._guarded(track, partial(row_task, track, work), None)
 
-    def _forward(self, tasks: Sequence[Task | None]) -> list[Result | None]:
+    def _forward(self, tasks: Sequence[RowTask | None]) -> list[Result | None]:
         there = [i for i, task in enumerate(tasks) if task is not None]
         results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
         by_place = dict(zip(there, results, strict=True))
@@ -348,16 +350,16 @@ class Engine:
         if result is None or (track := self._tracks.get(work.sample)) is None:
             return None
         match result:
-            case Failed(PoolExhausted() as error) if work.sample.blends:  # a document is not there after all
+            case RowFailed(PoolExhausted() as error) if work.sample.blends:  # a document is not there after all
                 self._give_back(track, error)
                 return None
-            case Failed(error):
+            case RowFailed(error):
                 self._fail(track, error)
                 return None
-            case Done():
+            case RowDone():
                 return self._guarded(track, partial(self._done, track, work, result), None)
 
-    def _done(self, track: Track, work: Work, result: Done) -> Sequence[int] | None:
+    def _done(self, track: SequenceState, work: Work, result: RowDone) -> Sequence[int] | None:
         """A row was computed: its cache grows by it, and features and listener are told."""
         tokens, scores = result.tokens, result.scores
         assert track.kv is not None
@@ -380,18 +382,18 @@ class Engine:
         if work.start < work.sample.prompt:
             self._read(track, min(stop, work.sample.prompt))
         if scores is not None and track.scoring is not None:
-            hear(track.job, track.scoring.tell(track.ids, work.start, scores))
+            notify(track.job, track.scoring.tell(track.ids, work.start, scores))
         return tokens
 
-    def _read(self, track: Track, tokens: int) -> None:
+    def _read(self, track: SequenceState, tokens: int) -> None:
         """So many tokens of a prompt are there; after a preemption this is no news until it goes beyond what was."""
         if tokens > track.read:
             track.read = tokens
             if track.job.request.progress:
                 blended = track.blending.report() if track.blending is not None and track.blending.done else None
-                hear(track.job, Progress(track.sample.index, tokens, track.cached or 0, blended))
+                notify(track.job, PromptProgress(track.sample.index, tokens, track.cached or 0, blended))
 
-    def _fail(self, track: Track, error: Exception) -> None:
+    def _fail(self, track: SequenceState, error: Exception) -> None:
         if isinstance(error, NumericsError) and track.trail is not None:
             self._executor.prefixes.forget(track.trail)  # the KV behind such logits may be no better
             if self._warmth is not None:
@@ -401,7 +403,7 @@ class Engine:
     # Telling.
 
     def _tell(self, advances: Sequence[Advance], results: Sequence[Result | None]) -> None:
-        logprobs = iter([one for result in results if isinstance(result, Done) for one in result.logprobs])
+        logprobs = iter([one for result in results if isinstance(result, RowDone) for one in result.logprobs])
         for one in advances:
             if one.parent is not None:
                 self._try_fork(one.parent, one.sample)
@@ -412,7 +414,7 @@ class Engine:
             event = None
             if one.token is not None:
                 drafted = after is not None and after.sample is one.sample
-                event = Token(one.sample.index, one.token, next(logprobs), drafted)
+                event = TokenEvent(one.sample.index, one.token, next(logprobs), drafted)
             if track is None:  # it was content before the last of several tokens
                 continue
             if event is not None:
@@ -433,16 +435,16 @@ class Engine:
             for other in list(track.job.live) if track is not None else ():
                 self._end(other, "error", error)
 
-    def _fork(self, parent: Track, sample: Sample) -> None:
+    def _fork(self, parent: SequenceState, sample: Sample) -> None:
         """Another sample behind the prompt that `parent` has computed."""
-        track = forked(parent, sample, self._executor)
+        track = fork_sequence(parent, sample, self._executor)
         track.job.live.append(track)
         track.job.unborn -= 1
         self._tracks[sample] = track
         self._counters.forked()
 
-    def _drew(self, track: Track, event: Token, now_s: float) -> bool:
-        """Take a token in, and let the listener hear it; True if it is content, or not to be talked to."""
+    def _drew(self, track: SequenceState, event: TokenEvent, now_s: float) -> bool:
+        """Take a token in, and let the listener notify it; True if it is content, or not to be talked to."""
         assert track.state is not None
         track.ids.append(event.token)
         track.state.advance(event.token)
@@ -468,7 +470,7 @@ class Engine:
             if (track := self._tracks.get(work.sample)) is not None:
                 self._end(track, "error", error)
 
-    def _end(self, track: Track, reason: Reason, error: BaseException | None = None) -> None:
+    def _end(self, track: SequenceState, reason: Reason, error: BaseException | None = None) -> None:
         """A sample is over: its pages go back, or over to whoever wanted to keep them. Exactly once."""
         job = track.job
         if track not in job.live:
@@ -477,27 +479,27 @@ class Engine:
         self._tracks.pop(track.sample, None)
         self._scheduler.drop(track.sample)
         quietly(partial(self._forget, track), None)
-        blended = quietly(partial(report_of, track), None) if track.sample.index == 0 else None
+        blended = quietly(partial(blend_report, track), None) if track.sample.index == 0 else None
         if track.blending is not None:
             quietly(track.blending.close, None)
         keeps = job.request.keep_kv and reason != "error"
-        kv = quietly(partial(handed_over, track, self._executor), None) if keeps else None
+        kv = quietly(partial(detach_kv, track, self._executor), None) if keeps else None
         if kv is None and track.kv is not None:
             track.kv.close()
         track.kv = None
         unborn, job.unborn = (job.unborn, 0) if track.sample.index == 0 else (0, job.unborn)
-        cached, drafts = track.cached or 0, Drafts()
+        cached, drafts = track.cached or 0, DraftCounts()
         if track.course is not None and self._drafting is not None:
             drafts = track.course.counts
             self._drafting.forget(track.course)
         computed = max(0, track.read - cached)
-        hear(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
+        notify(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
         for index in range(job.request.samples - unborn, job.request.samples):
-            hear(job, Ended(index, reason, error=error))
+            notify(job, Ended(index, reason, error=error))
         if not job.live:
             self._close(job, track, reason, error)
 
-    def _close(self, job: Job, last: Track, reason: Reason, error: BaseException | None) -> None:
+    def _close(self, job: Job, last: SequenceState, reason: Reason, error: BaseException | None) -> None:
         job.let_go()
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ..blend.blender import Report
+from ..blend.blender import BlendReport
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
@@ -16,7 +16,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenEvent:
     """One sample drew a token."""
 
     index: int
@@ -26,7 +26,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftCounts:
     """Tokens that were drafted for a sample, and what became of them."""
 
     drafted: int = 0
@@ -44,18 +44,18 @@ class Ended:
     computed: int = 0  # and those that it did
     error: BaseException | None = None
     kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
-    drafts: Drafts = Drafts()
-    blended: Report | None = None  # where the KV of a blended prompt came from
+    drafts: DraftCounts = DraftCounts()
+    blended: BlendReport | None = None  # where the KV of a blended prompt came from
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PromptProgress:
     """More of a prompt is there, computed or found; only for requests that want to hear of it."""
 
     index: int
     tokens: int  # of the prompt, whose KV is there
     cached: int  # of these, not computed
-    blended: Report | None = None  # where the rest came from, once a blended prompt is there
+    blended: BlendReport | None = None  # where the rest came from, once a blended prompt is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Scored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-Event = Token | Ended | Progress | Scored
+Event = TokenEvent | Ended | PromptProgress | Scored
 
 
 class Listener(Protocol):

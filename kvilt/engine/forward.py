@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RowTask:
     """A row, and who draws from its logits; they draw the token at `position`."""
 
     row: Row
@@ -34,7 +34,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RowDone:
     """The row is computed; one token for each that drew, or for one with drafts those it accepted and one more."""
 
     tokens: Sequence[int] = ()
@@ -43,16 +43,16 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RowFailed:
     """This row and no other one."""
 
     error: Exception
 
 
-Result = Done | Failed
+Result = RowDone | RowFailed
 
 
-def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
+def forward(executor: Executor, tasks: Sequence[RowTask]) -> list[Result]:
     """The result of each task. Only a cancel goes through: it says nothing about any row."""
     try:
         logits = executor.run(Batch.of([task.row for task in tasks]))
@@ -60,7 +60,7 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
         raise
     except BaseException as error:
         if len(tasks) == 1:
-            return [Failed(contained(error))]
+            return [RowFailed(contained(error))]
         _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
         return [result for task in tasks for result in forward(executor, [task])]
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
@@ -73,23 +73,23 @@ def forward(executor: Executor, tasks: Sequence[Task]) -> list[Result]:
     return [_heard(task, logits, i, result) for i, (task, result) in enumerate(zip(tasks, results, strict=True))]
 
 
-def _heard(task: Task, logits: Logits, index: int, result: Result) -> Result:
+def _heard(task: RowTask, logits: Logits, index: int, result: Result) -> Result:
     """The result of a task, once whoever has its row has heard what came of it."""
     try:
         if task.hears is not None:
             task.hears(task.row, logits, index)
     except BaseException as error:
-        return Failed(contained(error))
+        return RowFailed(contained(error))
     return result
 
 
 def _scored(scores: Scores | None) -> Result:
     if scores is not None and bool(scores.logprobs.isnan().any()):
-        return Failed(NumericsError([0]))
-    return Done(scores=scores)
+        return RowFailed(NumericsError([0]))
+    return RowDone(scores=scores)
 
 
-def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
+def _draw(executor: Executor, tasks: Sequence[RowTask], logits: Tensor) -> list[Result]:
     """Tokens from logits [tasks, vocab]."""
     if not tasks:
         return []
@@ -102,17 +102,17 @@ def _draw(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Res
         raise
     except BaseException as error:
         if len(tasks) == 1:
-            return [Failed(contained(error))]
+            return [RowFailed(contained(error))]
         return _apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
     tokens, results, at = drawn.tokens.tolist(), [], 0
     for task in tasks:
         stop = at + len(task.drawing)
-        results.append(Done(tokens[at:stop], drawn.logprobs[at:stop]))
+        results.append(RowDone(tokens[at:stop], drawn.logprobs[at:stop]))
         at = stop
     return [*results]
 
 
-def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[Result]:
+def _verify(executor: Executor, tasks: Sequence[RowTask], logits: Tensor) -> list[Result]:
     """Tokens from logits in which each task has a row for each of its drafts, and one more."""
     runs: list[list[DraftRun]] = []
     row = 0
@@ -128,7 +128,7 @@ def _verify(executor: Executor, tasks: Sequence[Task], logits: Tensor) -> list[R
     results: list[Result] = []
     for own in runs:
         each = [next(drawn) for _ in own]
-        results.append(Done([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs]))
+        results.append(RowDone([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs]))
     return results
 
 
@@ -136,11 +136,11 @@ def _alone(executor: Executor, runs: Sequence[DraftRun], logits: Tensor) -> Resu
     try:
         each = [one for run in runs for one in accept(logits, [run], executor.sample, at_once=False)]
     except BaseException as error:
-        return Failed(contained(error))
-    return Done([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs])
+        return RowFailed(contained(error))
+    return RowDone([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs])
 
 
-def _apart(executor: Executor, tasks: Sequence[Task], logits: Tensor, bad: set[int]) -> list[Result]:
+def _apart(executor: Executor, tasks: Sequence[RowTask], logits: Tensor, bad: set[int]) -> list[Result]:
     """Those that an error named each alone, the others together."""
     good = [i for i in range(len(tasks)) if i not in bad]
     results = dict(zip(good, _draw(executor, [tasks[i] for i in good], logits[good]), strict=True))

@@ -54,7 +54,7 @@ class HandleInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class HandleLoan:
     """What a request begins with: the handle's tokens, and a fork of its KV, if that is there, for it to close."""
 
     tokens: Sequence[int]
@@ -167,15 +167,15 @@ class Handles:
             hashed = tenant_of(tenant)
             return [self._info(name, one) for name, one in self._handles.items() if one.tenant == hashed]
 
-    def lend(self, tenant: str, handle: str) -> Loan:
+    def lend(self, tenant: str, handle: str) -> HandleLoan:
         """What a request begins with."""
         with self._lock:
             found = self._find(tenant, handle)
             self._handles.move_to_end(handle)
             found.used_s = self._clock()
-            return Loan(found.ids[:], None if found.kv is None else found.kv.fork(), found.maker)
+            return HandleLoan(found.ids[:], None if found.kv is None else found.kv.fork(), found.maker)
 
-    def adapter_of(self, loan: Loan) -> Adapter:
+    def adapter_of(self, loan: HandleLoan) -> Adapter:
         """What must read a handle's tokens again."""
         adapter, start = maker_parts(loan.maker)
         return self._executor.adapters.by_identity(adapter, start)
@@ -389,7 +389,7 @@ class Handles:
             self._notes.mark(handle)
 
 
-def check_loan(loan: Loan, adapter: Adapter, adapters: Adapters) -> None:
+def check_loan(loan: HandleLoan, adapter: Adapter, adapters: Adapters) -> None:
     """Raise unless a handle's tokens were read by what a request runs on."""
     begins = adapter.begins if isinstance(adapter, Adapted) else 0
     wanted = made_by(adapters.identity(adapter), begins) if len(loan.tokens) > begins else BASE

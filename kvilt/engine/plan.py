@@ -11,7 +11,7 @@ Return = Literal["recompute"]
 
 
 @dataclass(slots=True, eq=False)
-class Detour:
+class BlendProgress:
     """A stretch of a prompt that is blended: counts of what is left of it, kept by whoever has the blending."""
 
     start: int  # computed tokens with which it begins
@@ -42,7 +42,7 @@ class Sample:
     computed: int = 0  # of them, those whose KV is there
     shared_tail: bool = False  # its begun page may be seen by others, so that the next write copies it
     drafts: int = 0  # tokens it would like to have drafted in the next step
-    detour: Detour | None = None  # a part of the prompt that is blended
+    detour: BlendProgress | None = None  # a part of the prompt that is blended
     held: bool = False  # nobody reads what it draws: it gets no row until somebody does
     waits: bool = False  # for a store, and not long: it gets no row until that has answered
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
@@ -66,14 +66,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """What a sample would find of its beginning: tokens, and pages of them that count as free until it takes them."""
 
     tokens: int = 0
     idle: int = 0
 
 
-class Pages(Protocol):
+class PageAccounting(Protocol):
     """What a scheduler asks whoever has the pages."""
 
     def total(self) -> int:
@@ -88,11 +88,11 @@ class Pages(Protocol):
         """Free pages that nobody computes with, if there are such; False when there are no more."""
         ...
 
-    def hit(self, sample: Sample, most: int) -> Hit:
+    def hit(self, sample: Sample, most: int) -> PrefixHit:
         """What the first tokens of a waiting sample, `most` at the most, would find."""
         ...
 
-    def seeks(self, sample: Sample, hit: Hit) -> bool:
+    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
         """Whether a sample that could begin waits for more of its beginning to come from a store."""
         ...
 
@@ -118,7 +118,7 @@ class Admission:
     """A sample that begins, or begins again, with what it was promised to find."""
 
     sample: Sample
-    hit: Hit
+    hit: PrefixHit
 
 
 @dataclass(frozen=True, slots=True)

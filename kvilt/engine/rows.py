@@ -8,13 +8,13 @@ from __future__ import annotations
 from ..batch import Ids, Last, Nothing, Row, Want
 from ..errors import PoolExhausted
 from .blending import blend_task
-from .forward import Task
-from .gating import overheard
+from .forward import RowTask
 from .plan import Work
-from .track import Track
+from .quality_checks import with_watcher
+from .sequence import SequenceState
 
 
-def task_of(track: Track, work: Work) -> Task | None:
+def row_task(track: SequenceState, work: Work) -> RowTask | None:
     """A planned row; None where the room for it has gone to another thread."""
     stop = work.start + work.count
     if work.start != work.sample.computed:
@@ -28,12 +28,12 @@ def task_of(track: Track, work: Work) -> Task | None:
     ids, places = [*track.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
     row = Row(Ids(ids), places, track.kv, want=_want(track, work, len(drafts)), adapter=track.job.request.adapter)
     if track.state is None or not work.draws:
-        return Task(row, (), stop, hears=overheard(track))
+        return RowTask(row, (), stop, hears=with_watcher(track))
     drawing = [track.state, *(track.state.fork(i) for i in range(1, work.forks + 1))]
-    return Task(row, drawing, stop, drafts, overheard(track))
+    return RowTask(row, drawing, stop, drafts, with_watcher(track))
 
 
-def _reserve(track: Track, work: Work, drafts: int) -> bool:
+def _reserve(track: SequenceState, work: Work, drafts: int) -> bool:
     """Room for a row; what another thread took meanwhile, the row and its drafts wait for."""
     assert track.kv is not None
     stop = work.start + work.count + drafts
@@ -45,7 +45,7 @@ def _reserve(track: Track, work: Work, drafts: int) -> bool:
     return True
 
 
-def _want(track: Track, work: Work, drafts: int = 0) -> Want:
+def _want(track: SequenceState, work: Work, drafts: int = 0) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
         return Last(1 + drafts)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import ParamError
-from .counts import PageCounts, is_last, reached, usable
 from .fairness import Owners, Share
-from .plan import Admission, Hit, Pages, Preemption, Sample, StepPlan, Work
+from .page_counts import PageCounts, is_last, reached, usable
+from .plan import Admission, PageAccounting, Preemption, PrefixHit, Sample, StepPlan, Work
 
 # One level of priority is worth arriving this many steps earlier: whoever waits longer than that goes first.
 PRIORITY_STEPS = 1000
@@ -27,7 +27,7 @@ End = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """What a step may hold."""
 
     step_tokens: int
@@ -69,7 +69,7 @@ class Scheduler:
     """The order is deterministic: between owners by what they hold and were served, and inside one by priority and
     arrival, as a time that was settled when a sample arrived."""
 
-    def __init__(self, limits: Limits, pages: Pages, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, limits: StepLimits, pages: PageAccounting, weights: Mapping[str, float] | None = None) -> None:
         """`weights` of owners; one that is not named weighs 1."""
         self._limits = limits
         self._pages = pages
@@ -346,7 +346,7 @@ class Scheduler:
             return False
         return own + sample.width > self._owners.rights(most)[sample.owner]
 
-    def _begin(self, draft: _Draft, sample: Sample, hit: Hit) -> None:
+    def _begin(self, draft: _Draft, sample: Sample, hit: PrefixHit) -> None:
         self._waiting.remove(sample)
         insort(self._running, sample, key=_rank)
         if sample.blocked:
@@ -359,7 +359,7 @@ class Scheduler:
         if count := usable(sample, draft.shares[sample.owner].tokens):
             self._take(draft, sample, count)
 
-    def _hit(self, sample: Sample, room: int) -> Hit:
+    def _hit(self, sample: Sample, room: int) -> PrefixHit:
         """The longest hit, or where its last, begun page would be one too many, the longest of whole pages.
 
         Leaves a note where the page behind the hit is being computed by somebody else.

@@ -11,9 +11,9 @@ from typing import Literal
 
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
-from ..kv.prefix import Branch
+from ..kv.prefix import PrefixBranch
 from .handles import HandleInfo
-from .track import Track
+from .sequence import SequenceState
 
 State = Literal["running", "waiting", "held"]
 
@@ -53,14 +53,14 @@ class EngineView:
 
     pages: PagesView
     samples: tuple[SampleView, ...]
-    prefixes: tuple[Branch, ...]  # parents before children
+    prefixes: tuple[PrefixBranch, ...]  # parents before children
     handles: tuple[HandleInfo, ...] = ()
     omitted: int = 0  # samples, prefixes and handles that there are besides
 
 
 def look(
     executor: Executor,
-    tracks: Iterable[Track],
+    tracks: Iterable[SequenceState],
     tenant: str,
     handles: Sequence[HandleInfo] = (),
     most: int | None = None,
@@ -89,7 +89,7 @@ def _pages(executor: Executor) -> PagesView:
     )
 
 
-def _sample(executor: Executor, track: Track) -> SampleView:
+def _sample(executor: Executor, track: SequenceState) -> SampleView:
     sample, kv = track.sample, track.kv  # once: the thread that steps may take the cache away
     pages = _held(kv) if kv is not None else []
     return SampleView(

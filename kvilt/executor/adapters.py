@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch import Batch, Logits
 from ..errors import InputError
-from .caches import CacheTable, Part
+from .caches import CacheInput, CacheTable
 from .exchange import (
     CacheHandle,
     DecodeInput,
@@ -57,7 +57,7 @@ class LlmExecutor:
         if not inputs:
             return []
         with self._table.lock:  # until the lengths are read, too
-            logits = self._table.extend([Part(one.cache_id, [one.token], 1) for one in inputs])
+            logits = self._table.extend([CacheInput(one.cache_id, [one.token], 1) for one in inputs])
             return [self._decoded(one.cache_id, logits.of_row(row)[0], 0) for row, one in enumerate(inputs)]
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
@@ -68,7 +68,7 @@ class LlmExecutor:
         for one in inputs:
             tokens.setdefault(one.cache_id, []).append(one.token)
         with self._table.lock:  # until the lengths are read, too
-            logits = self._table.extend([Part(cache_id, ids, len(ids)) for cache_id, ids in tokens.items()])
+            logits = self._table.extend([CacheInput(cache_id, ids, len(ids)) for cache_id, ids in tokens.items()])
             rows = {cache_id: iter(logits.of_row(row)) for row, cache_id in enumerate(tokens)}
             left = {cache_id: len(ids) for cache_id, ids in tokens.items()}
             outputs = []
@@ -84,7 +84,7 @@ class LlmExecutor:
         with self._table.lock:
             for item in batch.items:
                 _check_position(item.cache_id, self._table.length(item.cache_id), item.position)
-            parts = [Part(item.cache_id, item.tokens, int(item.is_final_chunk)) for item in batch.items]
+            parts = [CacheInput(item.cache_id, item.tokens, int(item.is_final_chunk)) for item in batch.items]
             logits = self._table.extend(parts, create=True)
         return [logits.of_row(row)[0] if item.is_final_chunk else None for row, item in enumerate(batch.items)]
 
@@ -196,7 +196,7 @@ class DecoderOnlyLLM:
         with self._table.lock:
             for cache_id, _, pos in batch:
                 _check_position(cache_id, self._table.get(cache_id).num_entries, pos)
-            logits = self._table.extend([Part(cache_id, [token], 1) for cache_id, token, _ in batch])
+            logits = self._table.extend([CacheInput(cache_id, [token], 1) for cache_id, token, _ in batch])
         return [logits.of_row(row)[0] for row in range(len(batch))]
 
     def release(self, cache_id: str) -> None:

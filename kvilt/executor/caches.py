@@ -17,7 +17,7 @@ from .inputs import read_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CacheInput:
     """Tokens to put behind a cache, and how many logits of them are wanted."""
 
     cache_id: str
@@ -74,7 +74,7 @@ class CacheTable:
             table = {name: self._beginning(name, tokens) for name, tokens in ids.items()}
             saved = {name: kv.num_entries for name, kv in table.items()}
             try:
-                parts = [Part(name, tokens[saved[name] :], 1) for name, tokens in ids.items()]
+                parts = [CacheInput(name, tokens[saved[name] :], 1) for name, tokens in ids.items()]
                 logits = self._run(parts, table)
             except BaseException:
                 for kv in table.values():
@@ -88,11 +88,11 @@ class CacheTable:
             self.saved_tokens += sum(saved.values())
             return [logits.of_row(row)[0] for row in range(len(parts))]
 
-    def extend(self, parts: Sequence[Part], create: bool = False) -> Logits:
+    def extend(self, parts: Sequence[CacheInput], create: bool = False) -> Logits:
         """Put tokens behind existing caches, all in one forward."""
         with self.lock:
             _distinct([part.cache_id for part in parts])
-            checked = [Part(part.cache_id, self._checked(part.tokens), part.want) for part in parts]
+            checked = [CacheInput(part.cache_id, self._checked(part.tokens), part.want) for part in parts]
             known = {
                 part.cache_id: self.get(part.cache_id) for part in parts if not create or part.cache_id in self._caches
             }
@@ -113,7 +113,7 @@ class CacheTable:
         kv = self._caches[cache_id]
         return kv.fork_to(kv.shared_prefix(tokens[:-1]))
 
-    def _run(self, parts: Sequence[Part], table: dict[str, KVCache]) -> Logits:
+    def _run(self, parts: Sequence[CacheInput], table: dict[str, KVCache]) -> Logits:
         caches = [table[part.cache_id] for part in parts]
         with ExitStack() as settling:
             rows = []

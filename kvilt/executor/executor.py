@@ -25,9 +25,9 @@ from ..kv.pool import PagePool
 from ..kv.prefix import PrefixIndex
 from ..kv.row import RowImage, Token, maker_parts
 from ..metrics import Metrics
-from ..models.adapting import Adapting
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec
+from ..models.step_adapters import StepAdapters
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import SamplerOutput, SamplingState, is_argmax, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
@@ -108,7 +108,7 @@ class Executor:
         return logits
 
     @contextmanager
-    def _adapted(self, batch: Batch) -> Iterator[Adapting | None]:
+    def _adapted(self, batch: Batch) -> Iterator[StepAdapters | None]:
         """For the length of a step: the adapters of its rows, whose caches then say whose KV they hold."""
         with self.adapters.step(batch.rows, batch.starts) as adapting:
             mark_rows(batch.rows, self.adapters)

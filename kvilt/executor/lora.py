@@ -22,9 +22,9 @@ from ..batch import Adapted, Adapter, Base, Row
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
 from ..kv.row import BASE, CacheRow, made_by
 from ..models.adapters import FittedAdapter, fit, map_shapes
-from ..models.adapting import EMBEDDING, Adapting, Bank, Growth, RowEmbedding, part_of
 from ..models.decoder import Decoder
-from ..ops.lowrank import Picks
+from ..models.step_adapters import EMBEDDING, AdapterTables, MagnitudeGain, RowEmbedding, StepAdapters, part_of
+from ..ops.lowrank import AdapterSlots
 from ..weights.gguf_lora import is_gguf, open_gguf_lora
 from ..weights.peft import open_peft
 
@@ -68,7 +68,7 @@ class _Loaded:
     leaving: bool = False  # unloaded; here until its last user is gone
 
 
-class Hold:
+class AdapterLease:
     """Keeps an adapter loaded until it is released or forgotten; releasing twice is fine."""
 
     __slots__ = ("_release",)
@@ -95,7 +95,7 @@ class Adapters:
         self._decoder = decoder
         self._alone = alone or nullcontext()
         self.budget_bytes = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
-        self._bank: Bank | None = None  # made with the first adapter: most executors have none
+        self._bank: AdapterTables | None = None  # made with the first adapter: most executors have none
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()  # the least recently used first
         self._next_id = 1
         self._lock = threading.RLock()
@@ -204,14 +204,14 @@ class Adapters:
 
     # Using.
 
-    def hold(self, adapter: Adapter) -> Hold | None:
+    def hold(self, adapter: Adapter) -> AdapterLease | None:
         """Keep the adapter of a request loaded until it ends, and bring it into memory now, in the caller's thread."""
         if not isinstance(adapter, Adapted):
             return None
         with self._lock:
             one = self._find(adapter.adapter_id)
             one.users += 1
-        hold = Hold(lambda: self._released(one))
+        hold = AdapterLease(lambda: self._released(one))
         try:
             self._bring([one])
         except BaseException:
@@ -220,7 +220,7 @@ class Adapters:
         return hold
 
     @contextmanager
-    def step(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[Adapting | None]:
+    def step(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[StepAdapters | None]:
         """For the length of a step: the adapters of its rows are in memory and stay there; None if no row has one."""
         if not any(isinstance(row.adapter, Adapted) for row in rows):
             yield None
@@ -244,7 +244,7 @@ class Adapters:
             one.users -= 1
             self._leave_if_done(one)
 
-    def _adapting(self, rows: Sequence[Row], starts: Sequence[int], used: dict[int, _Loaded]) -> Adapting:
+    def _adapting(self, rows: Sequence[Row], starts: Sequence[int], used: dict[int, _Loaded]) -> StepAdapters:
         slots = torch.full((starts[-1],), -1, dtype=torch.int64)
         scales = torch.zeros(starts[-1], dtype=torch.float32)
         embedded: dict[int, RowEmbedding] = {}
@@ -261,17 +261,17 @@ class Adapters:
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
-        picks = Picks(slots, scales)
-        return Adapting(parts, tables, picks, embedded, self._growth(used.values(), picks))
+        picks = AdapterSlots(slots, scales)
+        return StepAdapters(parts, tables, picks, embedded, self._growth(used.values(), picks))
 
-    def _growth(self, used: Iterable[_Loaded], picks: Picks) -> Growth | None:
+    def _growth(self, used: Iterable[_Loaded], picks: AdapterSlots) -> MagnitudeGain | None:
         """How outputs grow under those of the adapters that have it so."""
         some = [one for one in used if one.facts is not None and one.facts.gains and one.slot is not None]
         if not some or self._bank is None:
             return None
         names = {name for one in some if one.facts is not None for name in one.facts.gains}
         slots = frozenset(one.slot for one in some if one.slot is not None)
-        return Growth.for_picks({name: self._bank.gains[name] for name in names}, slots, picks)
+        return MagnitudeGain.for_picks({name: self._bank.gains[name] for name in names}, slots, picks)
 
     # In memory and out of it.
 
@@ -294,7 +294,7 @@ class Adapters:
 
     def _place(self, one: _Loaded, fitted: FittedAdapter) -> None:
         if self._bank is None:
-            self._bank = Bank(map_shapes(self._decoder), self._decoder.ops)
+            self._bank = AdapterTables(map_shapes(self._decoder), self._decoder.ops)
         over = self.resident_bytes + one.nbytes - self.budget_bytes
         for other in list(self._loaded.values()):
             if over <= 0:

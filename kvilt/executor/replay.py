@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Logits, Segment
 from ..kv.pool import PagePool
-from ..models.adapting import Adapting
 from ..models.decoder import Decoder
+from ..models.step_adapters import StepAdapters
 from ..ops.contract import Paging, Recorded, Recorder
-from ..ops.lowrank import Picks
+from ..ops.lowrank import AdapterSlots
 
 MAX_ROWS = 64  # larger steps spend their time in products, not in Python
 MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
@@ -29,10 +29,10 @@ class Recording:
 
     ids: Tensor  # [rows]
     segment: Segment
-    adapting: Adapting | None
+    adapting: StepAdapters | None
     step: Recorded
 
-    def fill(self, ids: Sequence[int], segment: Segment, adapting: Adapting | None) -> None:
+    def fill(self, ids: Sequence[int], segment: Segment, adapting: StepAdapters | None) -> None:
         """Put in the tokens, positions, pages and adapters of another step."""
         self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
         copy_segment(segment, self.segment)
@@ -51,7 +51,7 @@ class Replay:
         self._steps: dict[Shape, Recording] = {}
         self._greedy: dict[Shape, Recording] = {}
 
-    def run(self, batch: Batch, observe: Callable[[], None], adapting: Adapting | None = None) -> Logits | None:
+    def run(self, batch: Batch, observe: Callable[[], None], adapting: StepAdapters | None = None) -> Logits | None:
         """The logits of a plain decode step, or of one row with drafts; None for others, which the decoder has to run.
 
         `observe` raises if the call was cancelled.
@@ -75,7 +75,7 @@ class Replay:
         steps: int,
         ends: Sequence[Sequence[int]],
         observe: Callable[[], None],
-        adapting: Adapting | None = None,
+        adapting: StepAdapters | None = None,
     ) -> Tensor | None:
         """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
 
@@ -107,7 +107,7 @@ class Replay:
         observe()
 
     def _known(
-        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], adapting: Adapting | None
+        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], adapting: StepAdapters | None
     ) -> Recording | None:
         """The recording of such a step, unless the tables of adapters have moved since."""
         found = recordings.get(shape_of(starts, adapting))
@@ -120,7 +120,7 @@ class Replay:
         ids: Sequence[int],
         segment: Segment,
         recordings: dict[Shape, Recording],
-        adapting: Adapting | None,
+        adapting: StepAdapters | None,
         greedy: bool,
     ) -> Recording | None:
         assert self._recorder is not None
@@ -169,24 +169,24 @@ def run_ids(batch: Batch) -> list[int] | None:
 Shape = tuple[tuple[int, ...], frozenset[str]]  # where rows start, and the kinds of maps that adapters change
 
 
-def shape_of(starts: tuple[int, ...], adapting: Adapting | None) -> Shape:
+def shape_of(starts: tuple[int, ...], adapting: StepAdapters | None) -> Shape:
     """Steps of one shape are one recording."""
     return starts, frozenset() if adapting is None else adapting.parts
 
 
-def recordable(adapting: Adapting | None) -> bool:
+def recordable(adapting: StepAdapters | None) -> bool:
     """Whether a step with these adapters consists of operations of the backend alone."""
     return adapting is None or adapting.is_recordable
 
 
-def own_picks(adapting: Adapting | None) -> Adapting | None:
+def own_picks(adapting: StepAdapters | None) -> StepAdapters | None:
     """The same adapters, picked by tensors of a recording's own."""
     if adapting is None:
         return None
-    return replace(adapting, picks=Picks(adapting.picks.slots.clone(), adapting.picks.scales.clone()))
+    return replace(adapting, picks=AdapterSlots(adapting.picks.slots.clone(), adapting.picks.scales.clone()))
 
 
-def copy_picks(source: Picks, target: Picks) -> None:
+def copy_picks(source: AdapterSlots, target: AdapterSlots) -> None:
     """The adapters of one step into another of the same shape."""
     target.slots.copy_(source.slots)
     target.scales.copy_(source.scales)

@@ -34,7 +34,7 @@ Reach = Full | Window | Latent
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerSlot:
     """Where a layer's KV lives: which group, and which of the group's layers it is."""
 
     group: int
@@ -104,9 +104,9 @@ class KVLayout:
         """Bytes of one page in every group together."""
         return sum(group.shape.page_bytes for group in self.groups)
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[LayerSlot, ...]:
         """For each layer of the model, where its KV lives."""
-        found = {layer: Place(g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        found = {layer: LayerSlot(g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         return tuple(found[layer] for layer in range(self.num_layers))
 
     def pages_for(self, tokens: int) -> int:

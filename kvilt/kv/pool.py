@@ -16,9 +16,9 @@ import torch
 
 from ..errors import PoolExhausted
 from ..ops.contract import Ops
-from .holdings import Holdings
 from .identity import Identity
 from .layout import KVLayout
+from .pages_by_owner import PagesByOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PagePool:
         self._leases = self._shared = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
         self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
-        self._holdings = [Holdings() for _ in layout.groups]
+        self._holdings = [PagesByOwner() for _ in layout.groups]
         self.on_evict: Callable[[int, int], None] = _unheard
 
     @property

@@ -19,14 +19,14 @@ from ..ops.contract import KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
+from .prefix_keys import PrefixKeys, PrefixNode, PrefixScope
 from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, RowImage, Token, maker_parts, rows_from_images
-from .trail import Node, Scope, Trail
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """How much of a trail has its KV here, and how many pages of it nobody holds at the moment."""
 
     tokens: int
@@ -34,20 +34,20 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class EvictedPage:
     """A page that is about to be lost: the tokens up to its end, where it starts, and its KV by layer group."""
 
-    scope: Scope
+    scope: PrefixScope
     tokens: tuple[Token, ...]
     start: int
     kv: tuple[KeysValues | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PrefixRun:
     """Nodes one behind the other, and what was counted of them; their tokens do not change any more."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[PrefixNode, ...]
     parent: str | None
     start: int
     pages: int
@@ -56,15 +56,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class PrefixRuns:
     """What is known of a tenant, parents before children, and how many more there are of what is known of these."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[PrefixRun, ...]
     omitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class PrefixBranch:
     """Known pages one behind the other, up to where others branch off or nothing is known any more."""
 
     id: str
@@ -77,7 +77,7 @@ class Branch:
     caches: int  # that hold it now
 
 
-Sink = Callable[[Evicted], None]
+Sink = Callable[[EvictedPage], None]
 
 
 class PrefixIndex:
@@ -87,9 +87,9 @@ class PrefixIndex:
         self._pool = pool
         self.on_evict = on_evict  # hears of pages that are about to be lost
         self._size = pool.layout.page_tokens
-        self._nodes: dict[bytes, Node] = {}
-        self._roots: dict[str, dict[bytes, Node]] = {}  # by tenant
-        self._owners: list[dict[int, Node]] = [{} for _ in pool.layout.groups]  # by page
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
+        self._owners: list[dict[int, PrefixNode]] = [{} for _ in pool.layout.groups]  # by page
         self.evictions = 0
         pool.on_evict = self._page_evicted
 
@@ -98,16 +98,16 @@ class PrefixIndex:
 
     # Looking up.
 
-    def match(self, trail: Trail, most: int) -> Match:
+    def match(self, trail: PrefixKeys, most: int) -> PrefixMatch:
         """How many tokens of the trail, `most` at the most, have their KV here now."""
         with self._pool.lock:
             nodes = self._walk(trail)
             length = self._usable(nodes, most)
             tables = self._tables(nodes, length)
             idle = (self._pool.idle(g, [page for page in table if page != GONE]) for g, table in enumerate(tables))
-            return Match(length, max(idle))
+            return PrefixMatch(length, max(idle))
 
-    def fork(self, trail: Trail, most: int, capacity: int) -> KVCache:
+    def fork(self, trail: PrefixKeys, most: int, capacity: int) -> KVCache:
         """A cache that holds as much of the trail as `match` finds, on shared pages; perhaps nothing."""
         with self._pool.lock:
             nodes = self._walk(trail)
@@ -124,16 +124,16 @@ class PrefixIndex:
             row.owner = trail.scope.owner
             return KVCache.of_row(row, capacity)
 
-    def branches(self, salt: str) -> list[Branch]:
+    def branches(self, salt: str) -> list[PrefixBranch]:
         """All that is known of one tenant, as a tree: parents before children."""
         return [self.branch(run) for run in self.runs(salt).runs]
 
-    def runs(self, salt: str, most: int | None = None) -> Runs:
+    def runs(self, salt: str, most: int | None = None) -> PrefixRuns:
         """The same, `most` of them, without their tokens: all that needs the pool's lock."""
         with self._pool.lock:
             roots = self._roots.get(salt, {}).values()
-            open_ends: deque[tuple[Node, str | None, int]] = deque((node, None, 0) for node in roots)
-            found: list[Run] = []
+            open_ends: deque[tuple[PrefixNode, str | None, int]] = deque((node, None, 0) for node in roots)
+            found: list[PrefixRun] = []
             while open_ends and (most is None or len(found) < most):
                 node, parent, start = open_ends.popleft()
                 nodes = [node]
@@ -142,17 +142,19 @@ class PrefixIndex:
                 found.append(self._run(tuple(nodes), parent, start))
                 behind = start + len(nodes) * self._size
                 open_ends.extend((child, _name(node), behind) for child in nodes[-1].children.values())
-            return Runs(tuple(found), len(open_ends))
+            return PrefixRuns(tuple(found), len(open_ends))
 
-    def branch(self, run: Run) -> Branch:
+    def branch(self, run: PrefixRun) -> PrefixBranch:
         """A run with its tokens; needs no lock."""
         first = run.nodes[0]
         tokens = tuple(self._tokens(run.nodes))
-        return Branch(_name(first), run.parent, first.scope.adapter, run.start, tokens, run.pages, run.hits, run.caches)
+        return PrefixBranch(
+            _name(first), run.parent, first.scope.adapter, run.start, tokens, run.pages, run.hits, run.caches
+        )
 
-    def _run(self, nodes: tuple[Node, ...], parent: str | None, start: int) -> Run:
+    def _run(self, nodes: tuple[PrefixNode, ...], parent: str | None, start: int) -> PrefixRun:
         first = [(group, page) for group, page in enumerate(nodes[0].pages) if page != GONE]
-        return Run(
+        return PrefixRun(
             nodes=nodes,
             parent=parent,
             start=start,
@@ -161,9 +163,9 @@ class PrefixIndex:
             caches=max((self._pool.caches(group, page) for group, page in first), default=0),
         )
 
-    def _walk(self, trail: Trail) -> list[Node]:
+    def _walk(self, trail: PrefixKeys) -> list[PrefixNode]:
         """The nodes of a trail from its beginning on, each compared token by token."""
-        found: list[Node] = []
+        found: list[PrefixNode] = []
         for key, content in zip(trail.keys, trail.contents, strict=True):
             node = self._nodes.get(key)
             scope = trail.scope_of(len(found))
@@ -172,14 +174,14 @@ class PrefixIndex:
             found.append(node)
         return found
 
-    def _usable(self, nodes: list[Node], most: int) -> int:
+    def _usable(self, nodes: list[PrefixNode], most: int) -> int:
         """The largest length whose next query finds everything that it can see."""
         length = max(0, min(len(nodes) * self._size, most))
         while length and not all(self._sees(nodes, g, length) for g in range(len(self._owners))):
             length = (length - 1) // self._size * self._size
         return length
 
-    def _sees(self, nodes: list[Node], group: int, length: int) -> bool:
+    def _sees(self, nodes: list[PrefixNode], group: int, length: int) -> bool:
         first, stop = self._span(group, length)
         return all(node.pages[group] != GONE for node in nodes[first:stop])
 
@@ -188,11 +190,11 @@ class PrefixIndex:
         layout = self._pool.layout
         return layout.groups[group].first_needed(length) // self._size, layout.pages_for(length)
 
-    def _tables(self, nodes: list[Node], length: int) -> list[list[int]]:
+    def _tables(self, nodes: list[PrefixNode], length: int) -> list[list[int]]:
         spans = [self._span(g, length) for g in range(len(self._owners))]
         return [[GONE] * first + [node.pages[g] for node in nodes[first:stop]] for g, (first, stop) in enumerate(spans)]
 
-    def missing(self, trail: Trail, tokens: int) -> int:
+    def missing(self, trail: PrefixKeys, tokens: int) -> int:
         """The first page of a trail that a query behind so many tokens needs and that is not here."""
         with self._pool.lock:
             nodes = self._walk(trail)[: self._pool.layout.pages_for(tokens)]
@@ -202,12 +204,12 @@ class PrefixIndex:
                     return at
             return len(nodes)
 
-    def leaving(self) -> Iterator[Evicted]:
+    def leaving(self) -> Iterator[EvictedPage]:
         """Every page that is known, as if it were evicted: what somebody holds first, then the latest used."""
         with self._pool.lock:
             ages = [self._pool.ages(group) for group in range(len(self._owners))]
 
-            def age(node: Node) -> int:
+            def age(node: PrefixNode) -> int:
                 return min(own.get(page, -1) for own, page in zip(ages, node.pages, strict=True) if page != GONE)
 
             nodes = [node for node in self._nodes.values() if any(page != GONE for page in node.pages)]
@@ -220,7 +222,7 @@ class PrefixIndex:
 
     # Adding.
 
-    def insert(self, row: CacheRow, trail: Trail) -> None:
+    def insert(self, row: CacheRow, trail: PrefixKeys) -> None:
         """Make the whole pages of a row known, whose trail this is.
 
         Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
@@ -237,7 +239,7 @@ class PrefixIndex:
                 self._adopt(row, trail.placed, node)
                 trail.node, trail.placed = node, trail.placed + 1
 
-    def restore(self, trail: Trail, images: Sequence[RowImage]) -> int:
+    def restore(self, trail: PrefixKeys, images: Sequence[RowImage]) -> int:
         """Make pages known again that were kept elsewhere, each an image of the row up to its end; how many could be.
 
         The first completes what is known of the trail, or stands right behind it. What is there already is held
@@ -261,7 +263,7 @@ class PrefixIndex:
                     self._pool.drop(group, reversed(pages))
             return placed
 
-    def _restore(self, trail: Trail, nodes: list[Node], image: RowImage, rows: list[CacheRow]) -> bool:
+    def _restore(self, trail: PrefixKeys, nodes: list[PrefixNode], image: RowImage, rows: list[CacheRow]) -> bool:
         """One page behind `nodes`, or among them; the row that holds it goes to `rows`."""
         at = image.length // self._size - 1
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
@@ -280,7 +282,7 @@ class PrefixIndex:
             nodes.append(node)
         return True
 
-    def _place(self, row: CacheRow, trail: Trail) -> Node | None:
+    def _place(self, row: CacheRow, trail: PrefixKeys) -> PrefixNode | None:
         """The node of the row's next page, new or known; None where another page has its key."""
         content = row.content(trail.placed * self._size, (trail.placed + 1) * self._size)
         if trail.placed == len(trail.keys):
@@ -290,7 +292,7 @@ class PrefixIndex:
         key, scope = trail.keys[trail.placed], trail.scope_of(trail.placed)
         if (node := self._nodes.get(key)) is not None:
             return node if _is_child(node, trail.node, content, scope) else None
-        node = Node(key, content, trail.node, [GONE] * len(self._owners), scope)
+        node = PrefixNode(key, content, trail.node, [GONE] * len(self._owners), scope)
         self._nodes[key] = node
         if trail.node is not None:
             trail.node.children[key] = node
@@ -298,7 +300,7 @@ class PrefixIndex:
             self._roots.setdefault(scope.salt, {})[key] = node
         return node
 
-    def _adopt(self, row: CacheRow, at: int, node: Node) -> None:
+    def _adopt(self, row: CacheRow, at: int, node: PrefixNode) -> None:
         for group, table in enumerate(row.tables):
             page, known = table[at], node.pages[group]
             if page in (GONE, known):
@@ -313,7 +315,7 @@ class PrefixIndex:
                 table[at] = known
                 row.version += 1
 
-    def _tokens(self, nodes: Sequence[Node]) -> list[Token]:
+    def _tokens(self, nodes: Sequence[PrefixNode]) -> list[Token]:
         """The tokens of nodes that follow each other."""
         tokens: list[Token] = []
         for node in nodes:
@@ -327,7 +329,7 @@ class PrefixIndex:
 
     # Forgetting.
 
-    def forget(self, trail: Trail) -> None:
+    def forget(self, trail: PrefixKeys) -> None:
         """Drop everything that begins like this trail's first page: something in it is in doubt."""
         with self._pool.lock:
             for node in self._walk(trail)[:1]:
@@ -350,14 +352,14 @@ class PrefixIndex:
         else:
             self._remove(node)  # nobody behind it can do without this page
 
-    def _prune(self, node: Node | None) -> None:
+    def _prune(self, node: PrefixNode | None) -> None:
         """A node without pages is a step on the way to others, or, if there are none, nothing."""
         while node is not None and not node.children and all(page == GONE for page in node.pages):
             parent = node.parent
             self._remove(node)
             node = parent
 
-    def _tell(self, node: Node) -> None:
+    def _tell(self, node: PrefixNode) -> None:
         there = sum(page != GONE for page in node.pages)
         if self.on_evict is None or there < node.told:
             return  # it was heard of when there was more of it
@@ -367,12 +369,12 @@ class PrefixIndex:
         except Exception:  # a store that fails costs a copy, never the step that needs the room
             _log.exception("the sink of evicted prefixes failed; the page is lost")
 
-    def _evicted(self, node: Node) -> Evicted:
+    def _evicted(self, node: PrefixNode) -> EvictedPage:
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         kv = tuple(self._read(group, page) for group, page in enumerate(node.pages))
-        return Evicted(node.scope, tuple(self._tokens(path[::-1])), (len(path) - 1) * self._size, kv)
+        return EvictedPage(node.scope, tuple(self._tokens(path[::-1])), (len(path) - 1) * self._size, kv)
 
     def _read(self, group: int, page: int) -> KeysValues | None:
         if page == GONE:
@@ -381,7 +383,7 @@ class PrefixIndex:
         slots = torch.arange(page * self._size, (page + 1) * self._size, device=pool.device)
         return pool.ops.read_slots(pool.stores[group], slots)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         """Forget a node and everything behind it, the farthest first."""
         behind = [node]
         for one in behind:
@@ -400,18 +402,18 @@ class PrefixIndex:
         if not roots:
             del self._roots[node.scope.salt]
 
-    def _release(self, node: Node, group: int) -> None:
+    def _release(self, node: PrefixNode, group: int) -> None:
         page = node.pages[group]
         node.pages[group] = GONE
         del self._owners[group][page]
         self._pool.unkeep(group, page)
 
 
-def _name(node: Node) -> str:
+def _name(node: PrefixNode) -> str:
     """What the branch that begins with a node is called."""
     return node.key[:16].hex()
 
 
-def _is_child(node: Node, parent: Node | None, content: bytes, scope: Scope) -> bool:
+def _is_child(node: PrefixNode, parent: PrefixNode | None, content: bytes, scope: PrefixScope) -> bool:
     """Whether a node found by its key is the one that was looked for: keys may lie, tokens do not."""
     return node.parent is parent and node.content == content and node.scope == scope

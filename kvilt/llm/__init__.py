@@ -11,13 +11,13 @@ from .build import load_async as load_async
 from .build import run_config as run_config
 from .completion import Completion as Completion
 from .completion import FinishReason as FinishReason
-from .completion import Piece as Piece
 from .completion import Stream as Stream
+from .completion import TextPiece as TextPiece
 from .completion import Timing as Timing
 from .completion import Usage as Usage
 from .facade import LLM as LLM
 from .model import Message as Message
 from .model import Prompt as Prompt
-from .outlet import Delta as Delta
-from .outlet import Reading as Reading
-from .warm import Warmed as Warmed
+from .token_stream import Delta as Delta
+from .token_stream import ReadingProgress as ReadingProgress
+from .warmup import StoredDocument as StoredDocument

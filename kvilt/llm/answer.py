@@ -8,19 +8,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from ..blend.blender import Report
-from ..engine.event import Drafts, Ended, Event, Scored, Token
+from ..blend.blender import BlendReport
+from ..engine.event import DraftCounts, Ended, Event, Scored, TokenEvent
 from ..sampling.params import SamplingParams
 from ..sampling.repetition import RepetitionDetection, RepetitionDetector
 from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.stops import StopChecker, StopStrings
 from ..text.tokenizer import Tokenizer
-from .completion import Completion, FinishReason, Piece, Timing, Usage
+from .completion import Completion, FinishReason, TextPiece, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerConfig:
     """What an answer must know of its question."""
 
     tokenizer: Tokenizer
@@ -30,7 +30,7 @@ class Asked:
     stops: StopStrings | None = None  # shared by all samples
 
 
-class Text:
+class SampleText:
     """One sample: its tokens, and of their text what is certain."""
 
     __slots__ = (
@@ -48,7 +48,7 @@ class Text:
         "token_ids",
     )
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: AnswerConfig) -> None:
         params = asked.params
         self._detokenizer = Detokenizer(asked.tokenizer, at_start=False)
         self._checker = StopChecker(asked.stops, params.include_stop_str_in_output) if asked.stops else None
@@ -64,7 +64,7 @@ class Text:
         self._shown = 0
         self._drafted: list[tuple[int, int]] = []  # parts of the text that came from accepted drafts, not taken yet
 
-    def add(self, event: Token) -> bool:
+    def add(self, event: TokenEvent) -> bool:
         """Take a token in; True if the text ends with it: at a stop string, or in a loop."""
         before = len(self.text)
         over = self._add(event) or self._loops(event.token)
@@ -72,7 +72,7 @@ class Text:
             self._drafted.append((before, len(self.text)))
         return over
 
-    def _add(self, event: Token) -> bool:
+    def _add(self, event: TokenEvent) -> bool:
         may_end = len(self.token_ids) >= self._min_tokens  # no stop is looked for before min_tokens
         self.token_ids.append(event.token)
         if event.logprobs is not None:
@@ -109,12 +109,12 @@ class Text:
         new, self._shown = self.text[self._shown :], len(self.text)
         return new
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TextPiece]:
         """Text that was not taken yet, what was drafted apart from the rest."""
         cuts = [*self._drafted, (len(self.text), len(self.text))]
         found, at = [], self._shown
         for start, stop in cuts:
-            found += [Piece(self.text[at:start]), Piece(self.text[start:stop], True)]
+            found += [TextPiece(self.text[at:start]), TextPiece(self.text[start:stop], True)]
             at = stop
         self._drafted, self._shown = [], len(self.text)
         return [piece for piece in found if piece]
@@ -129,8 +129,8 @@ class Text:
 class Answer:
     """All samples of one request. Written by whoever steps, read by whoever asked."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.samples = [Text(asked) for _ in range(asked.params.n)]
+    def __init__(self, asked: AnswerConfig) -> None:
+        self.samples = [SampleText(asked) for _ in range(asked.params.n)]
         self.stopped = False  # the reader wants no more; may be set from anywhere
         self.error: BaseException | None = None  # why it failed, if it did
         self._asked = asked
@@ -145,7 +145,7 @@ class Answer:
         """The engine's side."""
         sample = self.samples[event.index]
         match event:
-            case Token():
+            case TokenEvent():
                 self._first_token_s = self._first_token_s or time.perf_counter() - self._started_s
                 return sample.add(event)
             case Ended():
@@ -154,7 +154,7 @@ class Answer:
                 self._scored[start : start + len(logprobs)] = logprobs
         return False
 
-    def _end(self, sample: Text, event: Ended) -> None:
+    def _end(self, sample: SampleText, event: Ended) -> None:
         sample.end(event)
         self.error = self.error or event.error
         if self._left == 1:
@@ -199,7 +199,7 @@ class Answer:
             first.prompt_logprobs,
         )
 
-    def _completion(self, sample: Text) -> Completion:
+    def _completion(self, sample: SampleText) -> Completion:
         assert sample.ended is not None and sample.finish_reason is not None, "what failed has no completion"
         return Completion(
             text=sample.text,
@@ -212,12 +212,12 @@ class Answer:
             prompt_logprobs=self.prompt_logprobs,
         )
 
-    def _usage(self, sample: Text, ended: Ended) -> Usage:
+    def _usage(self, sample: SampleText, ended: Ended) -> Usage:
         prompt, drawn = self._asked.prompt_tokens, len(sample.token_ids)
         return _drafted(prompt_usage(prompt, drawn, ended.cached, ended.computed, ended.blended), ended.drafts)
 
 
-def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found: Report | None) -> Usage:
+def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found: BlendReport | None) -> Usage:
     """Tokens by where their KV came from; those of the prompt add up, whatever happened to it."""
     if found is None or cached + computed < prompt:  # not blended, or ended before that was done
         return Usage(prompt, completion, computed, prefix_hit=cached)
@@ -226,5 +226,5 @@ def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found
     return replace(made, documents_computed=found.made)
 
 
-def _drafted(usage: Usage, drafts: Drafts) -> Usage:
+def _drafted(usage: Usage, drafts: DraftCounts) -> Usage:
     return replace(usage, drafted_tokens=drafts.drafted, accepted_tokens=drafts.accepted, accepted_places=drafts.places)

@@ -12,7 +12,7 @@ from ..engine.handles import HandleInfo, Handles
 from ..errors import InputError, QueueFull
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
-from .model import Chosen, Message, Prompt
+from .model import AdapterChoice, Message, Prompt
 from .offload import FILES, PROMPT, Offload
 
 _DELETED_S = 2.0  # how long a delete waits for a disk that notes handles
@@ -35,7 +35,7 @@ class AsyncKV:
         prompt_ids: Callable[[Prompt], list[int]],
         chat_ids: ChatIds,
         compute: Callable[[Sequence[int], str, Adapter], Awaitable[KVCache]],
-        adapter: Callable[[Chosen, Sequence[int]], Adapter],
+        adapter: Callable[[AdapterChoice, Sequence[int]], Adapter],
         offload: Offload,
     ) -> None:
         self._handles = handles
@@ -65,7 +65,7 @@ class AsyncKV:
         else:
             ids = await self._offload.run(PROMPT, self._chat_ids, messages, tools, False, owner=owner_of(tenant))
         self._handles.check_room(tenant, len(ids))
-        adapter = self._adapter(Chosen(lora, lora_scale), ids)
+        adapter = self._adapter(AdapterChoice(lora, lora_scale), ids)
         return self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s)
 
     async def keep(self, kv: KVCache, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:

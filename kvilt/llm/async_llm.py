@@ -21,11 +21,11 @@ from ..batch import Adapter
 from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
 from ..config import EngineConfig, GateConfig
+from ..engine.admission import BorrowedKV
 from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
-from ..engine.handles import Handles, Loan, check_loan
-from ..engine.job import Lent
+from ..engine.handles import HandleLoan, Handles, check_loan
 from ..engine.request import Request, new_id
 from ..engine.view import EngineView
 from ..errors import HandleMismatch, InputError, StepHung, TruncateError
@@ -38,23 +38,23 @@ from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
-from .answer import Answer, Asked
+from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
-from .blend import Pieces, listed
+from .blend import PromptParts, listed
 from .completion import Completion
 from .generation import SamplingDefaults
-from .model import Behind, Chat, Chosen, Finding, Model, Prompt, behind, is_one, shared
+from .model import AdapterChoice, Behind, Chat, DiscoveryChoice, Model, Prompt, behind, is_one, shared
 from .offload import OWNER, PROMPT, STORE, Offload, uninterruptible
-from .outlet import Outlet, Post
 from .quality import gate_for
-from .warm import AT_ONCE, OnProgress, Warmed, Warming
+from .token_stream import Notifier, TokenStream
+from .warmup import AT_ONCE, DocumentWarmup, OnProgress, StoredDocument
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestTerms:
     """How a request is served, besides how its tokens are drawn."""
 
     id: str = dataclasses.field(default_factory=new_id)
@@ -70,18 +70,18 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedPrompt:
     """A prompt as tokens, and a cache with its beginning."""
 
     ids: Sequence[int]
-    lent: Lent | None
+    lent: BorrowedKV | None
     behind: int = 0  # tokens that the prompt continues, as far as they are not its own
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the request says of documents
-    loan: Loan | None = None  # of a handle
+    loan: HandleLoan | None = None  # of a handle
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
+class StreamOptions:
     """What a caller hears before the end."""
 
     unread: int | None = None  # deltas that may wait for it; None: it wants none
@@ -89,13 +89,14 @@ class Hearing:
 
 
 # Makes a prompt ready; may take a while, so it runs in a thread of its own.
-Source = Callable[[Terms], Ready]
+Source = Callable[[RequestTerms], PreparedPrompt]
 
 
 class AsyncLLM(Model):
     """A model for many callers at once. Close it, or use it as an async context manager.
 
-    Besides sampling fields, every method takes those of `Terms`: id, priority, tenant, kv, keep_kv, documents, recipe.
+    Besides sampling fields, every method takes those of `RequestTerms`: id, priority, tenant, kv, keep_kv, documents,
+    recipe.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class AsyncLLM(Model):
         notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
         self._handles = Handles(executor, self.config, self.engine.metrics, notes=notes)
         self.engine.relieve_by(self._handles.relieve)
-        self._post = Post()
+        self._post = Notifier()
         self._lock = threading.Lock()
-        self._outlets: weakref.WeakSet[Outlet] = weakref.WeakSet()
+        self._outlets: weakref.WeakSet[TokenStream] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
         self.offload = Offload()
         self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter, self.offload)
@@ -213,15 +214,15 @@ class AsyncLLM(Model):
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         on_progress: OnProgress | None = None,
-    ) -> list[Warmed]:
+    ) -> list[StoredDocument]:
         """Compute documents that are not stored yet, a few at a time, and store them for this tenant's prompts.
 
         `on_progress` is called with the tokens that are done, and with all there are. Whoever stops waiting leaves what
         is stored by then.
         """
         self.engine.chunks = self.documents.chunks
-        chosen = Chosen(lora, lora_scale)
-        read = partial(Warming, self, documents, chosen, tenant, on_progress)
+        chosen = AdapterChoice(lora, lora_scale)
+        read = partial(DocumentWarmup, self, documents, chosen, tenant, on_progress)
         warming = await self.offload.run(PROMPT, read, owner=owner_of(tenant))
         room = asyncio.Semaphore(min(AT_ONCE, self.config.max_waiting))  # never turned away because of its own
         await _all([self._warm(warming, ids, priority, room) for ids in warming.unique()])
@@ -273,27 +274,27 @@ class AsyncLLM(Model):
 
     # From what was asked to a job; these run in a thread of their own.
 
-    def _pieces(self, pieces: Pieces, terms: Terms) -> Ready:
+    def _pieces(self, pieces: PromptParts, terms: RequestTerms) -> PreparedPrompt:
         uninterruptible()
         if terms.kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
-        return Ready(pieces.quilt.ids, None, more=pieces.fields)
+        return PreparedPrompt(pieces.quilt.ids, None, more=pieces.fields)
 
-    def _prompt(self, prompt: Prompt, terms: Terms) -> Ready:
+    def _prompt(self, prompt: Prompt, terms: RequestTerms) -> PreparedPrompt:
         if listed(terms.documents):
             return self._pieces(self.documents.before(prompt, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.prompt_ids(prompt, begins=terms.kv is None)
         uninterruptible()  # what is lent must be given back
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
-            lent = Lent(loan.kv, exact=True) if loan.kv is not None else None
-            return Ready([*loan.tokens, *ids], lent, len(loan.tokens), loan=loan)
+            lent = BorrowedKV(loan.kv, exact=True) if loan.kv is not None else None
+            return PreparedPrompt([*loan.tokens, *ids], lent, len(loan.tokens), loan=loan)
         if terms.kv is None:
-            return Ready(ids, None)
-        return Ready(behind(terms.kv, ids), Lent(terms.kv.fork()), terms.kv.num_entries)
+            return PreparedPrompt(ids, None)
+        return PreparedPrompt(behind(terms.kv, ids), BorrowedKV(terms.kv.fork()), terms.kv.num_entries)
 
-    def _chat(self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, terms: Terms) -> Ready:
+    def _chat(self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, terms: RequestTerms) -> PreparedPrompt:
         if listed(terms.documents):
             return self._pieces(self.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe()), terms)
         ids = self.chat_ids(messages, tools)
@@ -301,9 +302,9 @@ class AsyncLLM(Model):
         if isinstance(terms.kv, str):
             return self._begins_with(ids, terms.kv, terms.tenant)
         reused = shared(ids, terms.kv)
-        return Ready(ids, Lent(terms.kv.fork_to(reused)) if terms.kv is not None and reused else None)
+        return PreparedPrompt(ids, BorrowedKV(terms.kv.fork_to(reused)) if terms.kv is not None and reused else None)
 
-    def _begins_with(self, ids: list[int], handle: str, tenant: str) -> Ready:
+    def _begins_with(self, ids: list[int], handle: str, tenant: str) -> PreparedPrompt:
         """A prompt whose first tokens must be those of a handle; at least one is left to compute."""
         loan = self._handles.lend(tenant, handle)
         pairs = zip(loan.tokens, ids, strict=False)
@@ -320,17 +321,17 @@ class AsyncLLM(Model):
             if not isinstance(error, TruncateError):
                 raise
             kv = None  # a window gave that part back
-        return Ready(ids, Lent(kv, exact=True) if kv is not None else None, loan=loan)
+        return PreparedPrompt(ids, BorrowedKV(kv, exact=True) if kv is not None else None, loan=loan)
 
     def _prepare(
         self,
         source: Source,
         params: SamplingParams,
-        terms: Terms,
+        terms: RequestTerms,
         loop: asyncio.AbstractEventLoop,
-        hearing: Hearing,
+        hearing: StreamOptions,
         grammar: Grammar | None = None,
-    ) -> Outlet:
+    ) -> TokenStream:
         ready = source(terms)
         if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
             ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
@@ -340,7 +341,7 @@ class AsyncLLM(Model):
         if discover:
             self.engine.chunks = self.documents.chunks
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
-        more = {**Finding(discover, terms.recipe).fields, **ready.more}
+        more = {**DiscoveryChoice(discover, terms.recipe).fields, **ready.more}
         try:
             request, asked = self.request(
                 ready.ids,
@@ -349,7 +350,7 @@ class AsyncLLM(Model):
                 behind=ready.behind,
                 reuse=not isinstance(terms.kv, KVCache),
                 progress=hearing.progress,
-                adapter=self._checked(ready, Chosen(terms.lora, terms.lora_scale)),
+                adapter=self._checked(ready, AdapterChoice(terms.lora, terms.lora_scale)),
                 **own,
                 **more,
             )
@@ -359,7 +360,7 @@ class AsyncLLM(Model):
             raise
         return self._outlet(Answer(asked), request, ready.lent, loop, hearing.unread)
 
-    def _checked(self, ready: Ready, lora: Chosen) -> Adapter:
+    def _checked(self, ready: PreparedPrompt, lora: AdapterChoice) -> Adapter:
         """What a request runs on; a handle's tokens must have been read by the same, also where they must be again."""
         adapter = self.adapter(lora, ready.ids)
         if ready.loan is not None:
@@ -370,47 +371,51 @@ class AsyncLLM(Model):
         self,
         answer: Answer,
         request: Request,
-        lent: Lent | None,
+        lent: BorrowedKV | None,
         loop: asyncio.AbstractEventLoop,
         unread: int | None = None,
-    ) -> Outlet:
-        outlet = Outlet(answer, loop, self._driver, self._post, unread)
+    ) -> TokenStream:
+        outlet = TokenStream(answer, loop, self._driver, self._post, unread)
         outlet.job = self.engine.prepare(request, outlet, lent)
         return outlet
 
     # From a job to its end; these run in the event loop.
 
-    async def _submit(self, source: Source, params: SamplingParams, terms: Terms, hearing: Hearing) -> Outlet:
+    async def _submit(
+        self, source: Source, params: SamplingParams, terms: RequestTerms, hearing: StreamOptions
+    ) -> TokenStream:
         loop = asyncio.get_running_loop()
         grammar = await self.grammars.compiled(params.grammar)  # first: a caller that leaves ends it
         prepare = partial(self._prepare, source, params, terms, loop, hearing, grammar)
-        outlet = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=Outlet.leave)
+        outlet = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=TokenStream.leave)
         self._admit(outlet)
         return outlet
 
-    def _admit(self, outlet: Outlet) -> None:
+    def _admit(self, outlet: TokenStream) -> None:
         assert outlet.job is not None
         with self._lock:
             self._outlets.add(outlet)
         self._driver.submit(outlet.job)
 
-    async def _whole(self, source: Source, params: SamplingParams, terms: Terms) -> Completion:
-        outlet = await self._submit(source, params, terms, Hearing())
+    async def _whole(self, source: Source, params: SamplingParams, terms: RequestTerms) -> Completion:
+        outlet = await self._submit(source, params, terms, StreamOptions())
         await self._finished(outlet)
         return outlet.answer.completion()
 
-    async def _finished(self, outlet: Outlet) -> None:
+    async def _finished(self, outlet: TokenStream) -> None:
         try:
             await outlet.finished()
         except BaseException:
             outlet.leave()
             raise
 
-    async def _open(self, source: Source, params: SamplingParams, terms: Terms, progress: bool) -> AsyncStream:
-        outlet = await self._submit(source, params, terms, Hearing(self.config.unread_tokens, progress))
+    async def _open(self, source: Source, params: SamplingParams, terms: RequestTerms, progress: bool) -> AsyncStream:
+        outlet = await self._submit(source, params, terms, StreamOptions(self.config.unread_tokens, progress))
         return AsyncStream(outlet, terms.id)
 
-    async def _warm(self, warming: Warming, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore) -> None:
+    async def _warm(
+        self, warming: DocumentWarmup, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore
+    ) -> None:
         """One document."""
         async with room:
             loop = asyncio.get_running_loop()
@@ -425,7 +430,7 @@ class AsyncLLM(Model):
     async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
         """The exact KV of a prompt."""
         request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter, discover=False)
-        answer = Answer(Asked(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
+        answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
         outlet = self._outlet(answer, request, None, asyncio.get_running_loop())
         self._admit(outlet)
         await self._finished(outlet)
@@ -442,12 +447,12 @@ class AsyncLLM(Model):
                 outlet.loop.call_soon_threadsafe(outlet.fail, error)
 
 
-def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[Terms, SamplingParams]:
+def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[RequestTerms, SamplingParams]:
     """The fields of a call, sorted into those of a request and those of sampling."""
-    names = {field.name for field in dataclasses.fields(Terms)}
+    names = {field.name for field in dataclasses.fields(RequestTerms)}
     own = {name: value for name, value in fields.items() if name in names}
     rest = {name: value for name, value in fields.items() if name not in names}
-    return Terms(**own), SamplingParams.of(params, **rest)
+    return RequestTerms(**own), SamplingParams.of(params, **rest)
 
 
 async def _all(each: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

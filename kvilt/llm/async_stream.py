@@ -9,13 +9,13 @@ from typing import Self
 from ..errors import InputError
 from ..sampling.sampler import TokenLogprobs
 from .completion import Completion
-from .outlet import Delta, Outlet
+from .token_stream import Delta, TokenStream
 
 
 class AsyncStream:
     """Deltas of one request as they come; afterwards `completion`. Leave it with `aclose`, or as a context manager."""
 
-    def __init__(self, outlet: Outlet, request_id: str) -> None:
+    def __init__(self, outlet: TokenStream, request_id: str) -> None:
         self.id = request_id
         self._outlet = outlet
         self._left = weakref.finalize(self, outlet.leave)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..blend.chunk import Chunks
-from ..blend.recipe import Quilt, Recipe
+from ..blend.chunk import ChunkCache
+from ..blend.recipe import BlendPrompt, Recipe
 from ..config import available_memory_bytes
 from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.executor import Executor
@@ -33,10 +33,10 @@ def listed(documents: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PromptParts:
     """A prompt as tokens, and what of it is documents."""
 
-    quilt: Quilt
+    quilt: BlendPrompt
     recipe: Recipe
 
     @property
@@ -59,18 +59,18 @@ class Documents:
             raise ParamError("behind", f"has {len(self.behind)} tokens, more than half of max_context; shorten it")
         self._given = store
         self._own: Store | None = None
-        self._chunks: Chunks | None = None
+        self._chunks: ChunkCache | None = None
         self._lock = threading.Lock()
 
     @property
-    def chunks(self) -> Chunks:
+    def chunks(self) -> ChunkCache:
         """Where documents are found."""
         with self._lock:
             if self._chunks is None:
                 store = self._given
                 if store is None:
                     store = self._own = Store(Budget(available_memory_bytes() // _STORE_SHARE))
-                self._chunks = Chunks(self._executor, store, self.behind)
+                self._chunks = ChunkCache(self._executor, store, self.behind)
             return self._chunks
 
     @property
@@ -115,7 +115,7 @@ class Documents:
         if -(-needed // size) + -(-(needed - 1) // size) > pool.pages:  # itself, and where it is computed
             raise ParamError(name, f"has {tokens} tokens, for which the KV memory is too small; raise kv_memory")
 
-    def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
+    def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> PromptParts:
         """A text, documents and a question, one behind the other."""
         if isinstance(parts, str | bytes | Mapping) or not hasattr(parts, "__len__") or len(parts) < 2:
             raise InputError("give at least two parts: what stands first, any documents, and the question")
@@ -125,14 +125,16 @@ class Documents:
         flags = [False, *[True] * (len(segments) - 2), not recipe.last_segment]
         return self._pieces(segments, flags, recipe)
 
-    def before(self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe) -> Pieces:
+    def before(
+        self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe
+    ) -> PromptParts:
         """Documents, and a prompt behind them."""
         segments = self._behind(self._tokenizer.head, [*documents, prompt])
         return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
 
     def between(
         self, pieces: Sequence[Sequence[int]], documents: Sequence[str | Sequence[int]], recipe: Recipe
-    ) -> Pieces:
+    ) -> PromptParts:
         """Documents between the pieces of a chat prompt, of which there is one more."""
         segments: list[Sequence[int]] = [pieces[0]]
         taken = sum(map(len, pieces))
@@ -149,8 +151,8 @@ class Documents:
             taken += len(segments[-1])
         return segments
 
-    def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> Pieces:
-        quilt = Quilt.of(segments, documents)
+    def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> PromptParts:
+        quilt = BlendPrompt.of(segments, documents)
         if not quilt.ids or not segments[-1]:
             raise InputError("the question is empty; give at least one token behind the documents")
-        return Pieces(quilt, recipe)
+        return PromptParts(quilt, recipe)

@@ -61,12 +61,12 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-class Piece(str):
+class TextPiece(str):
     """Some text of an answer; `drafted` if its tokens were accepted drafts."""
 
     drafted: bool
 
-    def __new__(cls, text: str, drafted: bool = False) -> Piece:
+    def __new__(cls, text: str, drafted: bool = False) -> TextPiece:
         piece = super().__new__(cls, text)
         piece.drafted = drafted
         return piece
@@ -80,7 +80,7 @@ class Stream:
 
     def __init__(
         self,
-        pieces: Generator[Piece, None, None],
+        pieces: Generator[TextPiece, None, None],
         result: Callable[[], Completion],
         stop: Callable[[], None],
         leave: Callable[[], None],
@@ -92,10 +92,10 @@ class Stream:
         self._left = weakref.finalize(self, leave)
         self._left.atexit = False
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> TextPiece:
         return next(self._pieces)
 
     @property

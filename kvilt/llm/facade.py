@@ -13,9 +13,9 @@ from typing import Any, Self, overload
 from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
 from ..config import EngineConfig, GateConfig
+from ..engine.admission import BorrowedKV
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
-from ..engine.job import Lent
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import InputError
@@ -26,14 +26,14 @@ from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
-from .answer import Answer, Asked
-from .asking import Asking, Question
-from .blend import Pieces, listed
+from .answer import Answer, AnswerConfig
+from .blend import PromptParts, listed
 from .completion import Completion, Stream
 from .generation import SamplingDefaults
-from .model import Behind, Chosen, Finding, Message, Model, Prompt, behind, is_one, shared
+from .model import AdapterChoice, Behind, DiscoveryChoice, Message, Model, Prompt, behind, is_one, shared
 from .quality import gate_for
-from .warm import OnProgress, Warmed, Warming
+from .sync_runner import PendingAnswer, SyncRunner
+from .warmup import DocumentWarmup, OnProgress, StoredDocument
 
 
 class LLM(Model):
@@ -60,7 +60,7 @@ class LLM(Model):
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
         self._drafter = drafter
-        self._asking = Asking(self.engine, executor)
+        self._asking = SyncRunner(self.engine, executor)
         if config is not None and config.discover:
             self.engine.chunks = self.documents.chunks
             self.engine.chunks.read()
@@ -123,11 +123,11 @@ class LLM(Model):
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
         if listed(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, Chosen(lora, lora_scale)))
+            blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, AdapterChoice(lora, lora_scale)))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
-        lent, finding = kv.num_entries if kv else 0, Finding(discover, recipe)
-        done = self._complete(ids, chosen, kv, lent, keep_kv, Chosen(lora, lora_scale), finding)
+        lent, finding = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
+        done = self._complete(ids, chosen, kv, lent, keep_kv, AdapterChoice(lora, lora_scale), finding)
         return done[0] if one else done
 
     def stream(
@@ -145,12 +145,12 @@ class LLM(Model):
         **fields: Any,
     ) -> Stream:
         """`generate` for one prompt, piece by piece."""
-        chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
+        chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
         if listed(documents):
             pieces = self.documents.before(prompt, documents, recipe or Recipe())
             return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
-        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, Finding(discover, recipe))
+        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, DiscoveryChoice(discover, recipe))
         return self._asking.stream(prepare, chosen)
 
     def chat(
@@ -175,9 +175,11 @@ class LLM(Model):
         chosen = SamplingParams.of(params, **fields)
         if listed(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._asking.answers(self._blending([pieces], chosen, kv, keep_kv, Chosen(lora, lora_scale)))[0]
+            return self._asking.answers(self._blending([pieces], chosen, kv, keep_kv, AdapterChoice(lora, lora_scale)))[
+                0
+            ]
         ids = self.chat_ids(messages, tools)
-        own, finding = Chosen(lora, lora_scale), Finding(discover, recipe)
+        own, finding = AdapterChoice(lora, lora_scale), DiscoveryChoice(discover, recipe)
         return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, finding)[0]
 
     def stream_chat(
@@ -196,12 +198,12 @@ class LLM(Model):
         **fields: Any,
     ) -> Stream:
         """`chat`, piece by piece."""
-        chosen, own = SamplingParams.of(params, **fields), Chosen(lora, lora_scale)
+        chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
         if listed(documents):
             pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
             return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)
-        reused, finding = _reused(ids, chosen, kv), Finding(discover, recipe)
+        reused, finding = _reused(ids, chosen, kv), DiscoveryChoice(discover, recipe)
         prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, finding)
         return self._asking.stream(prepare, chosen)
 
@@ -227,7 +229,7 @@ class LLM(Model):
         made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
         chosen = SamplingParams.of(params, **fields)
         pieces = self.documents.parts(parts, made)
-        return self._asking.answers(self._blending([pieces], chosen, None, keep_kv, Chosen(lora, lora_scale)))[0]
+        return self._asking.answers(self._blending([pieces], chosen, None, keep_kv, AdapterChoice(lora, lora_scale)))[0]
 
     def warm(
         self,
@@ -237,14 +239,14 @@ class LLM(Model):
         lora: int | str | None = None,
         lora_scale: float = 1.0,
         on_progress: OnProgress | None = None,
-    ) -> list[Warmed]:
+    ) -> list[StoredDocument]:
         """Compute documents that are not stored yet, and store them, so that prompts with them find all of their KV.
 
         `on_progress` is called with the tokens that are done, and with all there are. Where a store is shared with a
         server, `tenant` is for whose requests they are.
         """
         self.engine.chunks = self.documents.chunks
-        warming = Warming(self, documents, Chosen(lora, lora_scale), tenant, on_progress)
+        warming = DocumentWarmup(self, documents, AdapterChoice(lora, lora_scale), tenant, on_progress)
         for some in warming.groups():
             missing = warming.missing(some)
             self._asking.answers(
@@ -302,9 +304,9 @@ class LLM(Model):
         kv: KVCache | None,
         reused: int,
         keep_kv: bool,
-        lora: Chosen,
-        finding: Finding,
-    ) -> Question:
+        lora: AdapterChoice,
+        finding: DiscoveryChoice,
+    ) -> PendingAnswer:
         """A question about `ids`, whose first `reused` tokens are taken from a fork of `kv`.
 
         Who brings a cache of their own gets what it holds, and nothing from the prefix index.
@@ -318,26 +320,33 @@ class LLM(Model):
             "adapter": self.adapter(lora, ids),
         }
         made = self.request(ids, params, **own, **finding.fields)
-        return self._question(*made, Lent(kv.fork_to(reused)) if kv is not None and reused else None)
+        return self._question(*made, BorrowedKV(kv.fork_to(reused)) if kv is not None and reused else None)
 
-    def _question(self, request: Request, asked: Asked, lent: Lent | None = None) -> Question:
+    def _question(self, request: Request, asked: AnswerConfig, lent: BorrowedKV | None = None) -> PendingAnswer:
         answer = Answer(asked)
-        return Question(self.engine.prepare(request, answer, lent), answer)
+        return PendingAnswer(self.engine.prepare(request, answer, lent), answer)
 
     def _blending(
-        self, prompts: Sequence[Pieces], params: SamplingParams, kv: KVCache | None, keep_kv: bool, lora: Chosen
-    ) -> list[Callable[[], Question]]:
+        self,
+        prompts: Sequence[PromptParts],
+        params: SamplingParams,
+        kv: KVCache | None,
+        keep_kv: bool,
+        lora: AdapterChoice,
+    ) -> list[Callable[[], PendingAnswer]]:
         """How questions about prompts with documents are made."""
         if kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
         return [partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts]
 
-    def _prepare_blend(self, pieces: Pieces, params: SamplingParams, keep_kv: bool, lora: Chosen) -> Question:
+    def _prepare_blend(
+        self, pieces: PromptParts, params: SamplingParams, keep_kv: bool, lora: AdapterChoice
+    ) -> PendingAnswer:
         own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.quilt.ids), **pieces.fields}
         return self._question(*self.request(pieces.quilt.ids, params, **own))
 
-    def _prepare_warm(self, warming: Warming, ids: tuple[int, ...]) -> Question:
+    def _prepare_warm(self, warming: DocumentWarmup, ids: tuple[int, ...]) -> PendingAnswer:
         return self._question(*warming.request(ids))
 
     def _complete(
@@ -347,14 +356,14 @@ class LLM(Model):
         kv: KVCache | None,
         reused: int,
         keep_kv: bool,
-        lora: Chosen,
-        finding: Finding,
+        lora: AdapterChoice,
+        finding: DiscoveryChoice,
     ) -> list[Completion]:
         each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, finding) for ids in prompts]
         return self._asking.answers(each)
 
 
-def _watch(warming: Warming, documents: Sequence[tuple[int, ...]], questions: Sequence[Question]) -> None:
+def _watch(warming: DocumentWarmup, documents: Sequence[tuple[int, ...]], questions: Sequence[PendingAnswer]) -> None:
     for ids, question in zip(documents, questions, strict=True):
         warming.watch(ids, question.job)
 

@@ -20,8 +20,8 @@ from ..store.store import Store
 from ..text.chat import ChatTemplate, RenderedChat
 from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
-from .answer import Asked
-from .blend import Documents, Pieces
+from .answer import AnswerConfig
+from .blend import Documents, PromptParts
 from .generation import SamplingDefaults
 from .grammars import Grammars
 
@@ -32,7 +32,7 @@ Behind = str | Sequence[Message]  # a text, or the messages before the one that 
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AdapterChoice:
     """An adapter as a caller names it; None: the model as it is."""
 
     which: int | str | None = None
@@ -40,7 +40,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DiscoveryChoice:
     """Whether known documents in a prompt that names none are blended, and how; None: as the engine does."""
 
     discover: bool | None = None
@@ -134,7 +134,7 @@ class Model:
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Prompt],
         recipe: Recipe,
-    ) -> Pieces:
+    ) -> PromptParts:
         """A conversation with documents where its template puts them, else before the last user's text."""
         pieces = self.render_chat(messages, tools, len(documents)).encode(self.tokenizer, self.executor.max_context)
         return self.documents.between(pieces, documents, recipe)
@@ -159,7 +159,7 @@ class Model:
         """Unload an adapter: nobody new may use it, and who does goes on to the end."""
         self.executor.unload_lora(self.executor.adapters.find(which).id)
 
-    def adapter(self, chosen: Chosen, ids: Sequence[int]) -> Adapter:
+    def adapter(self, chosen: AdapterChoice, ids: Sequence[int]) -> Adapter:
         """What a prompt runs on."""
         if chosen.which is None:
             return Base()
@@ -167,7 +167,7 @@ class Model:
 
     def request(
         self, ids: Sequence[int], params: SamplingParams, grammar: Grammar | None = None, **fields: Any
-    ) -> tuple[Request, Asked]:
+    ) -> tuple[Request, AnswerConfig]:
         """A request for these tokens, and what its answer must know; `fields` are the request's own.
 
         `grammar` is that of the params, where it is compiled already.
@@ -177,7 +177,7 @@ class Model:
         grammar = grammar or self.grammars.compile(params.grammar)
         request = Request(ids, params, end_ids=own, grammar=grammar, **{"id": new_id(), **fields})
         ends = own | {*params.stop_token_ids}
-        return request, Asked(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
+        return request, AnswerConfig(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
         """These params with bad words as ids, each as it begins a text and as it follows a space."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..blend.certificate import CertificateFile
-from ..blend.gate import Gate
+from ..blend.quality_gate import QualityGate
 from ..config import GateConfig
 from ..executor.executor import Executor
 from ..store.store import Store
@@ -13,12 +13,14 @@ from ..store.store import Store
 _NAME = "certificates.json"
 
 
-def gate_for(config: GateConfig | None, executor: Executor, store: Store | None) -> Gate | None:
+def gate_for(config: GateConfig | None, executor: Executor, store: Store | None) -> QualityGate | None:
     """A gate; None where nothing is to be compared."""
     if config is None or not config.every:
         return None
     path = _path(config, store)
-    return Gate(config, lambda: executor.pool.identity().model, CertificateFile(path) if path is not None else None)
+    return QualityGate(
+        config, lambda: executor.pool.identity().model, CertificateFile(path) if path is not None else None
+    )
 
 
 def _path(config: GateConfig, store: Store | None) -> Path | None:

@@ -17,12 +17,12 @@ from ..errors import Unsupported, WeightError
 from ..ops.lowrank import LowRank
 from ..weights.gguf_lora import GGUFAdapter
 from ..weights.peft import ModuleTensors, PeftFolder
-from .adapting import EMBEDDING, HEAD, EmbeddedRows, part_of
 from .decoder import Decoder
-from .families.family import Dialect
+from .families.family import CheckpointDialect
 from .families.registry import FAMILIES
 from .layers import Linear
 from .spec import ModelSpec, RopeSpec
+from .step_adapters import EMBEDDING, HEAD, EmbeddedRows, part_of
 
 _MAPS = ("q", "k", "v", "out", "gate", "up", "down")
 _BLOCK = 4096  # rows of an embedding that are compared at a time, and of a map whose lengths are measured
@@ -151,7 +151,7 @@ def _targets(decoder: Decoder, opened: OpenAdapter) -> Iterator[tuple[str, _Targ
         yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
 
 
-def _dialects(spec: ModelSpec, opened: OpenAdapter) -> list[Dialect]:
+def _dialects(spec: ModelSpec, opened: OpenAdapter) -> list[CheckpointDialect]:
     """PEFT's names are those of Hugging Face, llama.cpp's those of GGUF, whatever file the base model comes from."""
     (family,) = (family for family in FAMILIES if family.name == spec.family)
     found = [dialect for dialect in family.dialects if dialect.kind == opened.kind]
@@ -163,7 +163,7 @@ def _dialects(spec: ModelSpec, opened: OpenAdapter) -> list[Dialect]:
     return own
 
 
-def _named(dialect: Dialect, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _named(dialect: CheckpointDialect, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     inside = {part for parts in dialect.fused.values() for part in parts}
     for i in range(layers):
         for part in _MAPS:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..errors import WeightError
-from ..kv.layout import KVLayout, Place
+from ..kv.layout import KVLayout, LayerSlot
 from ..ops.contract import Ops, Prepared
 from ..quant.tensor import QuantTensor, Weight
 from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
 from .decoder import Decoder, Layer
-from .families.family import Dialect
+from .families.family import CheckpointDialect
 from .families.registry import recognise
 from .layers import FeedForward, Linear, Norm
 from .rope import frequencies
@@ -56,7 +56,7 @@ def _ropes(spec: ModelSpec) -> list[RopeSpec]:
     return [rope for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers) if isinstance(rope, RopeSpec)]
 
 
-def _needed(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, ExpectedTensor]]:
+def _needed(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, ExpectedTensor]]:
     """Every tensor the spec asks for, by our name."""
     width = spec.hidden_size
     yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
@@ -83,7 +83,7 @@ class _Slice:
     stop: int
 
 
-def _slices(spec: ModelSpec, dialect: Dialect) -> Iterator[tuple[str, _Slice]]:
+def _slices(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, _Slice]]:
     """Where the parts of fused tensors lie."""
     for i, layer in enumerate(spec.layers):
         shapes = _layer_shapes(layer, spec.hidden_size)
@@ -175,7 +175,7 @@ def _rows(weight: Weight, start: int, stop: int) -> Weight:
     return weight[start:stop]
 
 
-def _layer(loader: _Loader, index: int, spec: LayerSpec, place: Place) -> Layer:
+def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> Layer:
     def at(name: str) -> str:
         return f"{index}.{name}"
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kv.layout import Place, Window
+from ..kv.layout import LayerSlot, Window
 from ..ops.contract import AttentionMask
-from .layers import Context, Linear, Norm
+from .layers import LayerContext, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
 
@@ -21,7 +21,7 @@ class Attention:
     """Weights of one layer's attention, and the place of its KV."""
 
     spec: AttentionSpec
-    place: Place
+    place: LayerSlot
     q: Linear
     k: Linear
     v: Linear
@@ -29,7 +29,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, context: Context, onto: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, context: LayerContext, onto: Tensor | None = None) -> Tensor:
         """`x` [tokens, hidden] to [tokens, hidden], plus `onto`; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]

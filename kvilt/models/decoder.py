@@ -12,15 +12,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, Sampled, Score, Scores, Segment, Source
+from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, SampledIds, Score, Scores, Segment, Source
 from ..ops.contract import Ops, PageStore, Prepared, RowLogprobs
 from ..ops.logprobs import row_logprobs
-from .adapting import Adapting
 from .attention import Attention
-from .layers import Context, FeedForward, Linear, Norm
+from .layers import FeedForward, LayerContext, Linear, Norm
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
-from .tap import LayerTap, Seen, layer_taps
+from .step_adapters import StepAdapters
+from .tap import LayerTap, TapResults, layer_taps
 
 SCORE_BLOCK_BYTES = 16 << 20  # logits held at a time while scoring
 NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
@@ -37,13 +37,13 @@ class Layer:
     post_attention_norm: Norm | None = None
     post_feed_forward_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         ops = context.ops
         x = _added(self.attention, self.attention_norm(x, ops), context, x, self.post_attention_norm)
         return _added(self.feed_forward, self.feed_forward_norm(x, ops), context, x, self.post_feed_forward_norm)
 
 
-def _added(block: Attention | FeedForward, x: Tensor, context: Context, onto: Tensor, norm: Norm | None) -> Tensor:
+def _added(block: Attention | FeedForward, x: Tensor, context: LayerContext, onto: Tensor, norm: Norm | None) -> Tensor:
     """The stream `onto` with what a block makes of `x`, which a family may normalize first."""
     if norm is None:
         return block(x, context, onto)
@@ -62,12 +62,14 @@ class Decoder:
     head: Linear
     frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
 
-    def __call__(self, batch: Batch, before_layer: Callable[[int], None], adapting: Adapting | None = None) -> Logits:
+    def __call__(
+        self, batch: Batch, before_layer: Callable[[int], None], adapting: StepAdapters | None = None
+    ) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
         if adapting is not None:
             self._adapt_embedding(batch, x, adapting)
-        seen = Seen()
+        seen = TapResults()
         for segment in batch.segments:
             part = x if segment.tokens is None else x[segment.tokens]
             taps = layer_taps(batch, segment, len(self.layers), seen)
@@ -80,7 +82,7 @@ class Decoder:
         return self._leave(batch, x, seen, adapting)
 
     def decode(
-        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], adapting: Adapting | None = None
+        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], adapting: StepAdapters | None = None
     ) -> Tensor:
         """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
         x = self.ops.embed(self.embedding, ids, self.spec.embed_scale)
@@ -102,11 +104,11 @@ class Decoder:
         stores: tuple[PageStore, ...],
         before_layer: Callable[[int], None],
         taps: Mapping[int, LayerTap] = NO_TAPS,
-        adapting: Adapting | None = None,
+        adapting: StepAdapters | None = None,
     ) -> Tensor:
         """The layers of a segment."""
         rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
-        context = Context(self.ops, stores, segment.paging, rotations, adapting=adapting)
+        context = LayerContext(self.ops, stores, segment.paging, rotations, adapting=adapting)
         for index in range(segment.start, segment.stop):
             before_layer(index)
             x = self.layers[index](x, replace(context, tap=taps[index]) if index in taps else context)
@@ -117,7 +119,7 @@ class Decoder:
         match source:
             case Hidden(states):
                 return states.to(device)
-            case Sampled(ids):
+            case SampledIds(ids):
                 return self._embed(ids)
             case Ids(ids):
                 return self._embed(torch.tensor(ids, dtype=torch.int64, device=device))
@@ -129,7 +131,7 @@ class Decoder:
     def _embed(self, ids: Tensor) -> Tensor:
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
-    def _adapt_embedding(self, batch: Batch, x: Tensor, adapting: Adapting) -> None:
+    def _adapt_embedding(self, batch: Batch, x: Tensor, adapting: StepAdapters) -> None:
         """Add what adapters of the embedding have for tokens that were embedded, not for those that came as vectors."""
         for index, own in adapting.embedded.items():
             start, source = batch.starts[index], batch.rows[index].source
@@ -140,7 +142,7 @@ class Decoder:
             places = torch.tensor([i for i in range(own.first, len(ids)) if i not in vectors], dtype=torch.int64)
             x[start + places] += own.rows.of(ids[places], own.scale * self.spec.embed_scale)
 
-    def _leave(self, batch: Batch, x: Tensor, seen: Seen, adapting: Adapting | None) -> Logits:
+    def _leave(self, batch: Batch, x: Tensor, seen: TapResults, adapting: StepAdapters | None) -> Logits:
         """What each row wants of its last hidden states."""
         wanted: list[Tensor] = []
         places: list[Tensor] = []
@@ -164,7 +166,7 @@ class Decoder:
         values = self.logits(torch.cat(wanted), last) if wanted else x.new_empty((0, self.spec.vocab_size))
         return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass)
 
-    def logits(self, states: Tensor, adapting: Adapting | None = None) -> Tensor:
+    def logits(self, states: Tensor, adapting: StepAdapters | None = None) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""
         states = self.norm(states, self.ops)
         values = self.head(states, self.ops)
@@ -173,7 +175,7 @@ class Decoder:
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 
-    def _score(self, states: Tensor, want: Score, adapting: Adapting | None = None) -> Scores:
+    def _score(self, states: Tensor, want: Score, adapting: StepAdapters | None = None) -> Scores:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
         wanted, top = torch.as_tensor(want.targets, dtype=torch.int64, device=states.device), want.top
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))

@@ -12,11 +12,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, Rotation
-from .adapting import Adapting
 from .spec import FeedForwardSpec, RopeSpec
+from .step_adapters import StepAdapters
 
 
-class Tap(Protocol):
+class AttentionTap(Protocol):
     """Sees the inside of one layer's attention, and changes nothing."""
 
     def written(self, keys: Tensor, values: Tensor) -> None:
@@ -31,15 +31,15 @@ class Tap(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class LayerContext:
     """What the layers of one segment share: where KV goes and how positions rotate."""
 
     ops: Ops
     stores: tuple[PageStore, ...]  # one per layer group
     paging: tuple[Paging, ...]  # one per layer group
     rotations: Mapping[RopeSpec, Rotation]
-    tap: Tap | None = None  # somebody wants to see what this layer's attention does
-    adapting: Adapting | None = None  # some rows run on adapters
+    tap: AttentionTap | None = None  # somebody wants to see what this layer's attention does
+    adapting: StepAdapters | None = None  # some rows run on adapters
 
     def linears(self, x: Tensor, maps: Sequence[Linear]) -> list[Tensor]:
         """Several linear maps of the same input, each token's adapter included."""
@@ -93,10 +93,10 @@ class FeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, context: Context, onto: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, context: LayerContext, onto: Tensor | None = None) -> Tensor:
         return context.linear(self._opened(x, context), self.down, onto)
 
-    def _opened(self, x: Tensor, context: Context) -> Tensor:
+    def _opened(self, x: Tensor, context: LayerContext) -> Tensor:
         ops, adapting = context.ops, context.adapting
         if adapting is None or not adapting.touches(self.gate.name, self.up.name):
             return ops.gated(x, self.gate.map, self.up.map, self.spec.activation)

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..batch import Batch, HiddenOut, KeyMass, Mend, Row, Segment, Unrotated
+from ..batch import Batch, HiddenOut, KeyMass, Mend, Row, Segment, UnrotatedKV
 from ..ops.contract import AttentionMask, Ops, PageStore, Paging
 
 
 @dataclass(slots=True)
-class Seen:
+class TapResults:
     """All that was seen in one forward."""
 
-    kv: dict[int, dict[int, Unrotated]] = field(default_factory=dict)  # by row and layer
+    kv: dict[int, dict[int, UnrotatedKV]] = field(default_factory=dict)  # by row and layer
     mass: dict[int, Tensor] = field(default_factory=dict)  # by row
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class TappedRow:
     """A row that wants to see a layer: its place in the batch and in the segment, and its share of an average."""
 
     row: int
@@ -36,17 +36,17 @@ class LayerTap:
     """The rows that want to see one layer."""
 
     layer: int
-    writing: Sequence[Watched]
-    attending: Sequence[Watched]
+    writing: Sequence[TappedRow]
+    attending: Sequence[TappedRow]
     mending: Mapping[int, Mend]  # by place in the segment
     starts: tuple[int, ...]  # of the segment's rows
-    seen: Seen
+    seen: TapResults
 
     def written(self, keys: Tensor, values: Tensor) -> None:
         for one in self.writing:
             span = slice(self.starts[one.place], self.starts[one.place + 1])
             # Copies: the backend uses this memory again.
-            self.seen.kv.setdefault(one.row, {})[self.layer] = Unrotated(keys[span].clone(), values[span].clone())
+            self.seen.kv.setdefault(one.row, {})[self.layer] = UnrotatedKV(keys[span].clone(), values[span].clone())
         for place, mend in self.mending.items():
             span = slice(self.starts[place], self.starts[place + 1])
             mend(self.layer, keys[span], values[span])
@@ -62,7 +62,7 @@ class LayerTap:
             self.seen.mass[one.row] = self.seen.mass[one.row] + mass if one.row in self.seen.mass else mass
 
 
-def layer_taps(batch: Batch, segment: Segment, layers: int, seen: Seen) -> dict[int, LayerTap]:
+def layer_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults) -> dict[int, LayerTap]:
     """For each layer of a segment that somebody wants to see, who does."""
     inside = [
         i
@@ -74,9 +74,9 @@ def layer_taps(batch: Batch, segment: Segment, layers: int, seen: Seen) -> dict[
         return {}
     taps = {}
     for layer in range(segment.start, segment.stop):
-        writing = [Watched(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
+        writing = [TappedRow(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
         wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
-        attending = [Watched(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
+        attending = [TappedRow(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
         if writing or attending or mending:
             taps[layer] = LayerTap(layer, writing, attending, mending, segment.paging[0].starts, seen)
     return taps

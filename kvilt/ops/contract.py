@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..quant.tensor import Weight
-from .lowrank import LowRank, LowRankTable, Picks
+from .lowrank import AdapterSlots, LowRank, LowRankTable
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 Pairing = Literal["half", "interleaved"]
@@ -104,7 +104,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Followers:
+class Interpolation:
     """Tokens of a text whose keys and values follow those of others, the leaders, that were computed anew."""
 
     tokens: Tensor  # [followers] int64: their numbers in the text
@@ -262,7 +262,7 @@ class Ops(Protocol):
         """Room for the products of one linear map [outputs, inputs]."""
         ...
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
         """Add to each of `outs` [tokens, out], in place, what each token's slot of its table makes of `x` [tokens, in].
 
         One gathered product for all tokens and adapters; a token with slot -1 keeps its bits.
@@ -327,7 +327,7 @@ class Ops(Protocol):
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Followers,
+        who: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,

@@ -31,15 +31,15 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class AdapterSlots:
     """Which slot each token of a step uses, and how strongly."""
 
     slots: Tensor  # [tokens] int64, -1: none
     scales: Tensor  # [tokens] float32
 
-    def of(self, tokens: Tensor | slice) -> Picks:
+    def of(self, tokens: Tensor | slice) -> AdapterSlots:
         """Those of some of the tokens."""
-        return Picks(self.slots[tokens].contiguous(), self.scales[tokens].contiguous())
+        return AdapterSlots(self.slots[tokens].contiguous(), self.scales[tokens].contiguous())
 
 
 class LowRankTable(Protocol):
@@ -62,7 +62,7 @@ class PlainTable:
         self.products[slot] = product
 
 
-def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
     """Add to each of `outs` [tokens, out] what each token's slot makes of `x` [tokens, in]; an obvious loop."""
     for slot in sorted(set(picks.slots.tolist()) - {-1}):
         mine = picks.slots == slot

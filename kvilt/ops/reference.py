@@ -19,7 +19,7 @@ from ..quant.unpack import dequantize
 from .contract import (
     Activation,
     AttentionMask,
-    Followers,
+    Interpolation,
     KeysValues,
     LinearMap,
     PackedWeight,
@@ -30,7 +30,7 @@ from .contract import (
     Prepared,
     Rotation,
 )
-from .lowrank import LowRank, LowRankTable, Picks, PlainTable, adapt
+from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
@@ -105,7 +105,7 @@ class ReferenceOps:
     def new_table(self, outputs: int, inputs: int, slots: int) -> PlainTable:  # noqa: ARG002 (the contract's arguments)
         return PlainTable(slots)
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
         adapt(x, tables, outs, picks)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class ReferenceOps:
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Followers,
+        who: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
@@ -282,6 +282,6 @@ def _own(store: PageStore) -> ReferencePages:
     return store
 
 
-def _followed(who: Followers, kept: Tensor, fresh: Tensor) -> Tensor:
+def _followed(who: Interpolation, kept: Tensor, fresh: Tensor) -> Tensor:
     change = (fresh.float() - kept[who.leaders].float()).flatten(1)
     return torch.addmm(kept[who.tokens].float().flatten(1), who.weights, change).view(-1, *kept.shape[1:])

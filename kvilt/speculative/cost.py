@@ -17,7 +17,7 @@ _ROUND = 64  # so often two steps have none, to see whether that still holds
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class StepPrice:
     """What a step of some rows takes without drafts, and what drafts add: something for having any, and for each."""
 
     plain_s: float
@@ -41,7 +41,7 @@ class Price:
 
 
 @dataclass(slots=True)
-class Mean:
+class RunningMean:
     """Of the latest few."""
 
     count: int = 0
@@ -59,7 +59,7 @@ class Mean:
 
 
 @dataclass(slots=True)
-class Line:
+class CostLine:
     """Seconds that drafts add over their number: a line through the latest steps, near what is usual at first."""
 
     weight: float = 0.0
@@ -92,31 +92,31 @@ class Line:
 
 
 @dataclass(slots=True)
-class Steps:
+class StepTimes:
     """Those of one number of rows."""
 
-    plain: Mean = field(default_factory=Mean)
-    line: Line = field(default_factory=Line)
-    own: Mean = field(default_factory=Mean)  # the drafter's seconds for one token
+    plain: RunningMean = field(default_factory=RunningMean)
+    line: CostLine = field(default_factory=CostLine)
+    own: RunningMean = field(default_factory=RunningMean)  # the drafter's seconds for one token
     turn: int = 0
     seen: set[int] = field(default_factory=set)  # numbers of drafts there were
-    price: Price | None = None  # as long as nothing new is known
+    price: StepPrice | None = None  # as long as nothing new is known
 
 
-class Cost:
+class DraftCosts:
     """What drafts cost, for each number of rows apart: where one row waits for weights, many compute."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, Steps] = {}
-        self._latest = Steps()  # in which a drafter's time was measured
+        self._steps: dict[int, StepTimes] = {}
+        self._latest = StepTimes()  # in which a drafter's time was measured
 
-    def price(self, rows: int) -> Price | None:
+    def price(self, rows: int) -> StepPrice | None:
         """For the next step of so many rows; None where it should have no drafts, to learn what it takes without."""
         steps = self._of(rows)
         steps.turn += 1
         return self.known(rows) if steps.turn % _ROUND > 1 else None
 
-    def known(self, rows: int) -> Price | None:
+    def known(self, rows: int) -> StepPrice | None:
         """What is known of steps of so many rows; None before any was measured."""
         steps = self._of(rows)
         if steps.price is None and rows and steps.plain.count >= _ENOUGH:
@@ -125,7 +125,7 @@ class Cost:
             first_s, each_s = steps.line.fit(usual_s)
             near = steps if steps.own.count else self._latest
             own_s = near.own.value if near.own.count else usual_s
-            steps.price = Price(plain_s, first_s, each_s, own_s, rows)
+            steps.price = StepPrice(plain_s, first_s, each_s, own_s, rows)
         return steps.price
 
     def stepped(self, rows: int, drafts: int, step_s: float) -> None:
@@ -154,5 +154,5 @@ class Cost:
         steps.own.take(took_s / drafts)
         steps.price, self._latest = None, steps
 
-    def _of(self, rows: int) -> Steps:
-        return self._steps.setdefault(rows if rows <= 16 else rows & -4, Steps())
+    def _of(self, rows: int) -> StepTimes:
+        return self._steps.setdefault(rows if rows <= 16 else rows & -4, StepTimes())

@@ -13,7 +13,7 @@ from ..sampling.sampler import SamplingState
 
 
 @dataclass(slots=True, eq=False)
-class Story:
+class DraftContext:
     """One sample as a drafter sees it."""
 
     ids: Sequence[int]  # prompt and drawn; grows in place, and never shrinks
@@ -44,15 +44,15 @@ class Drafter(Protocol):
         """For each grade how likely one more token of a draft is accepted, until that is known better."""
         ...
 
-    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:
         """A sample that may want drafts; `parent` is the one it was forked off."""
         ...
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         """What each sample may draw next: `k` tokens at the most, or fewer, or none."""
         ...
 
-    def forget(self, story: Story) -> None:
+    def forget(self, story: DraftContext) -> None:
         """A sample is over."""
         ...
 

@@ -18,11 +18,11 @@ from ..executor.executor import STEP_TOKENS, Executor
 from ..kv.cache import KVCache
 from ..sampling.accept import depends_on_history
 from ..sampling.sampler import SamplingState
-from .drafter import Draft, Story
+from .drafter import Draft, DraftContext
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class DraftKV:
     """The draft model's KV of a story: its first tokens, and perhaps drafts that were not accepted."""
 
     kv: KVCache
@@ -31,10 +31,10 @@ class Memory:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class DraftTurn:
     """A story whose next tokens are being drafted."""
 
-    story: Story
+    story: DraftContext
     kv: KVCache
     most: int
     begun: int  # tokens its state had drawn
@@ -66,14 +66,14 @@ class ModelDrafter:
     def hopes(self) -> Sequence[float]:
         return (0.7,)
 
-    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
-        near: Memory | None = parent.memory if parent is not None else None
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:
+        near: DraftKV | None = parent.memory if parent is not None else None
         kv = self._executor.create_kv_cache() if near is None else near.kv.fork_to(near.kv.shared_prefix(ids))
-        return Story(ids, state, Memory(kv, len(ids)))
+        return DraftContext(ids, state, DraftKV(kv, len(ids)))
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
-        turns: dict[Story, Turn] = {}
-        drafts: dict[Story, Draft] = {}
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+        turns: dict[DraftContext, DraftTurn] = {}
+        drafts: dict[DraftContext, Draft] = {}
         room = STEP_TOKENS
         for story, count in zip(stories, k, strict=True):
             turn = self._turn(story, min(count, self._executor.max_context - len(story.ids)))
@@ -95,7 +95,7 @@ class ModelDrafter:
         drafts |= {story: Draft(turn.drafts, read=turn.read) for story, turn in turns.items()}
         return [drafts.get(story, Draft()) for story in stories]
 
-    def forget(self, story: Story) -> None:
+    def forget(self, story: DraftContext) -> None:
         memory, story.memory = story.memory, None
         if memory is not None:
             memory.kv.close()
@@ -103,9 +103,9 @@ class ModelDrafter:
     def close(self) -> None:
         self._executor.close()
 
-    def _turn(self, story: Story, most: int) -> Turn | None:
+    def _turn(self, story: DraftContext, most: int) -> DraftTurn | None:
         """What is to be done for a story; None where it gets no draft: its context or the KV memory is full."""
-        memory: Memory | None = story.memory
+        memory: DraftKV | None = story.memory
         if memory is None or most < 1:
             return None
         held = self._settle(memory, story.ids)
@@ -115,9 +115,9 @@ class ModelDrafter:
             self.forget(story)  # and never again: its beginning would have to be read once more
             return None
         begun, known = story.state.history.generated_tokens, list(story.ids[held:])
-        return Turn(story, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
+        return DraftTurn(story, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
 
-    def _settle(self, memory: Memory, ids: Sequence[int]) -> int:
+    def _settle(self, memory: DraftKV, ids: Sequence[int]) -> int:
         """Cut the cache to a beginning of `ids`, with at least one of them left to compute; its length then."""
         held = memory.kv.num_entries
         sure = held - min(held, memory.drafted)  # what is no draft was the story already
@@ -131,14 +131,14 @@ class ModelDrafter:
             return 0
         return int(kept)
 
-    def _draft(self, turns: list[Turn]) -> None:
+    def _draft(self, turns: list[DraftTurn]) -> None:
         """One token of each after the other, until all have as many as they may."""
         while turns:
             logits = self._run(turns, None)
             tokens = self._sample(logits, turns)
             turns = [turn for turn, token in zip(turns, tokens, strict=True) if _goes_on(turn, token)]
 
-    def _run(self, turns: Sequence[Turn], most: int | None) -> Tensor:
+    def _run(self, turns: Sequence[DraftTurn], most: int | None) -> Tensor:
         """Compute what the turns know, `most` tokens of each if only KV is wanted; logits behind the last ones."""
         inputs = [turn.input[:most] for turn in turns]
         rows = []
@@ -153,7 +153,7 @@ class ModelDrafter:
             del turn.input[: len(ids)]
         return logits
 
-    def _sample(self, logits: Tensor, turns: Sequence[Turn]) -> list[int | None]:
+    def _sample(self, logits: Tensor, turns: Sequence[DraftTurn]) -> list[int | None]:
         """A token for each; None where this model has none."""
         try:
             drawn = self._executor.sample(logits, [turn.story.state for turn in turns], [t.position for t in turns])
@@ -166,7 +166,7 @@ class ModelDrafter:
         return [int(token) for token in drawn.tokens.tolist()]
 
 
-def _goes_on(turn: Turn, token: int | None) -> bool:
+def _goes_on(turn: DraftTurn, token: int | None) -> bool:
     """Take a draft in; whether another one may follow."""
     if token is None:
         return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ..sampling.sampler import SamplingState
-from .drafter import Draft, Story
+from .drafter import Draft, DraftContext
 from .suffix import SuffixIndex
 
 # The longer the match, the surer the draft: the shortest match of each grade, and what may be hoped of it.
@@ -34,10 +34,10 @@ class NgramDrafter:
     def hopes(self) -> Sequence[float]:
         return _HOPES
 
-    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:  # noqa: ARG002
-        return Story(ids, state, SuffixIndex())
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:  # noqa: ARG002
+        return DraftContext(ids, state, SuffixIndex())
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         left, drafts = _AT_ONCE, []
         for story, count in zip(stories, k, strict=True):
             index: SuffixIndex = story.memory
@@ -50,7 +50,7 @@ class NgramDrafter:
             drafts.append(_draft(index, count, first) if len(index.text) == len(story.ids) else Draft(read=first))
         return drafts
 
-    def forget(self, story: Story) -> None:
+    def forget(self, story: DraftContext) -> None:
         story.memory = None
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class SuffixMatch:
     """The last `length` tokens of a text also end at place `end`, and no more of them end anywhere earlier."""
 
     length: int
@@ -31,7 +31,7 @@ class SuffixIndex:
 
     def __init__(self, text: Iterable[int] = ()) -> None:
         self.text: list[int] = []
-        self.match = Match(0, _NONE)
+        self.match = SuffixMatch(0, _NONE)
         self._lengths = array("i", [0])  # the longest string of each state
         self._links = array("i", [_NONE])  # the state of the longest suffix that also ends elsewhere
         self._ends = array("i", [_NONE])  # a place where the state's strings end, not that of the text itself
@@ -61,7 +61,7 @@ class SuffixIndex:
 
     def _note(self, state: int, place: int) -> None:
         """The longest suffix that was there before: where it stood last, as far as that is known."""
-        self.match = Match(self._lengths[state], self._ends[state])
+        self.match = SuffixMatch(self._lengths[state], self._ends[state])
         if state:
             self._ends[state] = place
 

@@ -22,7 +22,7 @@ from ..errors import BlobError, ParamError, StoreError, renamed
 from ..kv.cache import KVCache
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
-from ..kv.prefix import Evicted
+from ..kv.prefix import EvictedPage
 from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
@@ -222,7 +222,7 @@ class Store:
         """Begin to look for a row of exactly these tokens; `image(layout)` is what a cache is made of."""
         return self.open(row_address(identity, tokens, layout))
 
-    def put_evicted(self, identity: Identity, layout: KVLayout, page: Evicted, retain: bool = False) -> Loading:
+    def put_evicted(self, identity: Identity, layout: KVLayout, page: EvictedPage, retain: bool = False) -> Loading:
         """Keep a page that a prefix index lost; `page_addresses` finds it again."""
         own = replace(identity, adapter=page.scope.adapter, salt=page.scope.salt)
         end = len(page.tokens)

@@ -12,7 +12,7 @@ from kvilt.bench.blend_curve import curve, series
 from kvilt.bench.blend_measure import FULL, REUSE, BlendCase, BlendMethod, BlendOutcome, compare, f1, methods, quilt_of
 from kvilt.bench.blend_plot import plot
 from kvilt.bench.blend_results import ReportLine, ReportSettings, lines, summaries
-from kvilt.blend.chunk import Chunks
+from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import Recipe
 from kvilt.cli.blend_cases import read_cases, read_questions
 from kvilt.cli.blend_report import BlendQuestions, ReportOutput, report
@@ -102,7 +102,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
 def test_all_ways_are_compared_with_the_whole_prefill(llm: LLM) -> None:
     wanted = methods(["head", "query"], [0.5, 1.0])
     with Store(Budget(1 << 28)) as store:
-        found = list(compare(llm, Chunks(llm.executor, store, llm.tokenizer.head), CASE, 512, wanted))
+        found = list(compare(llm, ChunkCache(llm.executor, store, llm.tokenizer.head), CASE, 512, wanted))
     by_name = {one.method: one for one in found}
     assert list(by_name) == ["full", "prefix", "reuse", "head 50%", "head 100%", "query 50%", "query 100%"]
     for name in ("full", "prefix", "head 100%", "query 100%"):  # exact ones
@@ -244,6 +244,6 @@ def test_tokens_that_follow_are_less_wrong(llm: LLM) -> None:
     kl: dict[str, float] = {}
     for case in cases:
         with Store(Budget(1 << 28)) as store:
-            for found in compare(llm, Chunks(llm.executor, store), case, 512, wanted):
+            for found in compare(llm, ChunkCache(llm.executor, store), case, 512, wanted):
                 kl[found.method] = kl.get(found.method, 0.0) + found.kl
     assert kl["mend 0.8"] < 0.8 * kl["mend 0.0"]

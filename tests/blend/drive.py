@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvilt.batch import Batch, Ids, Last, Nothing, Row
 from kvilt.blend.blender import Blending
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.store.store import Store
@@ -21,7 +21,7 @@ def memory_store(total_bytes: int = 1 << 26) -> Store:
     return Store(Budget(total_bytes))
 
 
-def start(executor: Executor, quilt: Quilt) -> KVCache:
+def start(executor: Executor, quilt: BlendPrompt) -> KVCache:
     """A cache that holds what stands before the first document."""
     kv = executor.create_kv_cache()
     if quilt.exact:
@@ -43,7 +43,7 @@ def finish(executor: Executor, blending: Blending, step: int = 512, beside: Sequ
 
 
 def blended(
-    executor: Executor, chunks: Chunks, quilt: Quilt, recipe: Recipe, step: int = 512
+    executor: Executor, chunks: ChunkCache, quilt: BlendPrompt, recipe: Recipe, step: int = 512
 ) -> tuple[Tensor, KVCache, Blending]:
     """Logits after a blended prompt, its committed cache, and what did it."""
     blending = Blending(executor, chunks, quilt, recipe)

@@ -8,8 +8,8 @@ from typing import Any
 from drive import memory_store, tokens
 from small import Ear, run
 
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
@@ -18,7 +18,7 @@ from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store, StoreLimits
 
 # Two pages before the first document: they come from the store as well, as a prefix.
-QUILT = Quilt.of([tokens(70, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
+QUILT = BlendPrompt.of([tokens(70, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
 RECIPE = Recipe(0.3, "deviation+query", check_layer=0, min_gain=0.0)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 PATIENT = StoreLimits(lookup_s=300, layer_s=300, close_s=300)
@@ -35,7 +35,7 @@ class Said:
 def answer(executor: Executor, store: Store) -> Said:
     """Ask an engine that has nothing in memory, beside somebody who wants no document, and let it go."""
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=Chunks(executor, store), store=store)
+    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store), store=store)
     ear, other = Ear(), Ear()
     engine.add(engine.prepare(Request(QUILT.ids, GREEDY, documents=QUILT.documents, recipe=RECIPE), ear))
     engine.add(engine.prepare(Request(tokens(20, 9), GREEDY), other))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.errors import ParamError
 from kvilt.executor.executor import Executor
 from kvilt.llm import LLM, AsyncLLM
@@ -57,11 +57,11 @@ def test_a_first_document_behind_just_that_is_right_already(tiny_executor: Execu
 def test_what_is_right_already_needs_no_repair(tiny_executor: Executor) -> None:
     """But for the rounding of a key that is kept before its rotation and then once more."""
     head, text, question = tokens(9, 1), tokens(40, 2), tokens(6, 3)
-    quilt = Quilt.of([head, text, question], [False, True, False])
+    quilt = BlendPrompt.of([head, text, question], [False, True, False])
     with memory_store() as store:
         expected, whole = computed(tiny_executor, quilt.ids)
         for behind, same in ((head, True), ((), False)):
-            found, kv, _ = blended(tiny_executor, Chunks(tiny_executor, store, behind), quilt, Recipe(0.0, "head"))
+            found, kv, _ = blended(tiny_executor, ChunkCache(tiny_executor, store, behind), quilt, Recipe(0.0, "head"))
             assert bool(torch.allclose(found, expected, atol=0.02)) == same
             kv.close()
         whole.close()

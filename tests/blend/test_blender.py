@@ -17,16 +17,16 @@ from tiny import write_tiny
 
 from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Row
 from kvilt.blend.blender import PROBE_TOKENS, Blending
-from kvilt.blend.choice import FAR_TOKENS
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
+from kvilt.blend.selection import FAR_TOKENS
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, InputError, StoreMiss
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
-from kvilt.kv.trail import Scope, Trail
+from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope
 from kvilt.store.loading import Loading
 from kvilt.store.store import Store
 
@@ -50,19 +50,19 @@ def recipe(ratio: float = 0.3, strategy: str = "query", **fields: object) -> Rec
     return Recipe.of(Recipe(ratio, strategy, check_layer=0, min_gain=0.0), **fields)
 
 
-QUILT = Quilt.of(
+QUILT = BlendPrompt.of(
     [tokens(5, 1), tokens(40, 2), tokens(17, 3), tokens(40, 2), tokens(8, 4)], [False, True, True, True, False]
 )
 
 
 @st.composite
-def quilts(draw: st.DrawFn) -> Quilt:
+def quilts(draw: st.DrawFn) -> BlendPrompt:
     """Up to four segments of 0, 1 or many tokens, some of them twice, anything before, between and behind them."""
     length = st.sampled_from([0, 1, 2, 31, 32, 33, 45, 135])
     assert PROBE_TOKENS < 135, "a question may be longer than what is probed"
     segments = draw(st.lists(st.tuples(length, st.integers(0, 3), st.booleans()), min_size=1, max_size=4))
-    made = Quilt.of([tokens(count, seed) for count, seed, _ in segments], [flag for *_, flag in segments])
-    return made if made.documents else Quilt.of([tokens(3, 9), tokens(4, 8)], [False, True])
+    made = BlendPrompt.of([tokens(count, seed) for count, seed, _ in segments], [flag for *_, flag in segments])
+    return made if made.documents else BlendPrompt.of([tokens(3, 9), tokens(4, 8)], [False, True])
 
 
 @settings(max_examples=examples(25))
@@ -76,20 +76,20 @@ def quilts(draw: st.DrawFn) -> Quilt:
     known=st.integers(0, 15),
 )
 def test_cold_warm_cut_and_crowded_are_the_same_to_the_bit(
-    native: Executor, quilt: Quilt, strategy: str, ratio: float, first: int, step: int, beside: bool, known: int
+    native: Executor, quilt: BlendPrompt, strategy: str, ratio: float, first: int, step: int, beside: bool, known: int
 ) -> None:
     made = recipe(ratio, strategy, first_tokens=first)
     with memory_store() as cold, memory_store() as other:
-        chunks = Chunks(native, cold)
+        chunks = ChunkCache(native, cold)
         logits, kv, blending = blended(native, chunks, quilt, made)
         again, twin, second = blended(native, chunks, quilt, made, step)  # everything is stored now
         assert torch.equal(logits, again)
         assert second.report().made == 0
         # A store that knows some of the documents, other cuts, and a decode of somebody else in every step.
-        there = Chunks(native, other)
+        there = ChunkCache(native, other)
         for index, one in enumerate(quilt.documents):
             if known >> index & 1:
-                alone = Quilt.of([quilt.ids[one.start : one.stop]], [True])
+                alone = BlendPrompt.of([quilt.ids[one.start : one.stop]], [True])
                 blended(native, there, alone, recipe(0.0, "head"))[1].close()
         third = Blending(native, there, quilt, made)
         with start(native, quilt) as mixed, native.create_kv_cache() as neighbour:
@@ -104,7 +104,7 @@ def test_cold_warm_cut_and_crowded_are_the_same_to_the_bit(
         check_report(blending, quilt, made)
 
 
-def check_report(blending: Blending, quilt: Quilt, made: Recipe) -> None:
+def check_report(blending: Blending, quilt: BlendPrompt, made: Recipe) -> None:
     report = blending.report()
     assert report.computed + report.reused + report.recomputed == len(quilt.ids) - quilt.exact
     distinct = {quilt.ids[one.start : one.stop] for one in quilt.documents}
@@ -117,9 +117,11 @@ def check_report(blending: Blending, quilt: Quilt, made: Recipe) -> None:
 
 @settings(max_examples=examples(15))
 @given(quilt=quilts(), strategy=st.sampled_from(STRATEGIES), step=st.sampled_from([1, 13, 512]))
-def test_everything_computed_again_is_a_whole_prefill(native: Executor, quilt: Quilt, strategy: str, step: int) -> None:
+def test_everything_computed_again_is_a_whole_prefill(
+    native: Executor, quilt: BlendPrompt, strategy: str, step: int
+) -> None:
     with memory_store() as store:
-        logits, kv, _ = blended(native, Chunks(native, store), quilt, recipe(1.0, strategy), step)
+        logits, kv, _ = blended(native, ChunkCache(native, store), quilt, recipe(1.0, strategy), step)
         expected, whole = computed(native, quilt.ids)
         with kv, whole:
             assert torch.equal(logits, expected)
@@ -131,7 +133,7 @@ def test_everything_computed_again_is_a_whole_prefill(native: Executor, quilt: Q
 def test_other_numbers_in_pages(tmp_path: Path, store: Store, kv_dtype: str, strategy: str) -> None:
     config = RunConfig(kv_memory=1 << 22, backend="native", threads=1, kv_dtype=kv_dtype)
     executor = load_executor(write_tiny(tmp_path), config)
-    chunks = Chunks(executor, store)
+    chunks = ChunkCache(executor, store)
     logits, kv, _ = blended(executor, chunks, QUILT, recipe(1.0, strategy))
     expected, whole = computed(executor, QUILT.ids)
     with kv, whole:
@@ -144,7 +146,7 @@ def test_other_numbers_in_pages(tmp_path: Path, store: Store, kv_dtype: str, str
 
 def test_the_reference_backend_blends_alike(tiny: Executor, store: Store) -> None:
     for strategy in STRATEGIES:
-        logits, kv, _ = blended(tiny, Chunks(tiny, store), QUILT, recipe(1.0, strategy))
+        logits, kv, _ = blended(tiny, ChunkCache(tiny, store), QUILT, recipe(1.0, strategy))
         expected, whole = computed(tiny, QUILT.ids)
         with kv, whole:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -152,12 +154,12 @@ def test_the_reference_backend_blends_alike(tiny: Executor, store: Store) -> Non
 
 def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
     """What is computed again early in the prompt does not change when what stands behind it does."""
-    chunks, made = Chunks(native, store), recipe(0.0, "head", first_tokens=6)
+    chunks, made = ChunkCache(native, store), recipe(0.0, "head", first_tokens=6)
     head, document = tokens(5, 1), tokens(40, 2)
     flags = [False, True, True, False]
     kept = []
     for seed in (20, 30):
-        quilt = Quilt.of([head, document, tokens(33, seed), tokens(4, seed + 1)], flags)
+        quilt = BlendPrompt.of([head, document, tokens(33, seed), tokens(4, seed + 1)], flags)
         blending = Blending(native, chunks, quilt, made)
         with start(native, quilt) as kv:
             blending.begin(kv)
@@ -172,7 +174,7 @@ def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
 
 def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor, store: Store) -> None:
     """Each chosen token alone, in order, over documents as they are placed: the same bits as all of them together."""
-    chunks, made = Chunks(native, store), recipe(0.4, "head", mend=0.0)
+    chunks, made = ChunkCache(native, store), recipe(0.4, "head", mend=0.0)
     logits, kv, _ = blended(native, chunks, QUILT, made)
     slow = Blending(native, chunks, QUILT, made)
     with kv, start(native, QUILT) as other:
@@ -186,7 +188,7 @@ def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor
 
 def test_a_question_chooses_by_attention_and_distance(native: Executor, store: Store) -> None:
     """The best of what the probe saw, each token counting the less the later it stands."""
-    blending = Blending(native, Chunks(native, store), QUILT, recipe(0.2, "query"))
+    blending = Blending(native, ChunkCache(native, store), QUILT, recipe(0.2, "query"))
     with start(native, QUILT) as kv:
         blending.begin(kv)
         mass = torch.empty(0)
@@ -206,7 +208,7 @@ def test_a_question_chooses_by_attention_and_distance(native: Executor, store: S
 def test_layers_that_arrive_late_cut_the_span_and_nothing_else(
     native: Executor, store: Store, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    chunks, made = Chunks(native, store), recipe(0.3, strategy)
+    chunks, made = ChunkCache(native, store), recipe(0.3, strategy)
     expected, kv, _ = blended(native, chunks, QUILT, made)
     kv.close()
     dice = random.Random(5)
@@ -231,7 +233,7 @@ def test_layers_that_arrive_late_cut_the_span_and_nothing_else(
 def test_a_record_that_fails_half_way_is_computed_instead(
     native: Executor, store: Store, monkeypatch: pytest.MonkeyPatch, strategy: str, broken: int
 ) -> None:
-    chunks, made = Chunks(native, store), recipe(0.3, strategy)
+    chunks, made = ChunkCache(native, store), recipe(0.3, strategy)
     expected, kv, _ = blended(native, chunks, QUILT, made)
     kv.close()
     blending = Blending(native, chunks, QUILT, made)
@@ -255,7 +257,7 @@ def test_a_record_that_fails_half_way_is_computed_instead(
 
 def test_gradual_filtering_narrows_layer_by_layer(tmp_path: Path, store: Store) -> None:
     executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 22, backend="native", threads=1))
-    chunks, made = Chunks(executor, store), recipe(0.2, "deviation", gradual=[2.0])
+    chunks, made = ChunkCache(executor, store), recipe(0.2, "deviation", gradual=[2.0])
     blended(executor, chunks, QUILT, made)[1].close()
     blending = Blending(executor, chunks, QUILT, made)
     sizes = []
@@ -278,8 +280,8 @@ def test_gradual_filtering_narrows_layer_by_layer(tmp_path: Path, store: Store) 
 
 def test_a_document_that_stands_where_it_was_computed_is_left_alone(native: Executor, store: Store) -> None:
     """The first document, with nothing before it, is right; the budget goes to the others."""
-    quilt = Quilt.of([tokens(30, 1), tokens(30, 2), tokens(4, 3)], [True, True, False])
-    blending = Blending(native, Chunks(native, store), quilt, recipe(0.5, "head"))
+    quilt = BlendPrompt.of([tokens(30, 1), tokens(30, 2), tokens(4, 3)], [True, True, False])
+    blending = Blending(native, ChunkCache(native, store), quilt, recipe(0.5, "head"))
     with start(native, quilt) as kv:
         blending.begin(kv)
         while not blending.done:
@@ -292,13 +294,13 @@ def test_a_document_that_stands_where_it_was_computed_is_left_alone(native: Exec
 def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> None:
     """Documents that were computed behind a few tokens are other chunks, and exact behind just these tokens."""
     behind = tokens(3, 40)
-    plain, backed = Chunks(native, store), Chunks(native, store, behind)
+    plain, backed = ChunkCache(native, store), ChunkCache(native, store, behind)
     document = tokens(20, 41)
     for chunks in (plain, backed):
-        blended(native, chunks, Quilt.of([document], [True]), recipe(0.0, "head"))[1].close()
+        blended(native, chunks, BlendPrompt.of([document], [True]), recipe(0.0, "head"))[1].close()
     one, other = (chunks.open(document).layer(2) for chunks in (plain, backed))
     assert not torch.equal(one.values, other.values)
-    quilt = Quilt.of([behind, document, tokens(4, 42)], [False, True, False])
+    quilt = BlendPrompt.of([behind, document, tokens(4, 42)], [False, True, False])
     expected, whole = computed(native, quilt.ids)
     logits, kv, blending = blended(native, backed, quilt, recipe(0.0, "head"))
     with whole, kv:
@@ -307,8 +309,8 @@ def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> N
 
 
 def test_tenants_do_not_share_documents(native: Executor, store: Store) -> None:
-    chunks, document = Chunks(native, store), tokens(20, 41)
-    quilt = Quilt.of([document, tokens(2, 1)], [True, False])
+    chunks, document = ChunkCache(native, store), tokens(20, 41)
+    quilt = BlendPrompt.of([document, tokens(2, 1)], [True, False])
     for tenant, made in (("one", 20), ("one", 0), ("other", 20), ("", 20)):
         blending = Blending(native, chunks, quilt, recipe(0.1, "head"), tenant)
         with start(native, quilt) as kv:
@@ -318,9 +320,9 @@ def test_tenants_do_not_share_documents(native: Executor, store: Store) -> None:
 
 
 def test_blended_kv_never_enters_the_prefix_index(native: Executor, store: Store) -> None:
-    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
     native.prefixes.clear()
-    trail = Trail(Scope())
+    trail = PrefixKeys(PrefixScope())
     with kv, kv.fork() as child:
         assert kv.origin == child.origin == blending.recipe.name != "exact"
         native.prefixes.insert(kv.row(0), trail)
@@ -336,7 +338,7 @@ def test_blended_kv_never_enters_the_prefix_index(native: Executor, store: Store
 
 
 def test_a_blended_cache_says_so_in_its_bytes(native: Executor, store: Store) -> None:
-    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
     with kv, native.create_kv_cache() as other:
         data = kv.serialize()
         assert describe(data).identity.origin == blending.recipe.name
@@ -345,7 +347,7 @@ def test_a_blended_cache_says_so_in_its_bytes(native: Executor, store: Store) ->
 
 
 def test_a_stored_blended_cache_is_found_by_its_recipe_alone(native: Executor, store: Store) -> None:
-    _, kv, blending = blended(native, Chunks(native, store), QUILT, recipe(0.2))
+    _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
     identity, layout = native.pool.identity(), native.layout
     with kv:
         store.put_cache(kv)
@@ -357,7 +359,7 @@ def test_a_stored_blended_cache_is_found_by_its_recipe_alone(native: Executor, s
 
 
 def test_recipes_that_a_model_cannot_follow_are_refused(native: Executor, store: Store) -> None:
-    chunks = Chunks(native, store)
+    chunks = ChunkCache(native, store)
     with pytest.raises(InputError, match="check_layer"):
         Blending(native, chunks, QUILT, Recipe(0.2, "deviation", check_layer=2))
     with pytest.raises(InputError, match="mass_layers"):
@@ -368,7 +370,7 @@ def test_nothing_is_left_behind(native: Executor, store: Store) -> None:
     """Also by a blending that is given up half way, while a document is being computed."""
     free = native.pool.free_pages()
     for rounds in range(4):
-        blending = Blending(native, Chunks(native, store), QUILT, recipe(0.2, "deviation"), tenant=str(rounds))
+        blending = Blending(native, ChunkCache(native, store), QUILT, recipe(0.2, "deviation"), tenant=str(rounds))
         with start(native, QUILT) as kv:
             blending.begin(kv)
             for _ in range(rounds * 3):
@@ -381,9 +383,9 @@ def test_nothing_is_left_behind(native: Executor, store: Store) -> None:
 def test_a_blending_can_begin_again(native: Executor, store: Store) -> None:
     """After a preemption: from the first row on, with what was stored meanwhile."""
     made = recipe(0.2)
-    expected, kv, _ = blended(native, Chunks(native, store), QUILT, made)
+    expected, kv, _ = blended(native, ChunkCache(native, store), QUILT, made)
     kv.close()
-    blending = Blending(native, Chunks(native, store), QUILT, made)
+    blending = Blending(native, ChunkCache(native, store), QUILT, made)
     for rows in (0, 1, 2):
         with start(native, QUILT) as first:
             blending.begin(first)
@@ -396,11 +398,11 @@ def test_a_blending_can_begin_again(native: Executor, store: Store) -> None:
 
 
 def test_segments() -> None:
-    made = Quilt.of([[1, 2], [], [3], [4, 5]], [False, True, True, False])
+    made = BlendPrompt.of([[1, 2], [], [3], [4, 5]], [False, True, True, False])
     assert made.ids == (1, 2, 3, 4, 5)
     assert [(one.start, one.stop) for one in made.documents] == [(2, 3)]
     assert (made.exact, made.reused, made.question.start) == (2, 1, 3)
-    assert Quilt.of([[1], [2, 3]], [False, True]).question.start == 2
+    assert BlendPrompt.of([[1], [2, 3]], [False, True]).question.start == 2
 
 
 @pytest.mark.parametrize(
@@ -413,7 +415,7 @@ def test_segments() -> None:
     ],
 )
 def test_small_gain_is_no_blend(lengths: Sequence[int], ratio: float, strategy: str, worth: bool) -> None:
-    quilt = Quilt.of([tokens(count, 1) for count in lengths], [False, True, False])
+    quilt = BlendPrompt.of([tokens(count, 1) for count in lengths], [False, True, False])
     assert quilt.worth(Recipe(ratio, strategy), 30) is worth
     assert quilt.worth(Recipe(ratio, strategy, min_gain=0.0), 30)  # 0: whatever it saves
-    assert not Quilt.of([[1, 2]], [False]).worth(Recipe(min_gain=0.0), 30)
+    assert not BlendPrompt.of([[1, 2]], [False]).worth(Recipe(min_gain=0.0), 30)

@@ -8,12 +8,12 @@ import pytest
 from drive import blended, memory_store, tokens
 from small import load_small
 
-from kvilt.blend.chunk import Chunks
+from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.controller import LoadMeter
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.executor.executor import Executor
 
-QUILT = Quilt.of([tokens(10, 1), tokens(40, 2), tokens(60, 3), tokens(5, 4)], [False, True, True, False])
+QUILT = BlendPrompt.of([tokens(10, 1), tokens(40, 2), tokens(60, 3), tokens(5, 4)], [False, True, True, False])
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 def recomputed(executor: Executor, recipe: Recipe) -> int:
     with memory_store() as store:
-        chunks = Chunks(executor, store)
+        chunks = ChunkCache(executor, store)
         blended(executor, chunks, QUILT, recipe)[1].close()  # from here on all of it is in memory
         _, kv, blending = blended(executor, chunks, QUILT, recipe)
         kv.close()

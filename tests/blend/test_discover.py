@@ -10,17 +10,17 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvilt.blend.discover import LOOKS, MOST_ALIKE, WINDOW_TOKENS, Known, Scope
-from kvilt.blend.finder import Finder
+from kvilt.blend.document_finder import DocumentFinder
+from kvilt.blend.known_documents import LOOKS, MOST_ALIKE, WINDOW_TOKENS, DocumentScope, KnownDocuments
 from kvilt.blend.recipe import Span
 from kvilt.kv.owner import part_of
 from kvilt.kv.row import Token
 
-HERE = Scope("", "base")
+HERE = DocumentScope("", "base")
 
 
-def known(chunks: Sequence[Sequence[int]], scope: Scope = HERE) -> Known:
-    made = Known()
+def known(chunks: Sequence[Sequence[int]], scope: DocumentScope = HERE) -> KnownDocuments:
+    made = KnownDocuments()
     for chunk in chunks:
         made.add(scope, chunk)
     return made
@@ -82,7 +82,7 @@ def test_nothing_is_found_before_the_start(case: tuple[list[list[int]], list[int
 def test_tokens_are_compared_where_hashes_agree(case: tuple[list[list[int]], list[int]]) -> None:
     """With a base of 1 a hash is a sum, and all kinds of texts have the same one."""
     chunks, prompt = case
-    made = Known(base=1)
+    made = KnownDocuments(base=1)
     for chunk in chunks:
         made.add(HERE, chunk)
     for span in made.find(HERE, prompt).spans:
@@ -93,8 +93,8 @@ def test_everybody_finds_their_own() -> None:
     chunk = list(range(50))
     made = known([chunk])
     assert made.find(HERE, chunk).spans == (Span(0, 50),)
-    assert made.find(Scope("other", "base"), chunk).spans == ()
-    assert made.find(Scope("", "adapter"), chunk).spans == ()
+    assert made.find(DocumentScope("other", "base"), chunk).spans == ()
+    assert made.find(DocumentScope("", "adapter"), chunk).spans == ()
 
 
 @pytest.mark.parametrize("chunks", [10, 100, 5000])
@@ -132,7 +132,7 @@ def test_a_prompt_full_of_overlaps_is_compared_once() -> None:
 def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
     dice = random.Random(2)
     chunks = [[dice.randrange(50_000) for _ in range(100)] for _ in range(30)]
-    made = Known(most_tokens=1000)
+    made = KnownDocuments(most_tokens=1000)
     for at, chunk in enumerate(chunks):
         made.add(HERE, chunk)
         made.add(HERE, chunk)  # twice is once
@@ -145,12 +145,12 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
 
 
 def test_salts_do_not_make_another_key_forget_its_documents() -> None:
-    made, mine = Known(most_tokens=1000), list(range(400))
-    made.add(Scope("a", "base"), mine)
+    made, mine = KnownDocuments(most_tokens=1000), list(range(400))
+    made.add(DocumentScope("a", "base"), mine)
     for n in range(40):
-        made.add(Scope(part_of("b", str(n)), "base"), range(1000 * n + 1000, 1000 * n + 1100))
-    assert made.find(Scope("a", "base"), mine).spans == (Span(0, 400),)
-    assert made.find(Scope(part_of("b", "39"), "base"), range(40000, 40100)).spans == (Span(0, 100),)
+        made.add(DocumentScope(part_of("b", str(n)), "base"), range(1000 * n + 1000, 1000 * n + 1100))
+    assert made.find(DocumentScope("a", "base"), mine).spans == (Span(0, 400),)
+    assert made.find(DocumentScope(part_of("b", "39"), "base"), range(40000, 40100)).spans == (Span(0, 100),)
     assert (made.tokens, len(made)) == (1000, 7)
 
 
@@ -164,7 +164,7 @@ def test_few_of_those_that_begin_alike_are_kept() -> None:
 def test_what_was_of_no_use_is_the_next_to_go() -> None:
     dice = random.Random(4)
     chunks = [[dice.randrange(50_000) for _ in range(100)] for _ in range(4)]
-    made = Known(most_tokens=300)
+    made = KnownDocuments(most_tokens=300)
     for chunk in chunks[:3]:
         made.add(HERE, chunk)
     made.demote(HERE, chunks[2])
@@ -176,13 +176,13 @@ def test_what_was_of_no_use_is_the_next_to_go() -> None:
 def test_nobody_is_asked_for_long() -> None:
     now, asked = 0.0, []
 
-    def slow(_: Scope, ids: Sequence[int]) -> bool:
+    def slow(_: DocumentScope, ids: Sequence[int]) -> bool:
         nonlocal now
         now += 0.4
         asked.append(len(ids))
         return True
 
-    finder = Finder(lambda _: (), slow, lambda: now)
+    finder = DocumentFinder(lambda _: (), slow, lambda: now)
     chunks = [[at] * 40 for at in range(10)]
     for chunk in chunks:
         finder.known.add(HERE, chunk)
@@ -193,21 +193,21 @@ def test_nobody_is_asked_for_long() -> None:
 
 
 def test_a_scope_is_read_once_and_not_after_the_end() -> None:
-    read: list[Scope] = []
+    read: list[DocumentScope] = []
     chunk = list(range(50))
 
-    def stored(scope: Scope) -> list[Sequence[Token]]:
+    def stored(scope: DocumentScope) -> list[Sequence[Token]]:
         read.append(scope)
         return [chunk, [b"x" * 32, *chunk], [1, 2]]
 
-    finder = Finder(stored, lambda *_: True)
-    for scope in (HERE, Scope("a", "base"), HERE):
+    finder = DocumentFinder(stored, lambda *_: True)
+    for scope in (HERE, DocumentScope("a", "base"), HERE):
         finder.read(scope)
         finder.settle()
-    assert read == [HERE, Scope("a", "base")]
+    assert read == [HERE, DocumentScope("a", "base")]
     assert len(finder.known) == 2  # what holds embeddings is no text
     assert finder.find(HERE, [0, *chunk]) == (Span(1, 51),)
     finder.close()
-    finder.read(Scope("b", "base"))
+    finder.read(DocumentScope("b", "base"))
     finder.settle()
     assert len(read) == 2

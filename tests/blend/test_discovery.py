@@ -12,8 +12,8 @@ from lora_files import write_lora
 from small import Ear, load_small
 
 from kvilt.batch import Base
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe, Span
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe, Span
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended
@@ -26,8 +26,10 @@ from kvilt.store.tier import Budget
 
 SYSTEM, QUESTION = tokens(50, 1), tokens(9, 5)
 DOCUMENTS = [tokens(40, 2), tokens(60, 4)]
-QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, False])
-OTHER = Quilt.of([SYSTEM[:20], DOCUMENTS[1], tokens(5, 8), DOCUMENTS[0], QUESTION], [False, True, False, True, False])
+QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, False])
+OTHER = BlendPrompt.of(
+    [SYSTEM[:20], DOCUMENTS[1], tokens(5, 8), DOCUMENTS[0], QUESTION], [False, True, False, True, False]
+)
 RECIPE = Recipe(0.3, "head", min_gain=0.0)
 
 
@@ -44,10 +46,10 @@ def store() -> Iterator[Store]:
 
 def make(executor: Executor, store: Store, discover: bool = False) -> Engine:
     executor.prefixes.clear()
-    return Engine(executor, EngineConfig(discover=discover), chunks=Chunks(executor, store))
+    return Engine(executor, EngineConfig(discover=discover), chunks=ChunkCache(executor, store))
 
 
-def ask(engine: Engine, quilt: Quilt, named: bool = False, **fields: Any) -> tuple[list[int], Ended]:
+def ask(engine: Engine, quilt: BlendPrompt, named: bool = False, **fields: Any) -> tuple[list[int], Ended]:
     params = SamplingParams(max_tokens=8, temperature=0.0)
     documents = quilt.documents if named else ()
     asked = Request(quilt.ids, **{"params": params, "documents": documents, "recipe": RECIPE, **fields})
@@ -126,7 +128,7 @@ def test_what_the_prefix_index_has_is_left_as_it_is(executor: Executor, store: S
     assert end.blended is None
     said, end = ask(engine, OTHER)
     assert (said, end.blended) == (plain, None)
-    more = Quilt((*OTHER.ids, *DOCUMENTS[1], *QUESTION), ())
+    more = BlendPrompt((*OTHER.ids, *DOCUMENTS[1], *QUESTION), ())
     _, end = ask(engine, more)
     assert end.blended is not None
     assert end.blended.reused + end.blended.recomputed == len(DOCUMENTS[1])  # only what stands behind
@@ -138,7 +140,7 @@ def test_small_gain_is_a_plain_prefill(executor: Executor, store: Store) -> None
     ask(engine, QUILT, named=True)
     executor.prefixes.clear()
     assert ask(engine, OTHER, recipe=Recipe(0.3, "head", min_gain=0.9))[1].blended is None
-    long = Quilt.of([tokens(200, 9), DOCUMENTS[0], tokens(100, 10)], [False, True, False])
+    long = BlendPrompt.of([tokens(200, 9), DOCUMENTS[0], tokens(100, 10)], [False, True, False])
     assert ask(engine, long, recipe=Recipe(0.3, "head"))[1].blended is None
 
 
@@ -148,7 +150,7 @@ def test_what_is_no_longer_stored_is_not_blended(executor: Executor) -> None:
         engine = make(executor, store, True)
         ask(engine, QUILT, named=True)
         for seed in range(20, 40):
-            ask(engine, Quilt.of([[1], tokens(60, seed), [2]], [False, True, False]), named=True)
+            ask(engine, BlendPrompt.of([[1], tokens(60, seed), [2]], [False, True, False]), named=True)
         executor.prefixes.clear()
         _, end = ask(engine, OTHER)
         assert end.blended is None
@@ -181,7 +183,7 @@ def test_a_restart_finds_what_the_disk_has(executor: Executor, tmp_path: Path) -
 
 
 def test_a_store_that_fails_costs_what_would_have_been_found(executor: Executor, store: Store) -> None:
-    chunks = Chunks(executor, store)
+    chunks = ChunkCache(executor, store)
 
     def broken(*_: object) -> Iterator[list[int]]:
         yield DOCUMENTS[0]
@@ -198,7 +200,7 @@ def test_the_end_of_a_prompt_may_be_a_document(executor: Executor, store: Store)
     engine = make(executor, store, True)
     ask(engine, QUILT, named=True)
     executor.prefixes.clear()
-    whole = Quilt((*SYSTEM[:7], *DOCUMENTS[1]), (Span(7, 67),))
+    whole = BlendPrompt((*SYSTEM[:7], *DOCUMENTS[1]), (Span(7, 67),))
     expected, named = ask(engine, whole, named=True)
     executor.prefixes.clear()
     said, found = ask(engine, whole)

@@ -12,12 +12,12 @@ from small import Ear, asks, finish, load_small
 from small import start as ask_start
 
 from kvilt.batch import Batch
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
+from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.engine import Engine
-from kvilt.engine.job import Lent
 from kvilt.engine.request import Request
 from kvilt.errors import InputError, ParamError, PoolExhausted
 from kvilt.executor.executor import Executor
@@ -26,7 +26,7 @@ from kvilt.store.store import Store
 
 SYSTEM, QUESTION = tokens(70, 1), tokens(9, 5)
 DOCUMENTS = [tokens(40, 2), tokens(1, 3), tokens(60, 4)]
-QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
+QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
 STRATEGIES = ("deviation", "head", "query")
 
 
@@ -45,7 +45,7 @@ def recipe(strategy: str, ratio: float = 0.3) -> Recipe:
     return Recipe(ratio, strategy, check_layer=0, min_gain=0.0)
 
 
-def request(quilt: Quilt, made: Recipe, **fields: object) -> Request:
+def request(quilt: BlendPrompt, made: Recipe, **fields: object) -> Request:
     params = fields.pop("params", SamplingParams(max_tokens=8, temperature=0.0))
     return Request(quilt.ids, params, documents=quilt.documents, recipe=made, **fields)  # type: ignore[arg-type]
 
@@ -56,10 +56,10 @@ def put(engine: Engine, asked: Request) -> Ear:
     return ear
 
 
-def alone(executor: Executor, quilt: Quilt, made: Recipe, count: int = 8) -> list[int]:
+def alone(executor: Executor, quilt: BlendPrompt, made: Recipe, count: int = 8) -> list[int]:
     """What a blended prompt says without an engine."""
     with memory_store() as store:
-        logits, kv, _ = blended(executor, Chunks(executor, store), quilt, made)
+        logits, kv, _ = blended(executor, ChunkCache(executor, store), quilt, made)
     with kv:
         first = int(logits.argmax())
         params = SamplingParams(max_tokens=count - 1, temperature=0.0)
@@ -74,7 +74,7 @@ def test_a_blended_prompt_says_the_same_by_hand_and_by_engine(
     executor.prefixes.clear()
     made = recipe(strategy)
     expected = alone(executor, QUILT, made)
-    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=Chunks(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=ChunkCache(executor, store))
     for round_ in range(2):
         ear = put(engine, request(QUILT, made))
         finish(engine)
@@ -92,7 +92,7 @@ def test_a_blended_prompt_says_the_same_by_hand_and_by_engine(
 
 def test_only_the_exact_beginning_is_known_to_others(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     put(engine, request(QUILT, recipe("query")))
     finish(engine)
     assert len(executor.prefixes) == len(SYSTEM) // 32
@@ -115,10 +115,10 @@ def test_everybody_says_what_they_say_alone(executor: Executor, store: Store, st
     quilts = []
     for index in range(4):
         parts = [SYSTEM[: dice.randrange(0, 60)], *dice.sample(DOCUMENTS, 2), tokens(dice.randrange(1, 9), index)]
-        quilts.append((Quilt.of(parts, [False, True, True, False]), recipe(STRATEGIES[index % 3])))
+        quilts.append((BlendPrompt.of(parts, [False, True, True, False]), recipe(STRATEGIES[index % 3])))
     others = asks(4, seed=3, longest=100)
     expected = [alone(executor, *one) for one in quilts]
-    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=Chunks(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=ChunkCache(executor, store))
     widths: list[int] = []
     run = executor.run
 
@@ -145,7 +145,7 @@ def test_who_comes_later_takes_what_others_have_computed_meanwhile(executor: Exe
     made = recipe("query")
     expected = alone(executor, QUILT, made)
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=16, max_rows=8), chunks=Chunks(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=16, max_rows=8), chunks=ChunkCache(executor, store))
     ears = [put(engine, request(QUILT, made)) for _ in range(4)]
     finish(engine)
     assert [ear.tokens for ear in ears] == [[expected]] * 4
@@ -159,13 +159,13 @@ def test_through_preemption(tmp_path: Path, store: Store, pages: int) -> None:
     """Few pages: whoever has to give way blends again, and says the same."""
     executor = load_small(tmp_path, pages, None, "native")
     quilts = [
-        (Quilt.of([SYSTEM[:20], *two, QUESTION], [False, True, True, False]), recipe(strategy))
+        (BlendPrompt.of([SYSTEM[:20], *two, QUESTION], [False, True, True, False]), recipe(strategy))
         for two, strategy in zip(([DOCUMENTS[0], DOCUMENTS[2]], [DOCUMENTS[2], DOCUMENTS[1]]), STRATEGIES, strict=False)
     ]
     long = SamplingParams(max_tokens=90, temperature=0.0)
     expected = [alone(executor, *one, 90) for one in quilts]
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=Chunks(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store))
     ears = [put(engine, request(*one, params=long)) for one in quilts]
     plain = [ask_start(engine, one) for one in asks(2, seed=8, longest=90)]
     finish(engine)
@@ -179,7 +179,7 @@ def test_through_preemption(tmp_path: Path, store: Store, pages: int) -> None:
 
 def test_only_the_kv_of_a_blended_prompt(executor: Executor, store: Store) -> None:
     """Nothing is drawn: the prompt's KV is there in the end, and no logits are asked for."""
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     ear = put(engine, request(QUILT, recipe("query"), params=None, keep_kv=True))
     finish(engine)
     end = ear.ends[0]
@@ -191,8 +191,8 @@ def test_only_the_kv_of_a_blended_prompt(executor: Executor, store: Store) -> No
 
 def test_a_prompt_too_large_for_the_pool_fails_alone(tmp_path: Path, store: Store) -> None:
     executor = load_small(tmp_path, 6, None, "native")
-    engine = Engine(executor, chunks=Chunks(executor, store))
-    quilt = Quilt.of([tokens(2, 1), tokens(150, 2), tokens(3, 3)], [False, True, False])
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    quilt = BlendPrompt.of([tokens(2, 1), tokens(150, 2), tokens(3, 3)], [False, True, False])
     ear = put(engine, request(quilt, recipe("query")))
     finish(engine)
     assert isinstance(ear.error, PoolExhausted)
@@ -201,7 +201,7 @@ def test_a_prompt_too_large_for_the_pool_fails_alone(tmp_path: Path, store: Stor
 
 def test_several_samples_share_a_blended_prompt(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     params = SamplingParams(max_tokens=6, temperature=0.0, n=3)
     ear = put(engine, request(QUILT, recipe("query"), params=params))
     finish(engine)
@@ -211,7 +211,7 @@ def test_several_samples_share_a_blended_prompt(executor: Executor, store: Store
 
 
 def test_kv_that_is_kept_says_how_it_was_made(executor: Executor, store: Store) -> None:
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     made = recipe("head")
     ear = put(engine, request(QUILT, made, keep_kv=True))
     finish(engine)
@@ -226,7 +226,7 @@ def test_kv_that_is_kept_says_how_it_was_made(executor: Executor, store: Store) 
 @pytest.mark.parametrize("steps", [0, 1, 3, 6, 9])
 def test_who_is_aborted_leaves_nothing_behind(executor: Executor, store: Store, steps: int) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), chunks=Chunks(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), chunks=ChunkCache(executor, store))
     ear = put(engine, request(QUILT, recipe("deviation"), id="x"))
     for _ in range(steps):
         engine.step()
@@ -239,7 +239,7 @@ def test_who_is_aborted_leaves_nothing_behind(executor: Executor, store: Store, 
 
 def test_small_gain_is_a_plain_prefill(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     ear = put(engine, request(QUILT, Recipe(0.99, "query", check_layer=0)))
     finish(engine)
     end = ear.ends[0]
@@ -252,11 +252,11 @@ def test_what_cannot_be_blended_is_refused(executor: Executor, store: Store) -> 
     made = request(QUILT, recipe("head"))
     with pytest.raises(InputError, match="store"):
         Engine(executor).prepare(made, Ear())
-    engine = Engine(executor, chunks=Chunks(executor, store))
+    engine = Engine(executor, chunks=ChunkCache(executor, store))
     kv = executor.create_kv_cache()
     executor.prefill([1], kv)
     with pytest.raises(InputError, match="cache"):
-        engine.prepare(made, Ear(), Lent(kv))
+        engine.prepare(made, Ear(), BorrowedKV(kv))
     assert kv.closed
     scored = request(QUILT, recipe("head"), params=SamplingParams(max_tokens=1, prompt_logprobs=0))
     with pytest.raises(ParamError, match="prompt_logprobs"):

@@ -11,9 +11,9 @@ from drive import blended, computed, content, memory_store, start, tokens
 from families import FAMILIES, random_model, write_checkpoint
 
 from kvilt.batch import Batch, HiddenOut, Ids, Row
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
-from kvilt.blend.turn import rotations
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.key_rotation import rotations
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
@@ -21,7 +21,7 @@ from kvilt.models.spec import RopeSpec
 from kvilt.ops.contract import KeysValues
 
 SYSTEM, DOCUMENTS, QUESTION = tokens(7, 1), [tokens(33, 2), tokens(1, 3), tokens(50, 4)], tokens(6, 5)
-QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
+QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
 STRATEGIES = ("deviation", "head", "query", "deviation+query+head")
 
 
@@ -37,7 +37,7 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_everything_computed_again_equals_a_whole_prefill_to_the_bit(executor: Executor, strategy: str) -> None:
     recipe = Recipe(ratio=1.0, strategy=strategy, check_layer=0, min_gain=0.0)
     with memory_store() as store:
-        logits, kv, blending = blended(executor, Chunks(executor, store), QUILT, recipe, step=23)
+        logits, kv, blending = blended(executor, ChunkCache(executor, store), QUILT, recipe, step=23)
         expected, whole = computed(executor, QUILT.ids)
         with kv, whole:
             assert torch.equal(logits, expected)
@@ -50,7 +50,7 @@ def test_nothing_computed_again_equals_plain_reuse(executor: Executor) -> None:
     """Plain reuse by hand: each document standalone, its keys turned to their place, the rest computed behind it."""
     recipe = Recipe(ratio=0.0, strategy="head", min_gain=0.0)
     with memory_store() as store:
-        logits, kv, blending = blended(executor, Chunks(executor, store), QUILT, recipe)
+        logits, kv, blending = blended(executor, ChunkCache(executor, store), QUILT, recipe)
         expected = plain_reuse(executor)
         with kv:
             assert torch.equal(logits, expected)

@@ -10,8 +10,8 @@ import torch
 from drive import blended, memory_store, tokens
 from tiny import write_tiny
 
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
@@ -19,7 +19,7 @@ from kvilt.store.disk import Disk
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
 
-QUILT = Quilt.of([tokens(5, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
+QUILT = BlendPrompt.of([tokens(5, 1), tokens(40, 2), tokens(33, 3), tokens(8, 4)], [False, True, True, False])
 RECIPE = Recipe(0.3, "deviation+query", check_layer=0, min_gain=0.0)
 
 
@@ -35,7 +35,7 @@ def on_disk(folder: Path) -> Store:
 
 def answer(executor: Executor, store: Store) -> tuple[torch.Tensor, int]:
     """Logits, and how many tokens of documents had to be computed."""
-    logits, kv, blending = blended(executor, Chunks(executor, store), QUILT, RECIPE)
+    logits, kv, blending = blended(executor, ChunkCache(executor, store), QUILT, RECIPE)
     kv.close()
     return logits, blending.report().made
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvilt.blend.certificate import RECENT, Certificate, CertificateFile, Compared
-from kvilt.blend.gate import Gate, Trial, Verdict, compare, ladder, strategy_of
+from kvilt.blend.quality_gate import GateDecision, QualityGate, Trial, compare, ladder, strategy_of
 from kvilt.blend.recipe import Recipe
 from kvilt.config import GateConfig
 from kvilt.errors import ParamError
@@ -24,15 +24,15 @@ RECIPE = Recipe(0.15, "query")
 BAD, GOOD = Compared(0.5, False), Compared(0.01, True)
 
 
-def gate(config: GateConfig = CONFIG, path: Path | None = None, model: str = "m") -> Gate:
-    return Gate(config, lambda: model, CertificateFile(path) if path is not None else None)
+def gate(config: GateConfig = CONFIG, path: Path | None = None, model: str = "m") -> QualityGate:
+    return QualityGate(config, lambda: model, CertificateFile(path) if path is not None else None)
 
 
-def judge(one: Gate, recipe: Recipe = RECIPE, worth: bool = True) -> Verdict:
+def judge(one: QualityGate, recipe: Recipe = RECIPE, worth: bool = True) -> GateDecision:
     return one.judge(recipe, "base", lambda _: worth)
 
 
-def feed(one: Gate, compared: Compared, count: int, recipe: Recipe = RECIPE) -> list[Verdict]:
+def feed(one: QualityGate, compared: Compared, count: int, recipe: Recipe = RECIPE) -> list[GateDecision]:
     """So many requests, each compared with the same result."""
     seen = []
     for _ in range(count):
@@ -43,7 +43,7 @@ def feed(one: Gate, compared: Compared, count: int, recipe: Recipe = RECIPE) -> 
     return seen
 
 
-def only(one: Gate) -> Certificate:
+def only(one: QualityGate) -> Certificate:
     (certificate,) = one.certificates()
     return certificate
 
@@ -118,7 +118,7 @@ def test_who_draws_nothing_is_not_compared_and_not_counted() -> None:
 
 def test_off_is_off() -> None:
     one = gate(GateConfig(every=0))
-    assert judge(one) == Verdict(RECIPE)
+    assert judge(one) == GateDecision(RECIPE)
     assert one.certificates() == []
 
 
@@ -178,7 +178,7 @@ def test_who_keeps_out_gets_what_is_asked_for() -> None:
     one = gate()
     feed(one, BAD, 100)
     own = Recipe(0.15, "query", gate=False)
-    assert judge(one, own) == Verdict(own)
+    assert judge(one, own) == GateDecision(own)
 
 
 def test_a_ratio_that_saves_too_little_is_computed_as_a_whole_and_the_lower_one_compared() -> None:
@@ -260,7 +260,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(fields: dict[str, Any])
 # Remembering.
 
 
-def restarted(path: Path, config: GateConfig = CONFIG, model: str = "m") -> Gate:
+def restarted(path: Path, config: GateConfig = CONFIG, model: str = "m") -> QualityGate:
     return gate(config, path, model)
 
 

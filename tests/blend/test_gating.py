@@ -16,14 +16,14 @@ from small import start as ask_start
 
 from kvilt.batch import Base, Batch
 from kvilt.blend.certificate import CertificateFile
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.gate import Gate, compare
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.quality_gate import QualityGate, compare
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig, GateConfig
 from kvilt.engine.counters import PROMPT_TOKENS, SUCCESS
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
-from kvilt.engine.gating import AGREEMENTS, DROPPED, FALLBACKS, KL, RATIO, SAMPLED, STRIDE_TOKENS
+from kvilt.engine.quality_checks import AGREEMENTS, DROPPED, FALLBACKS, KL, RATIO, SAMPLED, STRIDE_TOKENS
 from kvilt.engine.request import Request
 from kvilt.errors import Draining
 from kvilt.executor.executor import Executor
@@ -33,8 +33,8 @@ from kvilt.store.store import Store
 
 SYSTEM, QUESTION = tokens(70, 1), tokens(9, 5)
 DOCUMENTS = [tokens(40, 2), tokens(60, 4)]
-QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, False])
-RIGHT = Quilt.of([[], DOCUMENTS[0], QUESTION], [False, True, False])  # nothing stands before its only document
+QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, False])
+RIGHT = BlendPrompt.of([[], DOCUMENTS[0], QUESTION], [False, True, False])  # nothing stands before its only document
 LOOK = GateConfig(every=1, act=False)
 
 
@@ -54,15 +54,15 @@ def make(executor: Executor, store: Store, config: GateConfig | None, path: Path
     gate = None
     if config is not None:
         file = CertificateFile(path) if path is not None else None
-        gate = Gate(config, lambda: executor.pool.identity().model, file)
-    return Engine(executor, EngineConfig(**own), chunks=Chunks(executor, store), gate=gate)
+        gate = QualityGate(config, lambda: executor.pool.identity().model, file)
+    return Engine(executor, EngineConfig(**own), chunks=ChunkCache(executor, store), gate=gate)
 
 
 def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
     return Recipe(ratio, strategy, check_layer=0, **{"min_gain": 0.0, **fields})
 
 
-def put(engine: Engine, quilt: Quilt, made: Recipe, **fields: Any) -> Ear:
+def put(engine: Engine, quilt: BlendPrompt, made: Recipe, **fields: Any) -> Ear:
     params = fields.pop("params", SamplingParams(max_tokens=6, temperature=0.0))
     asked = Request(quilt.ids, params, documents=quilt.documents, recipe=made, **fields)
     ear = Ear(asked.samples)
@@ -86,7 +86,7 @@ def value(engine: Engine, metric: Counter | Gauge, **labels: str) -> float:
     return sum(point["value"] for point in series if labels.items() <= point["labels"].items())
 
 
-def whole_prompt(executor: Executor, quilt: Quilt, count: int = 6) -> list[int]:
+def whole_prompt(executor: Executor, quilt: BlendPrompt, count: int = 6) -> list[int]:
     with executor.create_kv_cache() as kv:
         params = SamplingParams(max_tokens=count, temperature=0.0)
         return executor.sample_tokens(count, list(quilt.ids), kv, params=params)[0]
@@ -102,7 +102,7 @@ def test_what_is_compared_is_what_it_is_by_hand(
 ) -> None:
     made = recipe(0.2, strategy)
     with memory_store() as other:
-        trial, kv, _ = blended(executor, Chunks(executor, other), QUILT, made)
+        trial, kv, _ = blended(executor, ChunkCache(executor, other), QUILT, made)
         kv.close()
     reference, kv = computed(executor, QUILT.ids)
     kv.close()
@@ -173,7 +173,7 @@ def test_beside_drafts(executor: Executor, store: Store) -> None:
     expected = put(engine := make(executor, store, None), QUILT, recipe(0.2), params=params)
     settle(engine)
     drafting = Drafting(Oracle({QUILT.ids: expected.tokens[0]}, 0.8, 61), Free())
-    gate, chunks = Gate(LOOK, lambda: "m"), Chunks(executor, store)
+    gate, chunks = QualityGate(LOOK, lambda: "m"), ChunkCache(executor, store)
     engine = Engine(executor, EngineConfig(max_rows=8), chunks=chunks, gate=gate, drafting=drafting)
     ears = [put(engine, QUILT, recipe(0.2), params=params) for _ in range(2)]
     settle(engine)
@@ -188,7 +188,7 @@ def test_beside_drafts(executor: Executor, store: Store) -> None:
 ACT = GateConfig(every=1, max_kl=1e-3, least=2)
 
 
-def served(engine: Engine, quilt: Quilt, made: Recipe) -> str:
+def served(engine: Engine, quilt: BlendPrompt, made: Recipe) -> str:
     """The recipe that a request was answered with."""
     ear = put(engine, quilt, made)
     settle(engine)
@@ -376,7 +376,7 @@ def _arrivals(dice: random.Random) -> list[tuple[int, Request]]:
     for index in range(dice.randrange(2, 7)):
         begin, end = tokens(dice.randrange(40), 50 + dice.randrange(3)), tokens(dice.randrange(1, 12), 70 + index)
         parts = [begin, *dice.sample(texts, dice.randrange(1, 3)), end]
-        quilt = Quilt.of(parts, [False, *[True] * (len(parts) - 2), False])
+        quilt = BlendPrompt.of(parts, [False, *[True] * (len(parts) - 2), False])
         own = recipe(dice.choice([0.0, 0.2, 1.0]), dice.choice(["head", "query", "deviation"]))
         params = SamplingParams(max_tokens=dice.randrange(1, 50), temperature=0.0, n=dice.choice([1, 1, 2]))
         documents = quilt.documents if dice.random() < 0.7 else ()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from drive import blended, computed, content, memory_store
 
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.errors import InputError, ParamError, TemplateError
 from kvilt.llm import LLM, load, load_async
 from kvilt.store.disk import Disk
@@ -34,10 +34,10 @@ def llm(smollm2_path: Path) -> Iterator[LLM]:
 @pytest.mark.parametrize("strategy", ["deviation", "head", "query", "deviation+query+head"])
 def test_everything_computed_again_equals_a_whole_prefill_to_the_bit(llm: LLM, strategy: str) -> None:
     parts = [llm.tokenizer.encode(text, add_special=False) for text in ("Facts:\n", ONE * 2, TWO, ONE, "So the tower")]
-    quilt = Quilt.of(parts, [False, True, True, True, False])
+    quilt = BlendPrompt.of(parts, [False, True, True, True, False])
     with memory_store(1 << 28) as store:
         made = Recipe(1.0, strategy, min_gain=0.0)
-        logits, kv, _ = blended(llm.executor, Chunks(llm.executor, store), quilt, made, step=77)
+        logits, kv, _ = blended(llm.executor, ChunkCache(llm.executor, store), quilt, made, step=77)
         expected, whole = computed(llm.executor, quilt.ids)
         with kv, whole:
             assert torch.equal(logits, expected)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Mend, Row
 from kvilt.blend.blender import Blending
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.mend import DOUBT, LEAST, REACH, RUN, Mending, runs
-from kvilt.blend.place import Placing
-from kvilt.blend.recipe import Quilt, Recipe, Span
-from kvilt.blend.stage import Stage
-from kvilt.blend.turn import turns
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.key_rotation import key_rotations
+from kvilt.blend.placement import ChunkPlacement
+from kvilt.blend.recipe import BlendPrompt, Recipe, Span
+from kvilt.blend.repair import DOUBT, LEAST, REACH, RUN, KVRepair, runs
+from kvilt.blend.row_stage import RowStage
 from kvilt.executor.executor import Executor
 
 from .drive import blended, content, finish, memory_store, start, tokens
@@ -83,10 +83,10 @@ def expected_layer(stored: Tensor, fresh: Tensor, computed: list[int], share: fl
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: float) -> None:
     text, head, question = tokens(40, 2), tokens(5, 1), tokens(8, 4)
-    quilt = Quilt.of([head, text, question], [False, True, False])
+    quilt = BlendPrompt.of([head, text, question], [False, True, False])
     made = Recipe(0.3, "head", min_gain=0.0, mend=share)
     with memory_store() as store, tiny.create_kv_cache() as alone:
-        blending = Blending(tiny, Chunks(tiny, store), quilt, made)
+        blending = Blending(tiny, ChunkCache(tiny, store), quilt, made)
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def watched(mend: Mend, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -106,7 +106,7 @@ def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: flo
         found = tiny.run(Batch.of([Row(Ids(text), range(40), alone, want=HiddenOut(layers))])).kv[0]
         computed = list(range(12))
         assert sorted(seen) == list(layers)
-        for layer, turn in zip(layers, turns(tiny.spec), strict=True):
+        for layer, turn in zip(layers, key_rotations(tiny.spec), strict=True):
             keys = expected_layer(found[layer].keys, seen[layer][0][:12], computed, share)
             values = expected_layer(found[layer].values, seen[layer][1][:12], computed, share)
             placed = turn.place(keys.float(), torch.arange(5, 45))
@@ -122,7 +122,7 @@ def test_others_are_mended_before_anybody_attends_to_them(tiny: Executor) -> Non
         mended.reserve(30)
         first = tiny.run(Batch.of([Row(Ids(ids[:20]), range(20), whole, want=HiddenOut(layers))])).kv[0]
         expected = tiny.run(Batch.of([Row(Ids(ids[20:]), range(20, 30), whole)])).values
-        places = Placing(tiny, mended, [Span(0, 20)])
+        places = ChunkPlacement(tiny, mended, [Span(0, 20)])
 
         def mend(layer: int, keys: Tensor, values: Tensor) -> None:
             told.append(layer)
@@ -172,7 +172,7 @@ def test_a_stage_is_cut_at_its_joints_alone(tiny: Executor, joints: set[int], bu
     ends = sorted({*joints, 60})
     with tiny.create_kv_cache() as kv:
         kv.reserve(60)
-        stage = Stage(kv, range(60), tokens(60, 1), LayerSpan(), Last(), ends)
+        stage = RowStage(kv, range(60), tokens(60, 1), LayerSpan(), Last(), ends)
         while stage.left:
             row = stage.row(budget)
             stop = stage.at + len(row.positions)
@@ -188,7 +188,9 @@ def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
         spans = [Span(0, 50)]
         for count in (LEAST - 1, LEAST):
             positions = [*range(10, 10 + count), *range(50, 60)]
-            mending = Mending(spans, positions, 0.5, Placing(tiny, kv, spans), lambda *_: pytest.fail("not yet"))
+            mending = KVRepair(
+                spans, positions, 0.5, ChunkPlacement(tiny, kv, spans), lambda *_: pytest.fail("not yet")
+            )
             mends = count >= LEAST
             assert (mending.of(0, len(positions)) is not None) == mends
             assert mending.joints == [*range(count if mends else 1, len(positions) + 1)]
@@ -198,10 +200,10 @@ def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
 @pytest.mark.parametrize("strategy", ["head", "query"])
 def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
     """It changes answers, the name that its KV is known by, and not how much is computed."""
-    quilt = Quilt.of([tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False])
+    quilt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False])
     made = [Recipe(0.3, strategy, check_layer=0, min_gain=0.0, mend=share) for share in (0.0, 0.8, 0.8)]
     with memory_store() as store:
-        chunks = Chunks(tiny, store)
+        chunks = ChunkCache(tiny, store)
         found = [blended(tiny, chunks, quilt, one, step) for one, step in zip(made, (512, 512, 6), strict=True)]
         logits, caches, blendings = zip(*found, strict=True)
         assert not torch.equal(logits[0], logits[1])
@@ -214,10 +216,10 @@ def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
 
 def test_a_preempted_row_mends_the_same_again(tiny: Executor) -> None:
     """A row that was made, and even run, but not taken leaves nothing behind."""
-    quilt = Quilt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
+    quilt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
     made = Recipe(0.3, "head", min_gain=0.0)
     with memory_store() as store:
-        chunks = Chunks(tiny, store)
+        chunks = ChunkCache(tiny, store)
         expected, kv, _ = blended(tiny, chunks, quilt, made)
         again = Blending(tiny, chunks, quilt, made)
         with kv, start(tiny, quilt) as other:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from kvilt.blend.controller import LoadMeter, load_ratio
-from kvilt.blend.recipe import Part, Quilt, Recipe
+from kvilt.blend.recipe import BlendPrompt, Recipe, StrategyShare
 from kvilt.errors import ParamError
 
 
 def test_mixes() -> None:
-    assert Recipe(strategy="head").parts == (Part("head", 1.0),)
-    assert Recipe(strategy="head:1+query:3").parts == (Part("head", 0.25), Part("query", 0.75))
-    assert Recipe(strategy="deviation + query").parts == (Part("deviation", 0.5), Part("query", 0.5))
+    assert Recipe(strategy="head").parts == (StrategyShare("head", 1.0),)
+    assert Recipe(strategy="head:1+query:3").parts == (StrategyShare("head", 0.25), StrategyShare("query", 0.75))
+    assert Recipe(strategy="deviation + query").parts == (StrategyShare("deviation", 0.5), StrategyShare("query", 0.5))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_recipe_is_a_recipe() -> None:
 
 
 def test_what_is_computed_again_in_any_case_saves_nothing() -> None:
-    quilt = Quilt.of([[1] * 4, [2] * 100, [3] * 100, [4] * 6], [False, True, True, False])
+    quilt = BlendPrompt.of([[1] * 4, [2] * 100, [3] * 100, [4] * 6], [False, True, True, False])
     assert quilt.worth(Recipe(0.1, "head"), 12)
     assert not quilt.worth(Recipe(0.1, "head", first_tokens=99), 12)
     assert not quilt.worth(Recipe(0.1, "head", load_floor=0.9), 12)

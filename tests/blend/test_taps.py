@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvilt.batch import Batch, Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Row, Unrotated
-from kvilt.blend.turn import rotations
+from kvilt.batch import Batch, Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Row, UnrotatedKV
+from kvilt.blend.key_rotation import rotations
 from kvilt.errors import InputError
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
@@ -22,7 +22,7 @@ def pages(kv: KVCache, row: int = 0, tokens: int = len(IDS)) -> list[torch.Tenso
     return [part for one in read for part in (one.keys, one.values)]
 
 
-def write(executor: Executor, kv: KVCache, seen: dict[int, Unrotated], row: int, positions: list[int]) -> None:
+def write(executor: Executor, kv: KVCache, seen: dict[int, UnrotatedKV], row: int, positions: list[int]) -> None:
     """Captured KV into pages, rotated on the way."""
     pool, own = executor.pool, kv.row(row)
     tables = rotations(executor.spec, torch.tensor(positions), pool.ops)

@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvilt.blend.turn import Turn, rotations
+from kvilt.blend.key_rotation import KeyRotation, rotations
 from kvilt.models.rope import frequencies, magnitude
 from kvilt.models.spec import (
     AttentionSpec,
@@ -67,7 +67,7 @@ def keys(tokens: int) -> torch.Tensor:
 def test_placed_keys_are_rotated_as_the_model_rotates(rope: RopeSpec) -> None:
     plain, places = keys(5), [0, 1, 7, 63, 200]
     expected = torch.stack([written_out(key, rope, at) for key, at in zip(plain, places, strict=True)])
-    torch.testing.assert_close(Turn(rope).place(plain, torch.tensor(places)), expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(KeyRotation(rope).place(plain, torch.tensor(places)), expected, rtol=0, atol=2e-4)
 
 
 @settings(max_examples=examples(30))
@@ -77,29 +77,29 @@ def test_placed_keys_are_rotated_as_the_model_rotates(rope: RopeSpec) -> None:
 )
 def test_moved_keys_are_those_placed_there(name: str, moves: list[tuple[int, int]]) -> None:
     """Also YaRN's and longrope's magnitude, which a key that is moved has already."""
-    turn, plain = Turn(ROPES[name]), keys(len(moves))
+    turn, plain = KeyRotation(ROPES[name]), keys(len(moves))
     original, places = (torch.tensor(column) for column in zip(*moves, strict=True))
     moved = turn.move(turn.place(plain, original), original, places)
     torch.testing.assert_close(moved, turn.place(plain, places), rtol=0, atol=2e-5)
 
 
 def test_moving_nowhere_changes_nothing(rope: RopeSpec) -> None:
-    placed = Turn(rope).place(keys(4), torch.arange(4) * 50)
-    assert torch.equal(Turn(rope).move(placed, torch.arange(4) * 50, torch.arange(4) * 50), placed)
+    placed = KeyRotation(rope).place(keys(4), torch.arange(4) * 50)
+    assert torch.equal(KeyRotation(rope).move(placed, torch.arange(4) * 50, torch.arange(4) * 50), placed)
 
 
 def test_only_the_last_dimensions_of_a_latent_key_turn() -> None:
     """Latent attention: one vector for keys and values, whose last dimensions are rotated."""
     rope, plain = RopeSpec(10000.0, 4), keys(3)
-    placed = Turn(rope, last=True).place(plain, torch.tensor([0, 9, 90]))
+    placed = KeyRotation(rope, last=True).place(plain, torch.tensor([0, 9, 90]))
     assert torch.equal(placed[..., :4], plain[..., :4])
-    assert torch.equal(placed[..., 4:], Turn(rope).place(plain[..., 4:], torch.tensor([0, 9, 90])))
+    assert torch.equal(placed[..., 4:], KeyRotation(rope).place(plain[..., 4:], torch.tensor([0, 9, 90])))
 
 
 def test_layers_without_rope_leave_keys_alone() -> None:
     plain = keys(3)
-    assert Turn(NoRope()).place(plain, torch.arange(3)) is plain
-    assert Turn(NoRope()).move(plain, torch.arange(3), torch.arange(3) + 5) is plain
+    assert KeyRotation(NoRope()).place(plain, torch.arange(3)) is plain
+    assert KeyRotation(NoRope()).move(plain, torch.arange(3), torch.arange(3) + 5) is plain
 
 
 def test_tables_for_writing_are_per_layer() -> None:
@@ -113,4 +113,4 @@ def test_tables_for_writing_are_per_layer() -> None:
     tables = rotations(spec, places, ops)
     assert set(tables) == {local, wide}
     for one in (local, wide):
-        assert torch.equal(ops.rotate(plain, tables[one]), Turn(one).place(plain, places))
+        assert torch.equal(ops.rotate(plain, tables[one]), KeyRotation(one).place(plain, places))

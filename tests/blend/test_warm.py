@@ -16,7 +16,7 @@ from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig
 from kvilt.errors import AdapterUnknown, InputError, ParamError, QueueFull
 from kvilt.executor.executor import Executor
-from kvilt.llm import LLM, AsyncLLM, Warmed
+from kvilt.llm import LLM, AsyncLLM, StoredDocument
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
@@ -52,7 +52,7 @@ def test_documents_are_computed_once_and_found_by_questions(tiny_llm: LLM, monke
     assert first[0].id == first[2].id != first[1].id
     assert kept == [tuple(tiny_llm.documents.ids(text)) for text in (ONE, TWO)]
     again = tiny_llm.warm([TWO, tiny_llm.documents.ids(ONE)])
-    assert again == [Warmed(first[1].id, tokens[1], True), Warmed(first[0].id, tokens[0], True)]
+    assert again == [StoredDocument(first[1].id, tokens[1], True), StoredDocument(first[0].id, tokens[0], True)]
     warm = tiny_llm.generate("So", documents=[ONE, TWO], recipe=LOOSE, max_tokens=6)
     assert warm.token_ids == cold.token_ids
     assert len(kept) == 2, "nothing was computed again"
@@ -151,7 +151,7 @@ def asynchronously(
 
 
 def test_tenants_do_not_see_what_others_warmed(tiny_executor: Executor, tokenizer: Tokenizer) -> None:
-    async def ask(many: AsyncLLM) -> list[list[Warmed]]:
+    async def ask(many: AsyncLLM) -> list[list[StoredDocument]]:
         return [await many.warm(MANY, tenant=tenant) for tenant in ("a", "b", "a")]
 
     first, other, again = asynchronously(tiny_executor, tokenizer, ask)
@@ -186,7 +186,7 @@ def test_a_slow_store_keeps_nobody_else_waiting(tiny_executor: Executor, tokeniz
     tier = Shelfware()
     tier.reads.clear()
 
-    async def ask(many: AsyncLLM) -> list[Warmed]:
+    async def ask(many: AsyncLLM) -> list[StoredDocument]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         warming = asyncio.ensure_future(many.warm(MANY))
         while not tier.log:
@@ -205,7 +205,7 @@ def test_a_slow_store_keeps_nobody_else_waiting(tiny_executor: Executor, tokeniz
 
 
 def test_who_stops_waiting_ends_it_and_keeps_what_is_stored(tiny_executor: Executor, tokenizer: Tokenizer) -> None:
-    async def ask(many: AsyncLLM) -> tuple[list[Warmed], int]:
+    async def ask(many: AsyncLLM) -> tuple[list[StoredDocument], int]:
         enough = asyncio.Event()
         task = asyncio.ensure_future(many.warm([*MANY, [7] * 500], on_progress=lambda *_: enough.set()))
         task.add_done_callback(lambda _: enough.set())  # also if it fails before there is progress

@@ -12,15 +12,15 @@ from small import load_small
 
 from kvilt.batch import Adapted, Adapter, Base, Batch, Ids, Last, Row
 from kvilt.blend.blender import Blending
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.errors import InputError
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 
 SYSTEM, QUESTION = tokens(37, 1), [7, 3, *tokens(8, 5)]
 DOCUMENTS = [tokens(40, 2), tokens(1, 3), tokens(30, 4)]
-QUILT = Quilt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
+QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True, False])
 STRATEGIES = ("deviation", "head", "query", "deviation+query+head")
 WHICH = ("base", "small", "wide", "half", "late", "dora")
 
@@ -60,7 +60,7 @@ def computed(executor: Executor, ids: list[int], adapter: Adapter) -> tuple[torc
 
 
 def blended(
-    executor: Executor, chunks: Chunks, recipe: Recipe, adapter: Adapter, step: int = 512
+    executor: Executor, chunks: ChunkCache, recipe: Recipe, adapter: Adapter, step: int = 512
 ) -> tuple[torch.Tensor, KVCache, Blending]:
     blending = Blending(executor, chunks, QUILT, recipe, adapter=adapter)
     kv = executor.create_kv_cache()
@@ -79,7 +79,7 @@ def blended(
 def test_everything_computed_again_is_the_whole_prefill(executor: Executor, which: str, strategy: str) -> None:
     adapter, recipe = adapter_of(executor, which), Recipe(1.0, strategy, 0, min_gain=0.0)
     with memory_store() as store:
-        logits, kv, _ = blended(executor, Chunks(executor, store), recipe, adapter, step=19)
+        logits, kv, _ = blended(executor, ChunkCache(executor, store), recipe, adapter, step=19)
         expected, whole = computed(executor, list(QUILT.ids), adapter)
         with kv, whole:
             assert torch.equal(logits, expected)
@@ -94,7 +94,7 @@ def test_cold_and_warm_are_the_same_bits(executor: Executor, which: str, strateg
     with memory_store() as store:
         for turn in range(3):
             logits, kv, blending = blended(
-                executor, Chunks(executor, store), recipe, adapter, step=(512, 23, 512)[turn]
+                executor, ChunkCache(executor, store), recipe, adapter, step=(512, 23, 512)[turn]
             )
             report = blending.report()
             assert report.made == (0 if turn else QUILT.reused)
@@ -113,7 +113,7 @@ def test_documents_of_one_maker_are_nobody_elses(executor: Executor) -> None:
     recipe, made = Recipe(0.2, "head", min_gain=0.0), {}
     with memory_store() as store:
         for which in WHICH:
-            _, kv, blending = blended(executor, Chunks(executor, store), recipe, adapter_of(executor, which))
+            _, kv, blending = blended(executor, ChunkCache(executor, store), recipe, adapter_of(executor, which))
             kv.close()
             made[which] = blending.report().made
     assert made == {which: 0 if which == "late" else QUILT.reused for which in WHICH}
@@ -123,4 +123,4 @@ def test_documents_behind_an_invocation_are_refused(executor: Executor) -> None:
     adapter = executor.adapters.choose("late", ids=QUILT.ids)
     early = Adapted(adapter.adapter_id, 1.0, QUILT.exact - 2)
     with memory_store() as store, pytest.raises(InputError, match="switch an adapter on"):
-        Blending(executor, Chunks(executor, store), QUILT, Recipe(0.2), adapter=early)
+        Blending(executor, ChunkCache(executor, store), QUILT, Recipe(0.2), adapter=early)

@@ -12,7 +12,7 @@ from effort import some
 
 from kvilt.blend.recipe import Recipe
 from kvilt.llm import LLM, Completion, load
-from kvilt.speculative.cost import Cost
+from kvilt.speculative.cost import DraftCosts
 from kvilt.speculative.ngram import NgramDrafter
 
 ADAPTERS = Path(__file__).parent.parent / "adapters"
@@ -39,7 +39,7 @@ def drafted(plain: LLM) -> LLM:
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as may be is drafted, however long a step takes here."""
-    monkeypatch.setattr(Cost, "price", Free.price)
+    monkeypatch.setattr(DraftCosts, "price", Free.price)
 
 
 @pytest.fixture(params=some(["pirate", None, "letter"]), ids=str)

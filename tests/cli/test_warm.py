@@ -23,7 +23,7 @@ from kvilt.cli.store import check, opened
 from kvilt.cli.texts import TextFile, read_documents
 from kvilt.cli.warm import Document, _groups
 from kvilt.errors import InputError, ParamError
-from kvilt.llm.warm import AT_ONCE
+from kvilt.llm.warmup import AT_ONCE
 
 SHORT = ("--temperature", "0", "--max-tokens", "3")
 SECRET = "sixteen bytes or more\n"

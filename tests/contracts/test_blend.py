@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvilt.blend import BlendOutput, BlendRetrieverTask, SelectiveBlend, StoreRetriever, Turn
+from kvilt.blend import BlendOutput, BlendRetrieverTask, KeyRotation, SelectiveBlend, StoreRetriever
 from kvilt.errors import InputError, ParamError, StoreMiss
 from kvilt.kv.identity import Identity
 from kvilt.models.spec import NoRope, RopeSpec
@@ -101,7 +101,7 @@ def test_the_known_numeric_case() -> None:
 
 def test_positions_that_start_above_zero_keep_their_offset() -> None:
     """A prefix hit stands before the batch: retrieved keys are brought to where the tokens stand, not to 0."""
-    turn, keys, values = Turn(ROPE), numbers(6, 5), numbers(6, 6)
+    turn, keys, values = KeyRotation(ROPE), numbers(6, 5), numbers(6, 6)
     places, origins = torch.arange(40, 46), torch.arange(6)
     rotated = turn.place(keys, origins)
     asking = Asking(SelectiveBlend([ROPE] * 3, ratio=0.0), places, [0, 6])
@@ -116,7 +116,7 @@ def test_unrotated_keys_are_turned_once() -> None:
     asking = Asking(SelectiveBlend([ROPE] * 3, ratio=0.0, unrotated=True), places, [0, 6])
     for layer in (0, 1):
         asking.layer(layer, keys, values, values)
-    assert torch.equal(asking.layer(2, keys, values, values[:0]).k, Turn(ROPE).place(keys, places))
+    assert torch.equal(asking.layer(2, keys, values, values[:0]).k, KeyRotation(ROPE).place(keys, places))
 
 
 def test_selection_is_per_request_and_takes_every_token_without_kv() -> None:
@@ -248,7 +248,7 @@ def test_retriever_and_executor_together(store: Store) -> None:
             rest = [i for i in range(9) if i not in chosen]
             assert found.k is not None
             assert torch.equal(out.k[chosen], fresh)
-            assert torch.equal(out.k[rest], Turn(ROPE).place(found.k, places)[rest])
+            assert torch.equal(out.k[rest], KeyRotation(ROPE).place(found.k, places)[rest])
     assert len(chosen) == 1 + 2 + 2
     assert chosen[0] == 0  # it has no KV
 

@@ -6,8 +6,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvilt.engine.plan import Hit, Sample, StepPlan, Work
-from kvilt.engine.scheduler import Advance, Limits, Scheduler
+from kvilt.engine.plan import PrefixHit, Sample, StepPlan, Work
+from kvilt.engine.scheduler import Advance, Scheduler, StepLimits
 
 
 def keys_of(text: Sequence[int], size: int) -> list[bytes]:
@@ -38,9 +38,9 @@ class Pages:
     def takeable(self) -> int:
         return len(self.free) + len(self.idle)
 
-    def probe(self, keys: Sequence[bytes], most: int) -> Hit:
+    def probe(self, keys: Sequence[bytes], most: int) -> PrefixHit:
         pages = self._found(keys)[: -(-most // self.size)]
-        return Hit(min(len(pages) * self.size, most), sum(page in self.idle for page in pages))
+        return PrefixHit(min(len(pages) * self.size, most), sum(page in self.idle for page in pages))
 
     def begin(self, sample: Sample, keys: Sequence[bytes], most: int) -> int:
         hit = self.probe(keys, most)
@@ -123,7 +123,7 @@ class Kitchen:
     """An engine of counts: it does what plans say, and finds every lie in them."""
 
     def __init__(
-        self, pages: int, limits: Limits, index: bool = True, weights: Mapping[str, float] | None = None
+        self, pages: int, limits: StepLimits, index: bool = True, weights: Mapping[str, float] | None = None
     ) -> None:
         self.limits, self.index = limits, index
         self.pages = Pages(pages, limits.page_tokens)
@@ -224,12 +224,12 @@ class Kitchen:
         self.pages.free += self.kept.pop()
         return True
 
-    def hit(self, sample: Sample, most: int) -> Hit:
+    def hit(self, sample: Sample, most: int) -> PrefixHit:
         if (scored := self.scores.get(sample, 0)) < sample.scored:
             most = min(most, scored - scored % self.limits.page_tokens)
-        return self.pages.probe(self._keys(sample), most) if self.index else Hit()
+        return self.pages.probe(self._keys(sample), most) if self.index else PrefixHit()
 
-    def seeks(self, sample: Sample, hit: Hit) -> bool:
+    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
     def shares_tail(self, sample: Sample) -> bool:

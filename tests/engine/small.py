@@ -12,9 +12,9 @@ from pathlib import Path
 from tiny import VOCAB, write_tiny
 
 from kvilt.config import EngineConfig, RunConfig
+from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.engine import Engine
-from kvilt.engine.event import Ended, Event, Progress, Scored, Token
-from kvilt.engine.job import Lent
+from kvilt.engine.event import Ended, Event, PromptProgress, Scored, TokenEvent
 from kvilt.engine.request import Request
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
@@ -39,7 +39,7 @@ class Ear:
     tokens: list[list[int]] = field(default_factory=list)
     ends: list[Ended | None] = field(default_factory=list)
     enough: int | None = None  # content after so many tokens
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[PromptProgress] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,12 +49,12 @@ class Ear:
     def hear(self, event: Event) -> bool:
         assert self.ends[event.index] is None, "nothing is heard after the end"
         match event:
-            case Token(index, token):
+            case TokenEvent(index, token):
                 self.tokens[index].append(token)
                 return len(self.tokens[index]) == self.enough
             case Ended():
                 self.ends[event.index] = event
-            case Progress():
+            case PromptProgress():
                 self.progress.append(event)
             case Scored():
                 self.scored.append(event)
@@ -103,7 +103,7 @@ def asks(count: int, seed: int, temperature: float = 0.0, longest: int = 150) ->
     return made
 
 
-def start(engine: Engine, ask: Ask, *, ear: Ear | None = None, lent: Lent | None = None, **fields: object) -> Ear:
+def start(engine: Engine, ask: Ask, *, ear: Ear | None = None, lent: BorrowedKV | None = None, **fields: object) -> Ear:
     """Ask an engine; the ear hears the answer."""
     ear = ear or Ear(ask.params.n)
     request = Request(ask.prompt, ask.params, **fields)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from tiny import write_tiny
 
 from kvilt import LLM, AsyncLLM, SamplingParams
 from kvilt.config import EngineConfig, RunConfig
-from kvilt.engine.event import Token
+from kvilt.engine.event import TokenEvent
 from kvilt.errors import (
     ContextOverflow,
     Draining,
@@ -34,7 +34,7 @@ from kvilt.errors import (
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.llm.async_stream import AsyncStream
-from kvilt.llm.outlet import Outlet, Post
+from kvilt.llm.token_stream import Notifier, TokenStream
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget
@@ -377,10 +377,10 @@ def test_a_reader_who_catches_up_while_it_is_being_held_is_not_left_held() -> No
 
         texts = SimpleNamespace(take=lambda: "x")
         answer = SimpleNamespace(hear=lambda _event: False, over=False, error=None, samples=[texts])
-        outlet = Outlet(answer, asyncio.get_running_loop(), Between(), Post(), unread=4)  # type: ignore[arg-type]
+        outlet = TokenStream(answer, asyncio.get_running_loop(), Between(), Notifier(), unread=4)  # type: ignore[arg-type]
         outlet.job = object()  # type: ignore[assignment]
         for token in range(4):
-            outlet.hear(Token(0, token))
+            outlet.hear(TokenEvent(0, token))
         waiting = outlet.next()
         waiting.send(None)  # nothing is there: it waits, and before that it looks whether it was held
         waiting.close()
@@ -682,7 +682,7 @@ def test_a_closed_model_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_terms_and_sampling_fields_do_not_share_a_name() -> None:
-    from kvilt.llm.async_llm import Terms
+    from kvilt.llm.async_llm import RequestTerms
 
-    names = [{field.name for field in dataclasses.fields(one)} for one in (Terms, SamplingParams)]
+    names = [{field.name for field in dataclasses.fields(one)} for one in (RequestTerms, SamplingParams)]
     assert not names[0] & names[1]

@@ -14,10 +14,10 @@ from small import Ask, Ear, asks, load_small
 
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig
+from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.driver import Driver
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event
-from kvilt.engine.job import Lent
 from kvilt.engine.request import Request
 from kvilt.errors import Cancelled, Draining, QueueFull, StepHung
 from kvilt.executor.executor import Executor
@@ -62,7 +62,7 @@ class Desk:
         self.hung: list[StepHung] = []
         self.driver = Driver(self.engine, executor, self.config, on_hung=self.hung.append)
 
-    def ask(self, ask: Ask, lent: Lent | None = None, **fields: Any) -> Waiting:
+    def ask(self, ask: Ask, lent: BorrowedKV | None = None, **fields: Any) -> Waiting:
         ear = Waiting(ask.params.n)
         self.driver.submit(self.engine.prepare(Request(ask.prompt, ask.params, **fields), ear, lent))
         return ear
@@ -176,7 +176,7 @@ def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monk
     waiting = [desk.ask(SHORT) for _ in range(2)]
     until(lambda: desk.engine.waiting == 2)
     with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
-        desk.ask(SHORT, Lent(own))
+        desk.ask(SHORT, BorrowedKV(own))
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(desk.driver.close, 300)
         until(desk.driver._closing.is_set)

@@ -14,10 +14,10 @@ from kvilt import Inputs
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig
 from kvilt.engine import counters
+from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.counters import ENGINE_METRICS
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Event
-from kvilt.engine.job import Lent
 from kvilt.engine.request import Request
 from kvilt.errors import (
     Cancelled,
@@ -469,7 +469,7 @@ def test_a_request_may_decline_reuse(executor: Executor, engine: Engine) -> None
     assert len(executor.prefixes) == 0
 
 
-# Lent and kept caches.
+# Borrowed and kept caches.
 
 
 def test_a_lent_cache_is_the_beginning_also_after_preemption(executor: Executor) -> None:
@@ -482,7 +482,7 @@ def test_a_lent_cache_is_the_beginning_also_after_preemption(executor: Executor)
             expected = executor.sample_tokens(60, [9, 8], own)[0]
         engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8))
         first = [start(engine, one, reuse=False) for one in asks(8, seed=3, longest=120)]
-        ear = start(engine, ask, lent=Lent(kv.fork()), priority=1)
+        ear = start(engine, ask, lent=BorrowedKV(kv.fork()), priority=1)
         for _ in range(4):
             engine.step()
         taken = executor.pool.take([min(executor.pool.free_pages())] * len(executor.layout.groups))
@@ -502,9 +502,9 @@ def test_a_lent_cache_must_fit(executor: Executor, engine: Engine) -> None:
     with executor.create_kv_cache(2) as two, executor.create_kv_cache() as one:
         executor.prefill([1, 2, 3], one)
         with pytest.raises(InputError, match="one row"):
-            engine.prepare(Request([1, 2, 3], SamplingParams()), Ear(), Lent(two.fork()))
+            engine.prepare(Request([1, 2, 3], SamplingParams()), Ear(), BorrowedKV(two.fork()))
         with pytest.raises(InputError, match="whole prompt"):
-            engine.prepare(Request([1, 2, 3], SamplingParams()), Ear(), Lent(one.fork()))
+            engine.prepare(Request([1, 2, 3], SamplingParams()), Ear(), BorrowedKV(one.fork()))
 
 
 def test_kept_kv_holds_all_but_the_last_token_however_a_request_ends(executor: Executor, engine: Engine) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvilt.engine.fairness import Account, Owners, max_min
 from kvilt.engine.plan import Sample
-from kvilt.engine.scheduler import PATIENCE_STEPS, Limits
+from kvilt.engine.scheduler import PATIENCE_STEPS, StepLimits
 
 SETTINGS = settings(
     max_examples=examples(120), derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -147,10 +147,10 @@ others = st.builds(
 def test_every_window_gives_each_owner_its_due_whatever_the_others_do(
     crowd: list[Caller], rest: list[Caller], weights: tuple[float, ...], rows: int, more: int, pages: int
 ) -> None:
-    spend([*crowd, *rest], dict(zip("0123", weights, strict=True)), Limits(rows + more, rows, SIZE), pages).check()
+    spend([*crowd, *rest], dict(zip("0123", weights, strict=True)), StepLimits(rows + more, rows, SIZE), pages).check()
 
 
-def spend(callers: list[Caller], weights: dict[str, float], limits: Limits, pages: int) -> Ledger:
+def spend(callers: list[Caller], weights: dict[str, float], limits: StepLimits, pages: int) -> Ledger:
     """A day from its first caller until all are gone."""
     kitchen = Kitchen(pages, limits, index=False, weights=weights)
     ledger = Ledger(kitchen, weights)
@@ -171,13 +171,13 @@ def test_owners_that_always_want_more_get_their_due_beside_a_crowd(seed: int) ->
     crowd = [Caller(dice.randrange(30), 0, dice.randrange(1, 60), 60, dice.choice([1, 5]), -2) for _ in range(80)]
     rest = [Caller(dice.randrange(200), 1 + i % 3, dice.randrange(1, 60), 30, 1, 0) for i in range(60)]
     weights = {"0": 1.0, "1": 1.0, "2": 2.0, "3": 0.5}
-    ledger = spend([*crowd, *rest], weights, Limits(24, 8, SIZE), 150)
+    ledger = spend([*crowd, *rest], weights, StepLimits(24, 8, SIZE), 150)
     assert ledger.check() > 300
     assert ledger.kitchen.preemptions > 0
 
 
 def shared(pages: int = 400, step_tokens: int = 32, max_rows: int = 8, **weights: float) -> Kitchen:
-    return Kitchen(pages, Limits(step_tokens, max_rows, SIZE), index=False, weights=weights)
+    return Kitchen(pages, StepLimits(step_tokens, max_rows, SIZE), index=False, weights=weights)
 
 
 def served(kitchen: Kitchen, steps: int) -> Counter[str]:
@@ -250,7 +250,7 @@ def test_what_an_owner_cannot_use_goes_to_the_others() -> None:
 
 
 def test_the_prompts_of_one_owner_do_not_make_steps_long_for_what_another_draws() -> None:
-    here = Kitchen(4000, Limits(200, 8, SIZE, shared_tokens=20), index=False)
+    here = Kitchen(4000, StepLimits(200, 8, SIZE, shared_tokens=20), index=False)
     for i in range(10):
         here.add(f"prompts {i}", [1] * 400, 1, owner="prompts")
     assert sum(work.count for work in here.step().work) == 200, "an owner that is alone has whole steps"

@@ -20,14 +20,14 @@ from small import Ear, load_small
 from tiny import VOCAB
 
 from kvilt.blend.blender import Blending
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.engine.scoring import Scoring
-from kvilt.engine.track import Job
+from kvilt.engine.sequence import Job
 from kvilt.errors import Cancelled, InputError
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
@@ -127,7 +127,7 @@ def tokens(dice: random.Random, size: int) -> list[int]:
 def victim(kind: str) -> Request:
     dice = random.Random(1)
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=3, n=2, logprobs=2, repetition_penalty=1.1)
-    quilt = Quilt.of([tokens(dice, 20), tokens(dice, 33), tokens(dice, 7)], [False, True, False])
+    quilt = BlendPrompt.of([tokens(dice, 20), tokens(dice, 33), tokens(dice, 7)], [False, True, False])
     request = Request(quilt.ids, params, id="victim", progress=True, keep_kv=True, end_ids=frozenset([END]))
     match kind:
         case "grammar":
@@ -180,7 +180,7 @@ class Day:
         raise AssertionError("the engine does not come to an end")
 
 
-def begin(executor: Executor, kind: str, faults: Faults, chunks: Chunks) -> Day:
+def begin(executor: Executor, kind: str, faults: Faults, chunks: ChunkCache) -> Day:
     executor.prefixes.clear()
     drafting = Drafting(NgramDrafter(), clock=partial(next, count(1.0))) if kind == "drafts" else None
     engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8), drafting=drafting, chunks=chunks)
@@ -211,7 +211,7 @@ def test_a_fault_at_any_callback_of_a_step_ends_its_own_request_alone(
     executor: Executor, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with closing(Store(Budget(1 << 24))) as store:
-        chunks, faults = Chunks(executor, store), Faults()
+        chunks, faults = ChunkCache(executor, store), Faults()
         quiet = begin(executor, kind, Faults(), chunks)
         quiet.run()
         right, alone = heard([quiet.asked]), heard(quiet.others)
@@ -247,7 +247,7 @@ def test_an_interrupt_is_no_fault_of_a_request(
     with closing(Store(Budget(1 << 24))) as store:
         faults = Faults(method="SampleState.advance", at=2, error=error)
         faults.install(monkeypatch)
-        day = begin(executor, "scored", faults, Chunks(executor, store))
+        day = begin(executor, "scored", faults, ChunkCache(executor, store))
         with pytest.raises(error):
             day.run()
         day.engine.fail_all(InputError("over"))

@@ -11,13 +11,13 @@ from lora_files import write_lora
 from small import Ear, load_small
 
 from kvilt.batch import Adapter, Base
-from kvilt.blend.chunk import Chunks
+from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import Recipe, Span
 from kvilt.config import EngineConfig
+from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.handles import Handles, check_loan
-from kvilt.engine.job import Lent
 from kvilt.engine.request import Request
 from kvilt.errors import AdapterUnknown, InputError
 from kvilt.executor.executor import Executor
@@ -176,10 +176,10 @@ def test_a_lent_cache_must_be_the_adapters_own(executor: Executor) -> None:
         executor.prefill(TEXT[:40], kv, adapter.adapter_id)
         for wrong in (Base(), executor.adapters.choose("lora1"), executor.adapters.choose("lora0", 2.0)):
             with pytest.raises(InputError, match="holds KV of"):
-                engine.prepare(Request(TEXT, SamplingParams(), adapter=wrong), Ear(), Lent(kv.fork()))
+                engine.prepare(Request(TEXT, SamplingParams(), adapter=wrong), Ear(), BorrowedKV(kv.fork()))
         ear = Ear()
         request = Request(TEXT, SamplingParams(max_tokens=6), adapter=adapter, reuse=False)
-        engine.add(engine.prepare(request, ear, Lent(kv.fork())))
+        engine.add(engine.prepare(request, ear, BorrowedKV(kv.fork())))
         finish(engine, ear)
     assert ear.tokens[0] == alone(executor, TEXT, adapter)
 
@@ -239,7 +239,7 @@ def test_documents_are_blended_as_their_adapter_reads_them(executor: Executor) -
             wanted = alone(executor, ids, adapter)
             for _ in range(2):  # cold, then from the store
                 engine = Engine(executor)
-                engine.chunks = Chunks(executor, store)
+                engine.chunks = ChunkCache(executor, store)
                 ear = ask(engine, ids, adapter, documents=documents, recipe=recipe)
                 finish(engine, ear)
                 assert ear.tokens[0] == wanted

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvilt.engine import scheduler as module
-from kvilt.engine.plan import Hit, Sample
-from kvilt.engine.scheduler import Limits, Scheduler
+from kvilt.engine.plan import PrefixHit, Sample
+from kvilt.engine.scheduler import Scheduler, StepLimits
 from kvilt.errors import ParamError
 
 SETTINGS = settings(
@@ -65,13 +65,13 @@ callers = st.builds(
 )
 days = st.lists(callers, min_size=1, max_size=12)
 limits = st.builds(
-    lambda rows, more: Limits(step_tokens=rows + more, max_rows=rows, page_tokens=SIZE),
+    lambda rows, more: StepLimits(step_tokens=rows + more, max_rows=rows, page_tokens=SIZE),
     st.integers(1, 6),
     st.integers(0, 12),
 )
 
 
-def spend(day: list[Caller], pages: int, limit: Limits, index: bool) -> Kitchen:
+def spend(day: list[Caller], pages: int, limit: StepLimits, index: bool) -> Kitchen:
     """A day from its first caller until everybody is gone."""
     kitchen = Kitchen(pages, limit, index)
     samples: dict[int, Sample] = {}
@@ -95,7 +95,7 @@ def spend(day: list[Caller], pages: int, limit: Limits, index: bool) -> Kitchen:
 @SETTINGS
 @given(day=days, more=st.integers(0, 12), limit=limits, index=st.booleans())
 def test_every_sample_ends_once_with_what_it_says_alone(
-    day: list[Caller], more: int, limit: Limits, index: bool
+    day: list[Caller], more: int, limit: StepLimits, index: bool
 ) -> None:
     pages = more + max(-(-(len(caller.text) + caller.new - 1) // SIZE) for caller in day)
     kitchen = spend(day, pages, limit, index)
@@ -114,7 +114,7 @@ def test_every_sample_ends_once_with_what_it_says_alone(
 
 @SETTINGS
 @given(day=days, pages=st.integers(10, 24), limit=limits)
-def test_the_same_day_goes_the_same_way(day: list[Caller], pages: int, limit: Limits) -> None:
+def test_the_same_day_goes_the_same_way(day: list[Caller], pages: int, limit: StepLimits) -> None:
     assert spend(day, pages, limit, True).log == spend(day, pages, limit, True).log
 
 
@@ -122,7 +122,7 @@ def test_the_same_day_goes_the_same_way(day: list[Caller], pages: int, limit: Li
 
 
 def kitchen(pages: int = 64, step_tokens: int = 16, max_rows: int = 8, index: bool = True) -> Kitchen:
-    return Kitchen(pages, Limits(step_tokens, max_rows, SIZE), index)
+    return Kitchen(pages, StepLimits(step_tokens, max_rows, SIZE), index)
 
 
 def test_decodes_come_first_and_prompts_share_what_is_left() -> None:
@@ -183,7 +183,7 @@ def test_more_forks_than_rows_take_turns() -> None:
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 8), (9, 8), (-1, 8)])
 def test_limits_that_cannot_work_are_refused(rows: int, tokens: int) -> None:
     with pytest.raises(ParamError, match="max_rows"):
-        Limits(tokens, rows, SIZE)
+        StepLimits(tokens, rows, SIZE)
 
 
 # Pages.
@@ -230,7 +230,7 @@ def test_idle_pages_that_are_hit_are_not_promised_to_others() -> None:
     here.add("again", [1] * 25, 4)  # 6 idle pages and one more
     here.add("other", [3] * 8, 4)
     plan = here.step()
-    assert [(new.sample.request, new.hit) for new in plan.admitted] == [("again", Hit(24, 6))]
+    assert [(new.sample.request, new.hit) for new in plan.admitted] == [("again", PrefixHit(24, 6))]
     here.run()
 
 
@@ -325,10 +325,10 @@ class Some:
     def relieve(self) -> bool:
         return False
 
-    def hit(self, sample: Sample, most: int) -> Hit:
-        return Hit()
+    def hit(self, sample: Sample, most: int) -> PrefixHit:
+        return PrefixHit()
 
-    def seeks(self, sample: Sample, hit: Hit) -> bool:
+    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
     def shares_tail(self, sample: Sample) -> bool:
@@ -350,7 +350,7 @@ def test_pages_that_are_only_kept_come_before_anybody_waits_or_gives_way() -> No
 
 def test_without_anybody_to_give_way_a_plan_names_who_starves() -> None:
     pages = Some(2)
-    short, sample = Scheduler(Limits(16, 4, SIZE), pages), Sample("a", 8, 12)
+    short, sample = Scheduler(StepLimits(16, 4, SIZE), pages), Sample("a", 8, 12)
     short.add(sample)
     assert short.plan().starved is sample, "two pages, and a third to grow into"
     pages.pages = 3
@@ -368,7 +368,7 @@ def test_a_prompt_as_large_as_the_pool_runs_even_where_all_of_it_is_known() -> N
 
 
 def test_a_request_for_kv_alone_ends_without_a_token() -> None:
-    here = Scheduler(Limits(4, 2, SIZE), Some())
+    here = Scheduler(StepLimits(4, 2, SIZE), Some())
     here.add(Sample("a", 6, 7, draws=False))
     for expected in ([], ["length"]):
         plan = here.plan()
@@ -380,7 +380,7 @@ def test_a_request_for_kv_alone_ends_without_a_token() -> None:
 
 
 def test_work_that_was_not_done_is_planned_again() -> None:
-    here = Scheduler(Limits(4, 2, SIZE), Some())
+    here = Scheduler(StepLimits(4, 2, SIZE), Some())
     here.add(Sample("a", 3, 9))
     first = here.plan()
     assert here.commit(first, [None]) == []

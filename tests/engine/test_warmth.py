@@ -15,8 +15,8 @@ from stores import Shelfware, until
 from tiny import write_tiny
 
 from kvilt.batch import Adapted, Base
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.counters import RESTORED
 from kvilt.engine.engine import Engine
@@ -194,9 +194,9 @@ def test_a_damaged_page_is_computed(
 
 def test_blended_kv_never_goes_there(full: Executor, tmp_path: Path) -> None:
     parts = [WARM.prompt[:70], OTHER.prompt[:60], (1, 2, 3)]
-    quilt = Quilt.of(parts, [False, True, False])
+    quilt = BlendPrompt.of(parts, [False, True, False])
     with on_disk(tmp_path) as store:
-        engine = Engine(full, chunks=Chunks(full, store), store=store)
+        engine = Engine(full, chunks=ChunkCache(full, store), store=store)
         ear = Ear()
         recipe = Recipe(0.3, "head", min_gain=0.0)
         engine.add(engine.prepare(Request(quilt.ids, GREEDY, documents=quilt.documents, recipe=recipe), ear))

@@ -9,7 +9,20 @@ import torch
 from tiny import write_tiny
 
 from kvilt import Executor
-from kvilt.batch import Batch, Embeds, Hidden, Ids, LayerSpan, Nothing, Row, Sampled, Score, Source, Want, token_count
+from kvilt.batch import (
+    Batch,
+    Embeds,
+    Hidden,
+    Ids,
+    LayerSpan,
+    Nothing,
+    Row,
+    SampledIds,
+    Score,
+    Source,
+    Want,
+    token_count,
+)
 from kvilt.config import RunConfig
 from kvilt.errors import InputError
 from kvilt.executor.load import load_executor
@@ -50,7 +63,7 @@ def test_tensors_of_another_kind_are_refused_when_a_batch_is_made(tiny: Executor
     with pytest.raises(InputError, match=r"floats \[tokens, hidden\]"):
         run(tiny, Embeds([0, 0], [0, 1], states))
     with pytest.raises(InputError, match="int64"):
-        run(tiny, Sampled(torch.zeros(2)))
+        run(tiny, SampledIds(torch.zeros(2)))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import KVLayout
 from kvilt.kv.pool import PagePool
-from kvilt.kv.prefix import Evicted, PrefixIndex
+from kvilt.kv.prefix import EvictedPage, PrefixIndex
+from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope
 from kvilt.kv.row import Token
-from kvilt.kv.trail import Scope, Trail
 
 SIZE = 4
-BASE = Scope()
+BASE = PrefixScope()
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class Line:
     """A sequence as an engine has it: its cache, its way through the index, and what it must hold."""
 
     cache: KVCache
-    trail: Trail
+    trail: PrefixKeys
     cells: list[Any]
 
     @property
@@ -33,18 +33,18 @@ class Line:
 class Desk:
     """A pool with an index, and an engine's few moves on them."""
 
-    def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[Evicted], None] | None = None):
+    def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[EvictedPage], None] | None = None):
         self.scribe = scribe
         self.pool: PagePool = scribe.pool(layout, pages)
         self.index = PrefixIndex(self.pool, sink)
 
-    def cells(self, tokens: Sequence[Token], scope: Scope) -> list[Any]:
+    def cells(self, tokens: Sequence[Token], scope: PrefixScope) -> list[Any]:
         """What the one model of this pool computes: KV that depends on all tokens so far, and on the scope."""
         return self.scribe.cells(tokens, salt=scope.key())
 
-    def begin(self, tokens: Sequence[int], scope: Scope = BASE, most: int | None = None) -> Line:
+    def begin(self, tokens: Sequence[int], scope: PrefixScope = BASE, most: int | None = None) -> Line:
         """A new sequence with whatever the index has of it."""
-        trail = Trail(scope)
+        trail = PrefixKeys(scope)
         trail.extend(tokens, SIZE)
         most = len(tokens) - 1 if most is None else most
         found = self.index.match(trail, most)
@@ -61,16 +61,16 @@ class Desk:
         line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.trail))
         line.cells += new
 
-    def run(self, tokens: Sequence[int], scope: Scope = BASE) -> Line:
+    def run(self, tokens: Sequence[int], scope: PrefixScope = BASE) -> Line:
         """A sequence from its beginning to its end; the pages it reused are in the cache's length before."""
         line = self.begin(tokens, scope)
         self.extend(line, tokens[line.cache.num_entries :])
         return line
 
-    def once(self, tokens: Sequence[int], scope: Scope = BASE) -> None:
+    def once(self, tokens: Sequence[int], scope: PrefixScope = BASE) -> None:
         self.run(tokens, scope).cache.close()
 
-    def found(self, tokens: Sequence[int], scope: Scope = BASE, most: int = 1 << 30) -> int:
-        trail = Trail(scope)
+    def found(self, tokens: Sequence[int], scope: PrefixScope = BASE, most: int = 1 << 30) -> int:
+        trail = PrefixKeys(scope)
         trail.extend(tokens, SIZE)
         return self.index.match(trail, most).tokens

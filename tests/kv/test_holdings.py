@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import PoolExhausted
-from kvilt.kv.holdings import Holdings
 from kvilt.kv.owner import owner_of, part_of
-from kvilt.kv.trail import Scope
+from kvilt.kv.pages_by_owner import PagesByOwner
+from kvilt.kv.prefix_keys import PrefixScope
 
 PAGES = 16
 
@@ -32,7 +32,7 @@ def test_parts_of_a_tenant_have_its_owner() -> None:
 def leave(desk: Desk, pages: int) -> range:
     """Owner `a` leaves so many pages that no cache holds."""
     kept = range(1000, 1000 + pages * SIZE)
-    desk.once(kept, Scope(salt="a"))
+    desk.once(kept, PrefixScope(salt="a"))
     return kept
 
 
@@ -42,16 +42,16 @@ def test_salts_do_not_flush_another_key(scribe: Any, layout: str) -> None:
     desk = Desk(scribe, scribe.layout(layout, page_tokens=SIZE), PAGES)
     kept = leave(desk, PAGES // 2)
     for n in range(220):
-        desk.once(range(n, n + 6 * SIZE), Scope(salt=part_of("b", str(n))))
-    assert desk.found(kept, Scope(salt="a")) == len(kept)
-    assert desk.found(kept, Scope(salt=part_of("a", "x"))) == 0, "a salt still has KV of its own"
-    assert desk.found(range(219, 219 + 6 * SIZE), Scope(salt=part_of("b", "219"))) == 6 * SIZE
+        desk.once(range(n, n + 6 * SIZE), PrefixScope(salt=part_of("b", str(n))))
+    assert desk.found(kept, PrefixScope(salt="a")) == len(kept)
+    assert desk.found(kept, PrefixScope(salt=part_of("a", "x"))) == 0, "a salt still has KV of its own"
+    assert desk.found(range(219, 219 + 6 * SIZE), PrefixScope(salt=part_of("b", "219"))) == 6 * SIZE
 
 
 def test_an_owner_alone_may_have_everything(scribe: Any) -> None:
     desk = Desk(scribe, scribe.full(page_tokens=SIZE), PAGES)
     for n in range(4):
-        desk.once(range(100 * n, 100 * n + 4 * SIZE), Scope(salt=part_of("b", str(n))))
+        desk.once(range(100 * n, 100 * n + 4 * SIZE), PrefixScope(salt=part_of("b", str(n))))
     assert desk.pool.usage().cached == PAGES == desk.pool.held_by("b")
     assert desk.pool.fair_share() == PAGES
 
@@ -60,11 +60,11 @@ def test_what_caches_hold_counts_like_what_is_left(scribe: Any) -> None:
     """`b` holds ten pages and left two; `a` left four: what `b` left goes first, though there is less of it."""
     desk = Desk(scribe, scribe.full(page_tokens=SIZE), PAGES)
     kept = leave(desk, 4)
-    desk.once(range(2 * SIZE), Scope(salt="b"))
-    line = desk.run(range(100, 100 + 8 * SIZE), Scope(salt="b"))
+    desk.once(range(2 * SIZE), PrefixScope(salt="b"))
+    line = desk.run(range(100, 100 + 8 * SIZE), PrefixScope(salt="b"))
     desk.extend(line, range(200, 200 + 4 * SIZE))
-    assert desk.found(kept, Scope(salt="a")) == len(kept)
-    assert desk.found(range(2 * SIZE), Scope(salt="b")) == 0
+    assert desk.found(kept, PrefixScope(salt="a")) == len(kept)
+    assert desk.found(range(2 * SIZE), PrefixScope(salt="b")) == 0
     assert desk.pool.fair_share() == PAGES // 2
     line.cache.close()
 
@@ -73,8 +73,8 @@ def test_what_runs_goes_before_what_is_kept(scribe: Any) -> None:
     """Kept KV is a convenience: a request that finds no other room takes it, whoever left it."""
     desk = Desk(scribe, scribe.full(page_tokens=SIZE), PAGES)
     kept = leave(desk, 4)
-    line = desk.run(range(14 * SIZE), Scope(salt="b"))
-    assert desk.found(kept, Scope(salt="a")) == 2 * SIZE
+    line = desk.run(range(14 * SIZE), PrefixScope(salt="b"))
+    assert desk.found(kept, PrefixScope(salt="a")) == 2 * SIZE
     line.cache.close()
 
 
@@ -96,12 +96,12 @@ def test_a_fair_share_survives_whatever_another_owner_does(
         room = PAGES - share - sum(len(line.cells) // SIZE for line in lines)
         tokens = range(which, which + pages * SIZE)
         if move == "begin" and pages <= room:
-            lines.append(desk.run(tokens, Scope(salt=part_of("b", str(salt)))))
+            lines.append(desk.run(tokens, PrefixScope(salt=part_of("b", str(salt)))))
         elif lines and move == "extend" and pages <= room:
             desk.extend(lines[which % len(lines)], tokens)
         elif lines and move == "close":
             lines.pop(which % len(lines)).cache.close()
-        assert desk.found(kept, Scope(salt="a")) == len(kept)
+        assert desk.found(kept, PrefixScope(salt="a")) == len(kept)
     for line in lines:
         line.cache.close()
     desk.index.clear()
@@ -118,7 +118,7 @@ def test_a_take_that_is_refused_counts_nothing(scribe: Any) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["take", "rest", "wake", "evict"])), max_size=120))
 def test_the_fullest_owner_gives_way(moves: list[tuple[str, str]]) -> None:
     """Against counting everything each time."""
-    holdings, owners, idle, page = Holdings(), dict[int, str](), list[int](), 0
+    holdings, owners, idle, page = PagesByOwner(), dict[int, str](), list[int](), 0
     for owner, move in moves:
         mine = [one for one, whose in owners.items() if whose == owner]
         if move == "take":
@@ -147,7 +147,7 @@ def test_the_fullest_owner_gives_way(moves: list[tuple[str, str]]) -> None:
 
 def test_finding_who_gives_way_does_not_grow_with_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of owners that come and go leave a heap no larger than those that are here."""
-    holdings = Holdings()
+    holdings = PagesByOwner()
     for n in range(5000):
         holdings.grow(str(n), 1)
         holdings.assign(n, str(n))

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvilt.kv.layout import Full, KVLayout, Latent, LayerGroup, Place, Window
+from kvilt.kv.layout import Full, KVLayout, Latent, LayerGroup, LayerSlot, Window
 from kvilt.ops.contract import PageShape
 
 SHAPE = PageShape(2, 4, 1, 4, 2, torch.float16)
 
 
 def test_every_layer_has_one_place(scribe: Any) -> None:
-    assert scribe.windowed().places() == (Place(1, 0), Place(0, 0), Place(1, 1))
+    assert scribe.windowed().places() == (LayerSlot(1, 0), LayerSlot(0, 0), LayerSlot(1, 1))
     assert scribe.windowed().num_layers == 3
 
 

@@ -24,12 +24,12 @@ from hypothesis.stateful import (
 )
 
 from kvilt.errors import PoolExhausted
-from kvilt.kv import trail as trail_room
+from kvilt.kv import prefix_keys as prefix_keys_module
 from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import KVLayout, LayerGroup, Window
-from kvilt.kv.prefix import Evicted, Match
+from kvilt.kv.prefix import EvictedPage, PrefixMatch
+from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope
 from kvilt.kv.row import GONE, RowImage, held
-from kvilt.kv.trail import Scope, Trail
 from kvilt.ops.contract import PageShape
 
 
@@ -43,7 +43,7 @@ def desk(scribe: Any) -> Desk:
 
 def test_a_tenant_that_comes_with_much_does_not_flush_what_another_left(desk: Desk) -> None:
     """The pool has eight pages: one tenant leaves two, the other brings twenty."""
-    quiet, loud = Scope(salt="quiet"), Scope(salt="loud")
+    quiet, loud = PrefixScope(salt="quiet"), PrefixScope(salt="loud")
     desk.once(range(8), quiet)
     for n in range(10):
         desk.once(range(100 * n, 100 * n + 8), loud)
@@ -88,9 +88,9 @@ def test_branches_are_the_tree_of_what_is_known(desk: Desk) -> None:
 
 
 def test_branches_are_those_of_one_tenant(desk: Desk) -> None:
-    desk.once(range(8), Scope(salt="a"))
-    desk.once(range(4), Scope(adapter="a1", salt="b"))
-    desk.once(range(4), Scope(salt="b"))
+    desk.once(range(8), PrefixScope(salt="a"))
+    desk.once(range(4), PrefixScope(adapter="a1", salt="b"))
+    desk.once(range(4), PrefixScope(salt="b"))
     assert [(one.tokens, one.adapter) for one in desk.index.branches("a")] == [(tuple(range(8)), "base")]
     assert [(one.tokens, one.adapter) for one in desk.index.branches("b")] == [
         (tuple(range(4)), "a1"),
@@ -114,13 +114,13 @@ def test_whole_pages_of_a_finished_sequence_are_found_and_hold_its_kv(desk: Desk
 
 def test_a_hit_costs_no_page_that_somebody_holds_and_says_how_many_nobody_does(desk: Desk) -> None:
     first = desk.run(range(10))
-    trail = Trail(BASE)
+    trail = PrefixKeys(BASE)
     trail.extend(range(10), SIZE)
-    assert desk.index.match(trail, 9) == Match(8, idle=0)
+    assert desk.index.match(trail, 9) == PrefixMatch(8, idle=0)
     first.cache.close()
-    assert desk.index.match(trail, 9) == Match(8, idle=2)
-    assert desk.index.match(trail, 5) == Match(5, idle=2)
-    assert desk.index.match(trail, 0) == Match(0, idle=0)
+    assert desk.index.match(trail, 9) == PrefixMatch(8, idle=2)
+    assert desk.index.match(trail, 5) == PrefixMatch(5, idle=2)
+    assert desk.index.match(trail, 0) == PrefixMatch(0, idle=0)
 
 
 def test_a_hit_may_end_inside_a_page_which_is_then_copied_by_the_first_write(desk: Desk) -> None:
@@ -148,9 +148,10 @@ def test_the_same_pages_computed_twice_are_held_once(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Scope(salt="b"), Scope(adapter="sha256:1 x 0.5"), Scope("bas", "e"), Scope("", "base")]
+    "other",
+    [PrefixScope(salt="b"), PrefixScope(adapter="sha256:1 x 0.5"), PrefixScope("bas", "e"), PrefixScope("", "base")],
 )
-def test_another_tenant_or_adapter_finds_nothing(desk: Desk, other: Scope) -> None:
+def test_another_tenant_or_adapter_finds_nothing(desk: Desk, other: PrefixScope) -> None:
     desk.once(range(8))
     assert desk.found(range(8)) == 8
     assert desk.found(range(8), other) == 0
@@ -162,11 +163,11 @@ def test_another_tenant_or_adapter_finds_nothing(desk: Desk, other: Scope) -> No
 def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
     image, other = b"\x07" * 32, b"\x08" * 32
     for one in (image, other):
-        line = Line(KVCache(desk.pool), Trail(BASE), [])
+        line = Line(KVCache(desk.pool), PrefixKeys(BASE), [])
         desk.extend(line, [1, one, 2, 3, 4])
         line.cache.close()
     for one in (image, other):
-        trail = Trail(BASE)
+        trail = PrefixKeys(BASE)
         row = KVCache(desk.pool)
         row.reserve(4)
         row.commit([[1, one, 2, 3]])
@@ -180,12 +181,12 @@ def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
 
 def test_a_key_that_lies_is_a_miss(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys equal: tokens are compared on every hit, so nothing but the one right page is ever found."""
-    monkeypatch.setattr(trail_room, "_digest", lambda _data: b"same")
+    monkeypatch.setattr(prefix_keys_module, "_digest", lambda _data: b"same")
     desk.once(range(9))
     assert len(desk.index) == 1
     assert desk.found(range(8)) == 4
     assert desk.found([9, 9, 9, 9]) == 0
-    assert desk.found(range(4), Scope(salt="b")) == 0
+    assert desk.found(range(4), PrefixScope(salt="b")) == 0
     line = desk.run([9, 9, 9, 9, 9])
     desk.scribe.check(line.cache, [line.cells])
     line.cache.close()
@@ -201,7 +202,7 @@ def test_a_page_that_is_known_is_never_written_to(desk: Desk) -> None:
     assert not line.cache.row(0).writable([6])
     with pytest.raises(AssertionError):
         desk.scribe.write(line.cache, [desk.cells([1], BASE)])
-    line.trail, line.cells = Trail(BASE), line.cells[:6]
+    line.trail, line.cells = PrefixKeys(BASE), line.cells[:6]
     desk.extend(line, [50, 51, 52])
     desk.scribe.check(line.cache, [line.cells])
     assert desk.found(range(8)) == 8
@@ -211,7 +212,7 @@ def test_a_page_that_is_known_is_never_written_to(desk: Desk) -> None:
 
 def test_a_trail_of_other_tokens_makes_nothing_known(desk: Desk) -> None:
     cache, _ = desk.scribe.grown(desk.pool, range(8))
-    trail = Trail(BASE)
+    trail = PrefixKeys(BASE)
     trail.extend([9] * 8, SIZE)
     desk.index.insert(cache.row(0), trail)
     assert len(desk.index) == 0
@@ -257,15 +258,15 @@ def test_what_a_sequence_holds_is_never_evicted(desk: Desk) -> None:
 
 
 def test_the_sink_gets_tokens_and_kv_before_they_are_lost(scribe: Any) -> None:
-    heard: list[Evicted] = []
+    heard: list[EvictedPage] = []
     desk = Desk(scribe, scribe.full(page_tokens=SIZE), 4, heard.append)
-    desk.once(range(8), Scope(salt="a"))
+    desk.once(range(8), PrefixScope(salt="a"))
     desk.pool.take([4])
     assert [(one.tokens, one.start, one.scope.salt) for one in heard] == [
         (tuple(range(8)), 4, "a"),
         (tuple(range(4)), 0, "a"),
     ]
-    expected = scribe.image(desk.cells(range(8), Scope(salt="a")), desk.pool.layout)[0]
+    expected = scribe.image(desk.cells(range(8), PrefixScope(salt="a")), desk.pool.layout)[0]
     for one in heard:
         (kv,) = one.kv
         assert kv is not None
@@ -273,7 +274,7 @@ def test_the_sink_gets_tokens_and_kv_before_they_are_lost(scribe: Any) -> None:
         assert torch.equal(kv.values, expected.values[:, one.start : one.start + SIZE])
 
 
-def image_of(page: Evicted) -> RowImage:
+def image_of(page: EvictedPage) -> RowImage:
     """A page as a store gives it back."""
     (kv,) = page.kv
     assert kv is not None
@@ -292,8 +293,8 @@ def test_all_that_is_known_leaves_what_is_held_first_and_then_the_latest_used(de
 
 
 def test_tenants_leave_side_by_side(desk: Desk) -> None:
-    desk.once(range(8), Scope(salt="a"))
-    desk.once(range(8), Scope(salt="b"))
+    desk.once(range(8), PrefixScope(salt="a"))
+    desk.once(range(8), PrefixScope(salt="b"))
     left = [(one.scope.salt, one.start) for one in desk.index.leaving()]
     assert left == [("a", 0), ("b", 0), ("a", 4), ("b", 4)]
 
@@ -306,7 +307,7 @@ def test_what_left_can_be_restored_as_far_as_there_is_room(desk: Desk, known: in
     pages = [image_of(page) for page in desk.index.leaving()]
     desk.index.clear()
     desk.once(range(known * SIZE))
-    trail = Trail(BASE)
+    trail = PrefixKeys(BASE)
     trail.extend(range(14), SIZE)
     assert desk.index.missing(trail, 13) == known
     desk.pool.take([min(taken, 8 - known)])
@@ -322,7 +323,7 @@ def test_what_is_not_the_trails_is_not_restored(desk: Desk) -> None:
     desk.once(range(12))
     first, second, third = (image_of(page) for page in desk.index.leaving())
     desk.index.clear()
-    trail = Trail(BASE)
+    trail = PrefixKeys(BASE)
     trail.extend([*range(8), 99, 99, 99, 99], SIZE)
     assert desk.index.restore(trail, [second]) == 0  # nothing stands before it
     assert desk.index.restore(trail, [dataclasses.replace(first, origin="blend")]) == 0
@@ -333,7 +334,7 @@ def test_what_is_not_the_trails_is_not_restored(desk: Desk) -> None:
 
 
 def test_a_sink_that_fails_costs_no_page(scribe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_evicted: Evicted) -> None:
+    def broken(_evicted: EvictedPage) -> None:
         raise OSError("disk full")
 
     desk = Desk(scribe, scribe.full(page_tokens=SIZE), 4, broken)
@@ -409,7 +410,7 @@ def test_a_window_that_lost_a_page_falls_back_to_a_length_it_can_still_see(scrib
 
 PAGES = 14
 MOST_LINES = 5
-SCOPES = (BASE, Scope(salt="b"), Scope(adapter="a1"))
+SCOPES = (BASE, PrefixScope(salt="b"), PrefixScope(adapter="a1"))
 SETTINGS = settings(
     max_examples=examples(120),
     stateful_step_count=40,
@@ -428,7 +429,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self, scribe: Any, layout: KVLayout) -> None:
         super().__init__()
-        self.heard: list[Evicted] = []
+        self.heard: list[EvictedPage] = []
         self.desk = Desk(scribe, layout, PAGES, self.heard.append)
         self.lines: list[Line] = []
         self.taken: list[list[list[int]]] = []
@@ -458,7 +459,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.lines.append(line)
             self.grow(line, text[line.cache.num_entries :])
             if len(line.cells) < len(text):
-                line.trail = Trail(line.trail.scope)  # what follows may be other tokens
+                line.trail = PrefixKeys(line.trail.scope)  # what follows may be other tokens
 
     @precondition(lambda self: self.lines)
     @rule(index=pick, text=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=6))
@@ -481,13 +482,13 @@ class PrefixMachine(RuleBasedStateMachine):
         line.cells = line.cells[: line.cache.num_entries]
         self.grow(line, tokens[len(line.cells) :])  # type: ignore[arg-type]
         if len(line.cells) < len(tokens):
-            line.trail = Trail(line.trail.scope)  # what follows may be other tokens
+            line.trail = PrefixKeys(line.trail.scope)  # what follows may be other tokens
 
     @precondition(lambda self: 0 < len(self.lines) < MOST_LINES)
     @rule(index=pick)
     def another_sample(self, index: int) -> None:
         line = self.any(index)
-        trail = Trail(line.trail.scope)
+        trail = PrefixKeys(line.trail.scope)
         trail.extend(line.tokens, SIZE)  # type: ignore[arg-type]
         self.lines.append(Line(line.cache.fork(), trail, list(line.cells)))
 
@@ -499,7 +500,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if length and length < line.cache.row(0).floor:
             return
         line.cache.truncate(length)
-        line.cells, line.trail = line.cells[:length], Trail(line.trail.scope)
+        line.cells, line.trail = line.cells[:length], PrefixKeys(line.trail.scope)
 
     @rule(count=st.integers(1, 6))
     def somebody_else_takes_pages(self, count: int) -> None:

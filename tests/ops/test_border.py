@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvilt.errors import InputError
-from kvilt.ops.contract import AttentionMask, Draws, Followers, KeysValues, PageShape, Paging, Rotation
-from kvilt.ops.lowrank import LowRank, Picks
+from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation
+from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.border import checked
 from kvilt.ops.native.lora import NativeTable
@@ -52,7 +52,7 @@ HEADS = {"slots": longs(0, 1), "keys": torch.ones(2, 2, 8), "values": torch.ones
 
 def adapt(c: Any, t: Tensors) -> None:
     table = NativeTable(5, 6, 2)
-    c.ops.adapt(t["x"], [table], [t["out"]], Picks(t["slots"], t["scales"]))
+    c.ops.adapt(t["x"], [table], [t["out"]], AdapterSlots(t["slots"], t["scales"]))
 
 
 def put(_c: Any, t: Tensors) -> None:
@@ -60,7 +60,7 @@ def put(_c: Any, t: Tensors) -> None:
 
 
 def follow(c: Any, t: Tensors) -> None:
-    who = Followers(t["tokens"], t["leaders"], t["weights"])
+    who = Interpolation(t["tokens"], t["leaders"], t["weights"])
     c.ops.follow(c.pages, 0, t["slots"], who, (t["old_k"], t["old_v"]), (t["new_k"], t["new_v"]), rotation(t))
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvilt.ops.contract import Followers, Ops, PageShape
+from kvilt.ops.contract import Interpolation, Ops, PageShape
 from kvilt.ops.native.backend import NativeOps
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def truth(who: Followers, kept: Tensor, fresh: Tensor) -> Tensor:
+def truth(who: Interpolation, kept: Tensor, fresh: Tensor) -> Tensor:
     """Token by token."""
     out = kept[who.tokens].double()
     for i in range(len(who.tokens)):
@@ -24,10 +24,10 @@ def truth(who: Followers, kept: Tensor, fresh: Tensor) -> Tensor:
     return out
 
 
-def case(random_of: Any, text: int, followers: int, leaders: int) -> Followers:
+def case(random_of: Any, text: int, followers: int, leaders: int) -> Interpolation:
     order = torch.randperm(text, generator=torch.Generator().manual_seed(text))
     weights = random_of(followers, leaders).abs() / max(1, leaders)
-    return Followers(order[:followers].sort().values, order[followers : followers + leaders].sort().values, weights)
+    return Interpolation(order[:followers].sort().values, order[followers : followers + leaders].sort().values, weights)
 
 
 @pytest.mark.parametrize("kept_dtype", FLOATS)
@@ -92,6 +92,6 @@ def test_nobody_follows_from_outside(random_of: Any, tokens: list[int], leaders:
     shape = PageShape(layers=1, page_tokens=16, kv_heads=1, key_dim=8, value_dim=8, dtype=torch.float32)
     ops = NativeOps(1)
     store = ops.new_pages(shape, 4, torch.device("cpu"))
-    who = Followers(torch.tensor(tokens), torch.tensor(leaders), torch.ones(1, 1))
+    who = Interpolation(torch.tensor(tokens), torch.tensor(leaders), torch.ones(1, 1))
     with pytest.raises(IndexError):
         ops.follow(store, 0, torch.tensor([slot]), who, (random_of(5, 1, 8),) * 2, (random_of(1, 1, 8),) * 2)

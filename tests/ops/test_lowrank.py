@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import Activation, Ops
-from kvilt.ops.lowrank import LowRank, LowRankTable, Picks
+from kvilt.ops.lowrank import AdapterSlots, LowRank, LowRankTable
 from kvilt.ops.native.backend import NativeOps
 
 INPUTS, OUTPUTS = (40, 75, 64), (24, 16, 300)
@@ -58,7 +58,7 @@ def rows_of(count: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tens
 def test_every_row_gets_its_own_product(ops: Ops, near: Callable[..., None], inputs: int, outputs: int) -> None:
     x, out, slots, scales = rows_of(70, inputs, outputs)
     found = out.clone()
-    ops.adapt(x, [table_of(ops, inputs, outputs)], [found], Picks(slots, scales))
+    ops.adapt(x, [table_of(ops, inputs, outputs)], [found], AdapterSlots(slots, scales))
     near(found, truth(x, out, slots, scales))
     untouched = (slots < 0) | (slots == len(RANKS))
     assert torch.equal(found[untouched], out[untouched])
@@ -69,9 +69,9 @@ def test_several_maps_of_one_input_are_the_same_as_each_alone(ops: Ops) -> None:
     outs = [torch.randn(33, outputs) for outputs in OUTPUTS]
     tables = [table_of(ops, 40, outputs) for outputs in OUTPUTS]
     together, apart = [out.clone() for out in outs], [out.clone() for out in outs]
-    ops.adapt(x, tables, together, Picks(slots, scales))
+    ops.adapt(x, tables, together, AdapterSlots(slots, scales))
     for table, out in zip(tables, apart, strict=True):
-        ops.adapt(x, [table], [out], Picks(slots, scales))
+        ops.adapt(x, [table], [out], AdapterSlots(slots, scales))
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
@@ -85,13 +85,13 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(isa: str, threads: int
         x, out, slots, scales = rows_of(53, inputs, outputs)
         table = table_of(ops, inputs, outputs)
         together = out.clone()
-        ops.adapt(x, [table], [together], Picks(slots, scales))
+        ops.adapt(x, [table], [together], AdapterSlots(slots, scales))
         for row in range(len(x)):
             alone = out[row : row + 1].clone()
-            ops.adapt(x[row : row + 1], [table], [alone], Picks(slots[row : row + 1], scales[row : row + 1]))
+            ops.adapt(x[row : row + 1], [table], [alone], AdapterSlots(slots[row : row + 1], scales[row : row + 1]))
             assert torch.equal(alone[0], together[row])
         back = out.flip(0).contiguous()
-        ops.adapt(x.flip(0), [table], [back], Picks(slots.flip(0).contiguous(), scales.flip(0).contiguous()))
+        ops.adapt(x.flip(0), [table], [back], AdapterSlots(slots.flip(0).contiguous(), scales.flip(0).contiguous()))
         assert torch.equal(back.flip(0), together)
 
 
@@ -99,7 +99,7 @@ def test_a_slot_that_is_emptied_adds_nothing(ops: Ops) -> None:
     x, out, _, _ = rows_of(4, 40, 24)
     table, found = table_of(ops, 40, 24), out.clone()
     table.put(2, None)
-    ops.adapt(x, [table], [found], Picks(torch.full((4,), 2), torch.ones(4)))
+    ops.adapt(x, [table], [found], AdapterSlots(torch.full((4,), 2), torch.ones(4)))
     assert torch.equal(found, out)
 
 
@@ -108,7 +108,7 @@ def test_a_slot_that_does_not_exist_is_an_error_in_native_code() -> None:
     x, out, _, _ = rows_of(2, 40, 24)
     for slot in (8, -2, 1 << 62):
         with pytest.raises(IndexError):
-            ops.adapt(x, [table_of(ops, 40, 24)], [out], Picks(torch.full((2,), slot), torch.ones(2)))
+            ops.adapt(x, [table_of(ops, 40, 24)], [out], AdapterSlots(torch.full((2,), slot), torch.ones(2)))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -6,15 +6,15 @@ import random
 from collections.abc import Mapping, Sequence
 
 from kvilt.sampling.sampler import SamplingState
-from kvilt.speculative.cost import Cost, Price
-from kvilt.speculative.drafter import Draft, Story
+from kvilt.speculative.cost import DraftCosts, StepPrice
+from kvilt.speculative.drafter import Draft, DraftContext
 
 
-class Free(Cost):
+class Free(DraftCosts):
     """As if steps with drafts were the shorter ones: as much is drafted as may be, whatever becomes of it."""
 
-    def price(self, rows: int) -> Price | None:
-        return Price(1.0, -0.5, 0.0, 0.0, rows)
+    def price(self, rows: int) -> StepPrice | None:
+        return StepPrice(1.0, -0.5, 0.0, 0.0, rows)
 
 
 class Oracle:
@@ -35,14 +35,14 @@ class Oracle:
     def hopes(self) -> Sequence[float]:
         return (0.9,)
 
-    def begin(self, ids: Sequence[int], state: SamplingState, parent: Story | None = None) -> Story:
+    def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:
         self.live += 1
-        return Story(ids, state, tuple(state.history.ids[: state.history.prompt_tokens]))
+        return DraftContext(ids, state, tuple(state.history.ids[: state.history.prompt_tokens]))
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         return [self._draft(story, count) for story, count in zip(stories, k, strict=True)]
 
-    def _draft(self, story: Story, count: int) -> Draft:
+    def _draft(self, story: DraftContext, count: int) -> Draft:
         known = len(story.ids) - len(story.memory)
         coming = [*self._answers.get(story.memory, ())][known : known + self._dice.randrange(count + 1)]
         return Draft([t if self._dice.random() < self._truth else self._lie() for t in coming])
@@ -50,7 +50,7 @@ class Oracle:
     def _lie(self) -> int:
         return self._dice.randrange(self._vocab + 3)  # some are no tokens at all
 
-    def forget(self, story: Story) -> None:
+    def forget(self, story: DraftContext) -> None:
         assert story.memory is not None
         story.memory = None
         self.live -= 1
@@ -62,5 +62,5 @@ class Oracle:
 class Broken(Oracle):
     """Fails every time."""
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         raise RuntimeError("no idea")

@@ -16,7 +16,7 @@ from kvilt.config import EngineConfig
 from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.drafting import ACCEPTED, ACCEPTED_AT, DRAFTED, Drafting
 from kvilt.engine.engine import Engine
-from kvilt.engine.event import Event, Token
+from kvilt.engine.event import Event, TokenEvent
 from kvilt.executor.executor import Executor
 from kvilt.metrics import Metrics
 from kvilt.sampling.params import SamplingParams
@@ -172,7 +172,7 @@ class Content(Ear):
 
     def hear(self, event: Event) -> bool:
         super().hear(event)
-        return isinstance(event, Token) and len(self.tokens[0]) >= 7
+        return isinstance(event, TokenEvent) and len(self.tokens[0]) >= 7
 
 
 def test_a_stop_inside_accepted_drafts_ends_there_and_the_kv_too(executor: Executor) -> None:
@@ -198,7 +198,7 @@ def test_logprobs_are_those_of_plain_decoding(executor: Executor) -> None:
 
     class Noting(Ear):
         def hear(self, event: Event) -> bool:
-            if isinstance(event, Token):
+            if isinstance(event, TokenEvent):
                 noted.append(event.logprobs)
             return super().hear(event)
 

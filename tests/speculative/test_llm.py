@@ -14,7 +14,7 @@ from kvilt.errors import ParamError
 from kvilt.llm import LLM
 from kvilt.llm.drafts import first_difference
 from kvilt.sampling.params import SamplingParams
-from kvilt.speculative.cost import Cost
+from kvilt.speculative.cost import DraftCosts
 from kvilt.speculative.model import ModelDrafter
 from kvilt.speculative.ngram import NgramDrafter
 
@@ -56,7 +56,7 @@ def drafted(request: pytest.FixtureRequest, plain: LLM, smollm2_path: Path) -> I
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as may be is drafted, however long a step takes here."""
-    monkeypatch.setattr(Cost, "price", Free.price)
+    monkeypatch.setattr(DraftCosts, "price", Free.price)
 
 
 @pytest.mark.parametrize("name", ASKED)

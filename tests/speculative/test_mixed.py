@@ -17,8 +17,8 @@ from small import Ear, load_small
 from tiny import VOCAB
 
 from kvilt.batch import Adapter, Base, Batch, Logits
-from kvilt.blend.chunk import Chunks
-from kvilt.blend.recipe import Quilt, Recipe
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.drafting import ACCEPTED, DRAFTED, Drafting
@@ -111,7 +111,7 @@ def requests(executor: Executor, seed: int, count: int = 12) -> list[Request]:
         draw = dice.choice(DRAWS)
         params = SamplingParams.of(None, **{"max_tokens": dice.choice([9, 20, 90]), "seed": number, **draw})
         parts = [dice.choice(stems), *dice.sample(shelf, 2), [*INVOCATION, *tokens(dice, dice.randrange(1, 9))]]
-        quilt = Quilt.of(parts, [False, True, True, False])
+        quilt = BlendPrompt.of(parts, [False, True, True, False])
         request = Request(quilt.ids, params, id=str(number), adapter=dice.choice(adapters(executor, quilt.ids)))
         if number % 2:
             recipe = Recipe(dice.choice([0.2, 1.0]), dice.choice(["query", "head", "deviation"]), 0, min_gain=0.0)
@@ -133,7 +133,7 @@ def alone(executor: Executor, request: Request) -> Kind:
     """Nobody else, no drafts, nothing known before."""
     executor.prefixes.clear()
     with closing(Store(Budget(1 << 26))) as store:
-        engine = Engine(executor, chunks=Chunks(executor, store))
+        engine = Engine(executor, chunks=ChunkCache(executor, store))
         ear = put(engine, request)
         while engine.step():
             pass
@@ -183,7 +183,7 @@ def test_everybody_says_what_they_say_alone(
             executor.prefixes.clear()
             drafter = drafters(kinds, twin)[name]
             config = EngineConfig(step_tokens=step_tokens, max_rows=16)
-            engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=Chunks(executor, store))
+            engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
             ears = [put(engine, kind.request) for kind in kinds]
             while engine.step():
                 pass
@@ -203,7 +203,7 @@ def test_the_truth_about_rows_on_adapters_and_documents_is_accepted(
 ) -> None:
     for kinds in crowds.values():
         drafter = Oracle({tuple(kind.request.prompt): kind.said for kind in kinds}, 1.0, VOCAB)
-        engine = Engine(executor, drafting=Drafting(drafter, Free()), chunks=Chunks(executor, store))
+        engine = Engine(executor, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
         for kind in kinds:
             ear = put(engine, kind.request)
             while engine.step():
@@ -232,7 +232,7 @@ def day(tmp_path: Path, twin: Executor, store: Store, seed: int, crowds: dict[in
     dice, kinds = random.Random(seed), crowds[seed % 3]
     drafter = drafters(kinds, twin)[["lies", "ngram", "model"][seed % 3]]
     config = EngineConfig(step_tokens=dice.choice([30, 200]), max_rows=dice.choice([4, 12]))
-    engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=Chunks(executor, store))
+    engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
     order, ears = dice.sample(range(len(kinds)), len(kinds)), dict[int, Ear]()
     while order or engine.ready:
         for at in [order.pop() for _ in range(min(len(order), dice.choice([0, 1, 4])))]:

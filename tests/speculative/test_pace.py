@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvilt.speculative.allot import Wish, allot, moved, nobody_waits, possible, probe
-from kvilt.speculative.cost import Cost, Price
-from kvilt.speculative.pace import Pace
+from kvilt.speculative.acceptance import AcceptanceRate
+from kvilt.speculative.allocation import DraftBid, allot, moved, nobody_waits, possible, probe
+from kvilt.speculative.cost import DraftCosts, StepPrice
 
-READS = Price(0.010, 0.0, 0.0002, 0.0, 1)  # a row alone: most of its step is reading weights
-COMPUTES = Price(0.023, 0.001, 0.0020, 0.0, 8)  # eight rows: a draft costs 0.7 of a token
+READS = StepPrice(0.010, 0.0, 0.0002, 0.0, 1)  # a row alone: most of its step is reading weights
+COMPUTES = StepPrice(0.023, 0.001, 0.0020, 0.0, 8)  # eight rows: a draft costs 0.7 of a token
 
 
-def run(chance: float, steps: int, price: Price, most: int = 16, seed: int = 0) -> tuple[int, int, int]:
+def run(chance: float, steps: int, price: StepPrice, most: int = 16, seed: int = 0) -> tuple[int, int, int]:
     """Steps of a sample alone whose drafts are accepted by chance: drafts, those accepted, and steps with drafts."""
-    pace, dice = Pace.of([0.7]), random.Random(seed)
+    pace, dice = AcceptanceRate.of([0.7]), random.Random(seed)
     drafted = accepted = busy = 0
     for _ in range(steps):
         pace.steps += 1
-        wishes = [Wish(pace.chance(0), pace.sure(0, pace), most, 1.0, pace.is_due(0))]
+        wishes = [DraftBid(pace.chance(0), pace.sure(0, pace), most, 1.0, pace.is_due(0))]
         paying = allot(wishes, price)
         (count,) = probe(wishes, paying, price)
         if count:
@@ -32,9 +32,9 @@ def run(chance: float, steps: int, price: Price, most: int = 16, seed: int = 0) 
     return drafted, accepted, busy
 
 
-def dear(share: float) -> Price:
+def dear(share: float) -> StepPrice:
     """A price at which a draft costs so much of a token."""
-    return Price(0.01, 0.0, 0.01 * share, 0.0, 1)
+    return StepPrice(0.01, 0.0, 0.01 * share, 0.0, 1)
 
 
 def test_where_nothing_is_accepted_almost_nothing_is_drafted() -> None:
@@ -60,19 +60,19 @@ def test_drafts_are_the_longer_the_likelier_they_are_and_the_cheaper() -> None:
 
 
 def test_what_rests_is_found_again_when_it_pays_again() -> None:
-    pace, price = Pace.of([0.7]), dear(0.3)
+    pace, price = AcceptanceRate.of([0.7]), dear(0.3)
     for step in range(3000):
         pace.steps += 1
-        wishes = [Wish(pace.chance(0), pace.sure(0, pace), 8, 1.0, pace.is_due(0))]
+        wishes = [DraftBid(pace.chance(0), pace.sure(0, pace), 8, 1.0, pace.is_due(0))]
         paying = allot(wishes, price)
         (count,) = probe(wishes, paying, price)
         if count:
             pace.took(0, count, count if step > 1000 else 0, probed=not paying[0])
-    assert allot([Wish(pace.chance(0), pace.sure(0, pace), 8, 1.0)], price) == [8]
+    assert allot([DraftBid(pace.chance(0), pace.sure(0, pace), 8, 1.0)], price) == [8]
 
 
 def test_grades_fare_apart() -> None:
-    pace = Pace.of([0.5, 0.5])
+    pace = AcceptanceRate.of([0.5, 0.5])
     for _ in range(50):
         pace.steps += 1
         pace.took(0, 4, 0, probed=True)
@@ -87,36 +87,36 @@ def test_grades_fare_apart() -> None:
 
 
 def test_nothing_is_drafted_where_nothing_is_allowed() -> None:
-    assert allot([Wish(0.99, 0.99, 0, 1.0)], READS) == [0]
-    assert probe([Wish(0.99, 0.99, 0, 1.0, probe=True)], [0], READS) == [0]
+    assert allot([DraftBid(0.99, 0.99, 0, 1.0)], READS) == [0]
+    assert probe([DraftBid(0.99, 0.99, 0, 1.0, probe=True)], [0], READS) == [0]
 
 
 def test_one_row_gets_all_that_is_likely_enough() -> None:
-    assert allot([Wish(0.9, 0.9, 16, 0.0)], READS) == [16]
-    (few,) = allot([Wish(0.3, 0.3, 16, 0.0)], READS)
+    assert allot([DraftBid(0.9, 0.9, 16, 0.0)], READS) == [16]
+    (few,) = allot([DraftBid(0.3, 0.3, 16, 0.0)], READS)
     assert 0 < few < 8
 
 
 def test_drafts_that_cost_as_much_as_tokens_are_not_worth_it() -> None:
-    assert allot([Wish(0.9, 0.9, 16, 1.0)] * 8, Price(0.020, 0.0, 0.0025, 0.0, 8)) == [0] * 8
-    assert sum(allot([Wish(0.98, 0.98, 16, 1.0)] * 8, COMPUTES)) > 40
+    assert allot([DraftBid(0.9, 0.9, 16, 1.0)] * 8, StepPrice(0.020, 0.0, 0.0025, 0.0, 8)) == [0] * 8
+    assert sum(allot([DraftBid(0.98, 0.98, 16, 1.0)] * 8, COMPUTES)) > 40
 
 
 def test_who_gains_nothing_does_not_wait_for_others() -> None:
     """Six rows whose drafts are sure would draw more tokens a second; the other two would wait five times as long."""
-    sure, hopeless = Wish(0.98, 0.98, 16, 0.0), Wish(0.0, 0.0, 0, 0.0)
+    sure, hopeless = DraftBid(0.98, 0.98, 16, 0.0), DraftBid(0.0, 0.0, 0, 0.0)
     assert sum(allot([sure] * 8, COMPUTES)) > 40
     assert allot([sure] * 6 + [hopeless] * 2, COMPUTES) == [0] * 8
-    ahead = Wish(0.0, 0.0, 0, 3 * COMPUTES.plain_s)  # but it may spend what it gained before
+    ahead = DraftBid(0.0, 0.0, 0, 3 * COMPUTES.plain_s)  # but it may spend what it gained before
     assert sum(allot([sure] * 6 + [ahead] * 2, COMPUTES)) > 6
     assert (
-        sum(allot([Wish(0.98, 0.98, 16, 0.0), hopeless], Price(0.010, 0.0, 0.0, 0.0, 2))) == 16
+        sum(allot([DraftBid(0.98, 0.98, 16, 0.0), hopeless], StepPrice(0.010, 0.0, 0.0, 0.0, 2))) == 16
     )  # nobody waits for nothing
 
 
 @given(
     st.lists(
-        st.builds(Wish, st.floats(0, 1), st.floats(0, 1), st.integers(0, 16), st.floats(-0.1, 0.5), st.booleans()),
+        st.builds(DraftBid, st.floats(0, 1), st.floats(0, 1), st.integers(0, 16), st.floats(-0.1, 0.5), st.booleans()),
         min_size=1,
         max_size=12,
     ),
@@ -126,9 +126,9 @@ def test_who_gains_nothing_does_not_wait_for_others() -> None:
     st.floats(0, 0.01),
 )
 def test_whatever_is_wished_nobody_is_likely_to_wait(
-    wishes: list[Wish], plain_s: float, first_s: float, each_s: float, own_s: float
+    wishes: list[DraftBid], plain_s: float, first_s: float, each_s: float, own_s: float
 ) -> None:
-    price = Price(plain_s, first_s, each_s, own_s, len(wishes))
+    price = StepPrice(plain_s, first_s, each_s, own_s, len(wishes))
     paying = allot(wishes, price)
     for counts in (paying, probe(wishes, paying, price)):
         assert all(0 <= count <= wish.most for count, wish in zip(counts, wishes, strict=True))
@@ -151,9 +151,9 @@ def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:
 # What steps cost.
 
 
-def taught(rows: int, plain_s: float, first_s: float, each_s: float, most: int = 16) -> Cost:
+def taught(rows: int, plain_s: float, first_s: float, each_s: float, most: int = 16) -> DraftCosts:
     """A cost that knows such steps, with drafts that take their drafter no time."""
-    cost, dice = Cost(), random.Random(0)
+    cost, dice = DraftCosts(), random.Random(0)
     cost.drafted(rows, 1, 0.0)
     for _ in range(200):
         drafts = dice.choice([0, dice.randrange(1, most)])
@@ -185,7 +185,7 @@ def test_each_number_of_rows_has_its_own_price() -> None:
 
 
 def test_nothing_is_drafted_before_it_is_known_what_steps_take_without() -> None:
-    cost = Cost()
+    cost = DraftCosts()
     asked = [cost.price(3)]
     for _ in range(4):
         cost.stepped(3, 0, 0.01)
@@ -218,7 +218,7 @@ def test_an_interrupted_step_says_nothing() -> None:
 
 
 def test_a_line_never_promises_drafts_for_nothing() -> None:
-    cost = Cost()
+    cost = DraftCosts()
     for step in range(60):  # the machine got quicker: steps with drafts are shorter than those without were
         cost.stepped(4, 0 if step < 10 else 8, 0.020 if step < 10 else 0.012)
     price = cost.known(4)
@@ -235,7 +235,7 @@ def test_what_a_drafter_takes_is_part_of_the_price() -> None:
 
 
 def test_what_was_seen_with_others_counts_until_it_is_known_better() -> None:
-    own, others, nobody = Pace.of([0.9]), Pace.of([0.9], 0.97), Pace.of([0.9])
+    own, others, nobody = AcceptanceRate.of([0.9]), AcceptanceRate.of([0.9], 0.97), AcceptanceRate.of([0.9])
     for _ in range(20):
         others.took(0, 4, 4, probed=False)
     assert own.sure(0, nobody) == 0.0  # hope is nothing that others should wait for
@@ -248,7 +248,7 @@ def test_what_was_seen_with_others_counts_until_it_is_known_better() -> None:
 
 def test_a_row_bets_on_its_own_drafts_but_not_twice() -> None:
     """Eight rows that hope: together they may lose one step, and then they wait until they can pay for another."""
-    hopeful, indebted = Wish(0.9, 0.0, 16, 0.0), Wish(0.9, 0.0, 16, -1.0 * COMPUTES.plain_s)
+    hopeful, indebted = DraftBid(0.9, 0.0, 16, 0.0), DraftBid(0.9, 0.0, 16, -1.0 * COMPUTES.plain_s)
     assert sum(allot([hopeful] * 8, COMPUTES)) > 0
     assert allot([indebted] * 8, COMPUTES) == [0] * 8
     assert not possible([indebted] * 8, COMPUTES)

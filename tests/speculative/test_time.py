@@ -18,7 +18,7 @@ from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event
 from kvilt.executor.executor import Executor
 from kvilt.sampling.params import SamplingParams
-from kvilt.speculative.drafter import Draft, Story
+from kvilt.speculative.drafter import Draft, DraftContext
 
 TOKENS = 200
 
@@ -60,12 +60,12 @@ class Mixed(Oracle):
         self.machine: Machine | None = None
         self.token_s = 0.0
 
-    def propose(self, stories: Sequence[Story], k: Sequence[int]) -> list[Draft]:
+    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         if self.machine is not None:
             self.machine.now_s += self.token_s * sum(k)
         return super().propose(stories, k)
 
-    def _draft(self, story: Story, count: int) -> Draft:
+    def _draft(self, story: DraftContext, count: int) -> Draft:
         known = len(story.ids) - len(story.memory)
         right = [*self._answers[story.memory]][known : known + count]
         return Draft(right if story.memory in self._good else [(token + 1) % VOCAB for token in right])

@@ -13,8 +13,8 @@ from kvilt.config import RunConfig
 from kvilt.errors import StoreMiss
 from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
-from kvilt.kv.prefix import Evicted, PrefixIndex
-from kvilt.kv.trail import Scope, Trail
+from kvilt.kv.prefix import EvictedPage, PrefixIndex
+from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope
 from kvilt.ops.contract import KeysValues
 from kvilt.store.address import page_addresses, row_address
 
@@ -68,11 +68,11 @@ def test_a_row_with_less_than_is_asked_for_is_a_miss(kit: Any, tiny: Executor) -
             assert kit.count(store, "refused_total", tier="memory", reason="span") == 1
 
 
-def pages(executor: Executor, kv: KVCache, scope: Scope) -> list[Evicted]:
+def pages(executor: Executor, kv: KVCache, scope: PrefixScope) -> list[EvictedPage]:
     """What an index tells its sink about each page of a row when it must go."""
-    told: list[Evicted] = []
+    told: list[EvictedPage] = []
     index = PrefixIndex(executor.pool, told.append)
-    index.insert(kv.row(0), Trail(scope))
+    index.insert(kv.row(0), PrefixKeys(scope))
     kv.close()
     executor.pool.take([executor.pool.free_pages()[0]] * len(executor.pool.layout.groups))
     return told
@@ -94,7 +94,7 @@ def test_evicted_pages_are_found_again_by_the_prompt(kit: Any, small: Executor, 
     prompt = [(5 * i + 1) % 50 for i in range(3 * size + 2)]
     kv = filled(small, prompt)
     (before,) = [kv.row(0).image()]
-    scope = Scope(salt="tenant")
+    scope = PrefixScope(salt="tenant")
     told = pages(small, kv, scope)
     assert sorted({one.start for one in told}) == [0, size, 2 * size]
     identity = dataclasses.replace(pool.identity(), salt="tenant")
@@ -120,6 +120,6 @@ def test_a_page_without_its_window_serves_only_who_does_not_need_it(kit: Any, ti
     tokens = tuple(range(size))
     kv: tuple[KeysValues | None, ...] = (None,) * len(layout.groups)
     with kit.store(memory=kit.roomy) as store:
-        store.put_evicted(identity, layout, Evicted(Scope(), tokens, 0, kv))
+        store.put_evicted(identity, layout, EvictedPage(PrefixScope(), tokens, 0, kv))
         (asked,) = page_addresses(identity, list(tokens), layout, size)
         assert not store.open(asked).hit()

@@ -11,7 +11,7 @@ from ..spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class CheckpointDialect:
     """One way a family's checkpoints are written."""
 
     kind: Literal["gguf", "hf"]
@@ -28,4 +28,4 @@ class Family:
     """A model family by name."""
 
     name: str
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[CheckpointDialect, ...]

@@ -85,7 +85,7 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeFields:
     """A rope as a configuration gives it, before heads are known."""
 
     theta: float
@@ -105,7 +105,7 @@ def layer_kinds(config: Fields, layers: int) -> tuple[str, ...] | None:
     return tuple(kinds)
 
 
-def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> Rope:
+def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> RopeFields:
     """The rope of config.json: `rope_parameters` (perhaps one per layer kind), or the older separate fields."""
     values = config.get("rope_parameters") or config.get("rope_scaling")
     values = dict(values) if isinstance(values, Mapping) else {}
@@ -115,7 +115,7 @@ def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -
         for name in ("rope_theta", "partial_rotary_factor"):
             values.setdefault(name, config.get(name))
     fields = Fields(values)
-    return Rope(
+    return RopeFields(
         fields.number("rope_theta", theta), _hf_scaling(config, fields), fields.number("partial_rotary_factor", 1.0)
     )
 

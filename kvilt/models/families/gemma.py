@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ...kv.layout import Window
 from ...weights.source import Checkpoint
 from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import DEFAULT_WINDOW, Fields, gguf_scaling, hf_rope, layer_kinds, whole_heads
 from .plain import GGUF_IGNORED, HF_IGNORED, gguf_fields, gguf_vocab_size
 from .plain import GGUF_NAMES as PLAIN_GGUF_NAMES
@@ -34,7 +34,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GemmaVersion:
     """What tells the generations apart."""
 
     pattern: int  # every so many layers one is global
@@ -45,11 +45,11 @@ class Generation:
     layers_of_27b: int  # the one size that scales queries by hidden / heads; GGUF files do not say so themselves
 
 
-SECOND = Generation(2, 10000.0, 10000.0, qk_norm=False, soft_caps=True, layers_of_27b=46)
-THIRD = Generation(6, 1000000.0, 10000.0, qk_norm=True, soft_caps=False, layers_of_27b=62)
+SECOND = GemmaVersion(2, 10000.0, 10000.0, qk_norm=False, soft_caps=True, layers_of_27b=46)
+THIRD = GemmaVersion(6, 1000000.0, 10000.0, qk_norm=True, soft_caps=False, layers_of_27b=62)
 
 
-def from_gguf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
+def from_gguf(generation: GemmaVersion) -> Callable[[Checkpoint], ModelSpec]:
     def read(checkpoint: Checkpoint) -> ModelSpec:
         fields, names = gguf_fields(checkpoint), checkpoint.tensors.names()
         hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count", high=1 << 12)
@@ -88,7 +88,7 @@ def from_gguf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
     return read
 
 
-def from_hf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
+def from_hf(generation: GemmaVersion) -> Callable[[Checkpoint], ModelSpec]:
     def read(checkpoint: Checkpoint) -> ModelSpec:
         config = Fields(checkpoint.config)
         head_dim = config.integer("head_dim", 256, high=1 << 12)
@@ -127,11 +127,11 @@ def from_hf(generation: Generation) -> Callable[[Checkpoint], ModelSpec]:
     return read
 
 
-def _cap(fields: Fields, name: str, generation: Generation) -> float:
+def _cap(fields: Fields, name: str, generation: GemmaVersion) -> float:
     return fields.number(name) if generation.soft_caps and fields.has(name) else 0.0
 
 
-def _local_rope(checkpoint: Checkpoint, config: Fields, head_dim: int, generation: Generation) -> RopeSpec:
+def _local_rope(checkpoint: Checkpoint, config: Fields, head_dim: int, generation: GemmaVersion) -> RopeSpec:
     if generation is SECOND:  # one rope for all layers
         rope = hf_rope(checkpoint.config, "", generation.theta)
         return RopeSpec(rope.theta, head_dim, scaling=rope.scaling)
@@ -145,7 +145,7 @@ def _alternating(pattern: int, layers: int) -> tuple[str, ...]:
     return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
 
 
-def _kinds(config: Fields, generation: Generation) -> tuple[str, ...]:
+def _kinds(config: Fields, generation: GemmaVersion) -> tuple[str, ...]:
     layers = config.integer("num_hidden_layers", high=1 << 12)
     kinds = layer_kinds(config, layers)
     return kinds or _alternating(config.integer("sliding_window_pattern", generation.pattern), layers)
@@ -161,9 +161,9 @@ def _layers(kinds: tuple[str, ...], wide: AttentionSpec, narrow: AttentionSpec, 
 GEMMA = Family(
     "gemma",
     (
-        Dialect("gguf", ("gemma3",), from_gguf(THIRD), GGUF_NAMES, GGUF_IGNORED),
-        Dialect("gguf", ("gemma2",), from_gguf(SECOND), GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("Gemma3ForCausalLM",), from_hf(THIRD), HF_NAMES, HF_IGNORED, norm_shift=1.0),
-        Dialect("hf", ("Gemma2ForCausalLM",), from_hf(SECOND), HF_NAMES, HF_IGNORED, norm_shift=1.0),
+        CheckpointDialect("gguf", ("gemma3",), from_gguf(THIRD), GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("gguf", ("gemma2",), from_gguf(SECOND), GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("hf", ("Gemma3ForCausalLM",), from_hf(THIRD), HF_NAMES, HF_IGNORED, norm_shift=1.0),
+        CheckpointDialect("hf", ("Gemma2ForCausalLM",), from_hf(SECOND), HF_NAMES, HF_IGNORED, norm_shift=1.0),
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...kv.layout import Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import DEFAULT_WINDOW, Fields
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 
@@ -32,9 +32,9 @@ def from_mistral(checkpoint: Checkpoint) -> ModelSpec:
 LLAMA = Family(
     "llama",
     (
-        Dialect("gguf", ("llama",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("gguf", ("llama",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
         # Llama has no windows: a config converted from Mistral's may still carry the field, which then means nothing.
-        Dialect("hf", ("LlamaForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
-        Dialect("hf", ("MistralForCausalLM",), from_mistral, HF_NAMES, HF_IGNORED),
+        CheckpointDialect("hf", ("LlamaForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
+        CheckpointDialect("hf", ("MistralForCausalLM",), from_mistral, HF_NAMES, HF_IGNORED),
     ),
 )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ...kv.layout import Full, Reach, Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import Fields
 from .plain import GGUF_IGNORED, HF_IGNORED, gguf_fields, gguf_spec, hf_spec
 from .plain import GGUF_NAMES as PLAIN_GGUF_NAMES
@@ -46,7 +46,7 @@ def _windowed(spec: ModelSpec, fields: Fields, name: str) -> ModelSpec:
 PHI3 = Family(
     "phi3",
     (
-        Dialect("gguf", ("phi3",), from_gguf, GGUF_NAMES, GGUF_IGNORED, FUSED),
-        Dialect("hf", ("Phi3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED, FUSED),
+        CheckpointDialect("gguf", ("phi3",), from_gguf, GGUF_NAMES, GGUF_IGNORED, FUSED),
+        CheckpointDialect("hf", ("Phi3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED, FUSED),
     ),
 )

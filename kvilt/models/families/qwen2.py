@@ -8,7 +8,7 @@ from ...errors import WeightError
 from ...kv.layout import Full, Reach, Window
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import DEFAULT_WINDOW, Fields, layer_kinds
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 
@@ -45,7 +45,7 @@ def window_above(config: Fields, layers: int) -> tuple[Reach, ...]:
 QWEN2 = Family(
     "qwen2",
     (
-        Dialect("gguf", ("qwen2",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("Qwen2ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
+        CheckpointDialect("gguf", ("qwen2",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("hf", ("Qwen2ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, each_attention
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import Fields
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 from .qwen2 import window_above
@@ -25,7 +25,7 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
 QWEN3 = Family(
     "qwen3",
     (
-        Dialect("gguf", ("qwen3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("Qwen3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
+        CheckpointDialect("gguf", ("qwen3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("hf", ("Qwen3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...errors import Unsupported, WeightError
 from ...weights.source import Checkpoint
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .gemma import GEMMA
 from .llama import LLAMA
 from .phi3 import PHI3
@@ -22,7 +22,7 @@ class Recognised:
     """The family of a checkpoint and the way it is written."""
 
     family: Family
-    dialect: Dialect
+    dialect: CheckpointDialect
 
 
 def recognise(checkpoint: Checkpoint) -> Recognised:

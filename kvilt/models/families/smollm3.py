@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...errors import Unsupported, WeightError
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec, NoRope, each_attention
-from .family import Dialect, Family
+from .family import CheckpointDialect, Family
 from .fields import Fields
 from .plain import GGUF_IGNORED, GGUF_NAMES, HF_IGNORED, HF_NAMES, gguf_spec, hf_spec
 
@@ -43,7 +43,7 @@ def _without_rope(spec: ModelSpec, bare: list[bool]) -> ModelSpec:
 SMOLLM3 = Family(
     "smollm3",
     (
-        Dialect("gguf", ("smollm3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
-        Dialect("hf", ("SmolLM3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
+        CheckpointDialect("gguf", ("smollm3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("hf", ("SmolLM3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
     ),
 )

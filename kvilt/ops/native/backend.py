@@ -14,7 +14,7 @@ from ...quant.tensor import Weight
 from ..contract import (
     Activation,
     AttentionMask,
-    Followers,
+    Interpolation,
     KeysValues,
     LinearMap,
     PackedWeight,
@@ -25,7 +25,7 @@ from ..contract import (
     Prepared,
     Rotation,
 )
-from ..lowrank import LowRank, LowRankTable, Picks
+from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from . import lora
 from . import pages as paged
 from .border import I64, check, check_dims, checked
@@ -136,7 +136,7 @@ class NativeOps:
     def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
         return lora.NativeTable(outputs, inputs, slots)
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
         lora.adapt(self._engine, x, tables, outs, picks)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class NativeOps:
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Followers,
+        who: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """With so many threads: bytes read per second from a working set, int8 operations per second."""
 
     threads: int
@@ -14,10 +14,10 @@ class Limits:
     ops_per_s: float
 
 
-def measure(threads: int, size_bytes: int) -> Limits | None:
+def measure(threads: int, size_bytes: int) -> MachineLimits | None:
     """The limits for a working set of that size, in a second or two; None without the extension."""
     try:
         from _kvilt_native import limits
     except ImportError:  # not built, or built before it could measure
         return None
-    return Limits(threads, *limits(threads, size_bytes))
+    return MachineLimits(threads, *limits(threads, size_bytes))

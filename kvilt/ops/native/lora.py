@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..lowrank import LowRank, LowRankTable, Picks
+from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from .border import I64, check, checked
 
 _LANES = 16
@@ -55,7 +55,7 @@ def prepare(engine: Any, product: LowRank) -> LowRank:
     return LowRank(_whole_lanes(down), _whole_lanes(up), product.scale)
 
 
-def adapt(engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: Picks) -> None:
+def adapt(engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
     own = [table for table in tables if isinstance(table, NativeTable)]
     check(0 < len(own) == len(outs), "outs", "one output belongs to each table of this backend")
     x = checked("x", x.contiguous(), (len(x), own[0].inputs))

@@ -47,7 +47,7 @@ def _slab(size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BufferView:
     """A result in a buffer, without keeping that buffer from others."""
 
     room: int
@@ -118,16 +118,16 @@ class Buffers:
         self._held_bytes += 4 * room
         return buffer.lend(size, shape)
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> BufferView:
         """Where a result lies, for `at`. Does not keep the buffer: it is used again once no tensor looks at it."""
         at, shape = tensor.data_ptr(), tuple(tensor.shape)
         for room, held in self._held.items():
             for index, buffer in enumerate(held):
                 if buffer.data.ctypes.data == at:
-                    return Place(room, index, shape)
+                    return BufferView(room, index, shape)
         raise AssertionError("this tensor does not begin where a buffer does")
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, place: BufferView) -> Tensor:
         """What lies there now. Only for buffers that are never forgotten."""
         return self._held[place.room][place.index].share(place.shape)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..contract import AttentionMask, Followers, KeysValues, PageShape, PageStore, Paging, Rotation
+from ..contract import AttentionMask, Interpolation, KeysValues, PageShape, PageStore, Paging, Rotation
 from ..mass import first_seen
 from ..mass import key_mass as attention_mass
 from .border import F32, I64, check, check_dims, checked
@@ -99,7 +99,7 @@ def follow(
     store: PageStore,
     layer: int,
     slots: Tensor,
-    who: Followers,
+    who: Interpolation,
     kept: tuple[Tensor, Tensor],
     fresh: tuple[Tensor, Tensor],
     rotation: Rotation | None = None,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import Paging
 from .border import I64, check_dims, checked
-from .memory import Buffers, Place
+from .memory import Buffers, BufferView
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class NativeRecorded:
     """A program, and the memory its calls point to."""
 
     program: Any
-    place: Place  # of the result; a tensor would keep its buffer from other recordings, which are many
+    place: BufferView  # of the result; a tensor would keep its buffer from other recordings, which are many
     buffers: Buffers
 
     @property

@@ -14,7 +14,7 @@ from ...engine.handles import HandleInfo
 from ...engine.view import EngineView
 from ...errors import HandleError
 from ...kv.owner import owner_of
-from ...kv.prefix import Branch
+from ...kv.prefix import PrefixBranch
 from ...llm import AsyncLLM
 from ...llm.offload import INSPECT, Offload
 
@@ -48,7 +48,7 @@ def _leaf(llm: AsyncLLM, tenant: str, view: EngineView, handle: HandleInfo) -> s
     return found
 
 
-def _prefix(llm: AsyncLLM, branch: Branch) -> dict[str, Any]:
+def _prefix(llm: AsyncLLM, branch: PrefixBranch) -> dict[str, Any]:
     """A branch with its beginning as text; all of its tokens would be too many."""
     first = [token for token in branch.tokens[:_SHOWN_TOKENS] if isinstance(token, int)]
     rest = {name: getattr(branch, name) for name in ("id", "parent", "adapter", "start", "pages", "hits", "caches")}

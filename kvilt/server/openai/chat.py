@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ...errors import ParamError
-from ...llm import AsyncStream, Completion, Delta, Reading
+from ...llm import AsyncStream, Completion, Delta, ReadingProgress
 from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ...text.chat import RenderedChat
@@ -184,7 +184,7 @@ class ChatStream:
         options = prepared.body.stream_options
         self._usage = bool(options and options.include_usage)
         self._running = bool(options and options.continuous_usage_stats)
-        self._progress: Reading | None = None
+        self._progress: ReadingProgress | None = None
         self._generated = 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from ...errors import ParamError
-from ...llm import AsyncStream, Completion, Delta, Reading
+from ...llm import AsyncStream, Completion, Delta, ReadingProgress
 from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ..auth import Caller
@@ -188,7 +188,7 @@ class CompletionStream:
         options = prepared.body.stream_options
         self._usage = bool(options and options.include_usage)
         self._running = bool(options and options.continuous_usage_stats)
-        self._read: dict[int, Reading] = {}
+        self._read: dict[int, ReadingProgress] = {}
         self._generated = 0
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; those that have not begun
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; a choice is in it once it has begun

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...blend.recipe import Recipe
 from ...errors import ParamError
-from ...llm import Reading
+from ...llm import ReadingProgress
 from ...sampling.params import SamplingParams
 from ..auth import Caller
 from ..config import ServeConfig
@@ -120,7 +120,7 @@ def wants_progress(body: GenerationRequest) -> bool:
     return bool(body.stream and (body.return_progress or (options and options.continuous_usage_stats)))
 
 
-def prompt_progress(reading: Reading) -> dict[str, int]:
+def prompt_progress(reading: ReadingProgress) -> dict[str, int]:
     """How far a prompt is read, under the names that llama.cpp's clients know."""
     return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...llm import Completion, Reading, Usage
+from ...llm import Completion, ReadingProgress, Usage
 from ...sampling.sampler import TokenLogprobs
 from ...text.detokenizer import Detokenizer
 from ...text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def _drafts(samples: Sequence[Usage]) -> dict[str, int]:
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
-def running_usage(progress: Sequence[Reading], generated: int) -> dict[str, Any]:
+def running_usage(progress: Sequence[ReadingProgress], generated: int) -> dict[str, Any]:
     """The counts while a stream runs."""
     return usage_json([one.usage for one in progress], generated)
 

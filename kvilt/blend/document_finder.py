@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..kv.row import Token
-from .discover import Known, Scope
+from .known_documents import DocumentScope, KnownDocuments
 from .recipe import Span
 
 _log = logging.getLogger(__name__)
@@ -21,27 +21,27 @@ _MOST_READ = 1024  # scopes that are remembered as read
 _ASKING_S = 1.0  # for all documents of a prompt; a tier may take half as long for each
 
 
-class Finder:
+class DocumentFinder:
     """Documents that may stand in prompts, by tenant and adapter."""
 
     def __init__(
         self,
-        stored: Callable[[Scope], Iterable[Sequence[Token]]],
-        there: Callable[[Scope, Sequence[int]], bool],
+        stored: Callable[[DocumentScope], Iterable[Sequence[Token]]],
+        there: Callable[[DocumentScope, Sequence[int]], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stored` gives the tokens of everything kept for a scope; `there` says whether a document still is."""
-        self.known = Known()
+        self.known = KnownDocuments()
         self._stored = stored
         self._there = there
         self._clock = clock
         self._lock = threading.Lock()
-        self._read: dict[Scope, None] = {}
-        self._waiting: deque[Scope] = deque()
+        self._read: dict[DocumentScope, None] = {}
+        self._waiting: deque[DocumentScope] = deque()
         self._reader: threading.Thread | None = None
         self._closed = False
 
-    def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> tuple[Span, ...]:
+    def find(self, scope: DocumentScope, ids: Sequence[int], start: int = 0) -> tuple[Span, ...]:
         """What stands in a prompt and is stored, as far as the store answers in time."""
         self.read(scope)
         spans, deadline_s = [], self._clock() + _ASKING_S
@@ -55,7 +55,7 @@ class Finder:
 
     # Reading what was stored before.
 
-    def read(self, scope: Scope) -> None:
+    def read(self, scope: DocumentScope) -> None:
         """Begin to read what is stored for a scope, in a thread of its own, unless that was done."""
         with self._lock:
             if self._closed or scope in self._read or len(self._waiting) >= _MOST_WAITING:
@@ -94,7 +94,7 @@ class Finder:
             except Exception:  # whatever is wrong with a store, documents are then found a little later
                 _log.exception("stored documents cannot be read")
 
-    def _take(self, scope: Scope) -> None:
+    def _take(self, scope: DocumentScope) -> None:
         for tokens in self._stored(scope):
             if self._closed:
                 return

@@ -15,7 +15,7 @@ from .row import made_by
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class PrefixScope:
     """What besides the tokens decides KV within one pool: the adapter, by content and scale, and whose it is."""
 
     adapter: str = "base"
@@ -33,21 +33,21 @@ class Scope:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """One page of tokens behind its parent's; `pages` has GONE where a group's page was not there or was evicted."""
 
     key: bytes
     content: bytes
-    parent: Node | None
+    parent: PrefixNode | None
     pages: list[int]
-    scope: Scope
-    children: dict[bytes, Node] = field(default_factory=dict)
+    scope: PrefixScope
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
     hits: int = 0  # sequences that began with it
     alive: bool = True
     told: int = 0  # groups whose pages were there when the sink of evicted pages last heard of it
 
 
-class Trail:
+class PrefixKeys:
     """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed.
 
     With an adapter that begins later, whole pages before that are the base model's, and shared with everybody who has
@@ -56,14 +56,14 @@ class Trail:
 
     __slots__ = ("contents", "keys", "node", "placed", "scope", "since", "turn")
 
-    def __init__(self, scope: Scope, begins: int = 0, page_tokens: int = 1) -> None:
+    def __init__(self, scope: PrefixScope, begins: int = 0, page_tokens: int = 1) -> None:
         """`begins` is the position at which the scope's adapter does."""
-        self.scope = Scope(salt=scope.salt) if begins else scope
+        self.scope = PrefixScope(salt=scope.salt) if begins else scope
         self.since = replace(scope, adapter=made_by(scope.adapter, begins))  # behind the turn
         self.turn = begins // page_tokens  # the first page that the adapter has a part in
         self.keys: list[bytes] = []
         self.contents: list[bytes] = []
-        self.node: Node | None = None
+        self.node: PrefixNode | None = None
         self.placed = 0  # whole pages whose KV the index has from this sequence, or gave to it
 
     def extend(self, ids: Sequence[int], page_tokens: int) -> None:
@@ -71,13 +71,13 @@ class Trail:
         for start in range(len(self.keys) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
             self.add(array("q", ids[start : start + page_tokens]).tobytes())
 
-    def scope_of(self, page: int) -> Scope:
+    def scope_of(self, page: int) -> PrefixScope:
         """Whose KV a page holds."""
         return self.since if page >= self.turn else self.scope
 
-    def twin(self) -> Trail:
+    def twin(self) -> PrefixKeys:
         """Another sequence that begins in the same way; it has no pages yet."""
-        other = Trail(self.scope)
+        other = PrefixKeys(self.scope)
         other.since, other.turn = self.since, self.turn
         return other
 

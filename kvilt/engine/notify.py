@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from ..blend.blender import Report
+from ..blend.blender import BlendReport
 from ..errors import ModelClosed
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from .event import Ended, Event
 from .isolation import contained
-from .track import Job, Track
+from .sequence import Job, SequenceState
 
 _log = logging.getLogger(__name__)
 
 
-def hear(job: Job, event: Event) -> None:
+def notify(job: Job, event: Event) -> None:
     """Tell a listener what it cannot answer."""
     try:
         job.listener.hear(event)
@@ -26,7 +26,7 @@ def hear(job: Job, event: Event) -> None:
             event.kv.close()
 
 
-def handed_over(track: Track, executor: Executor) -> KVCache | None:
+def detach_kv(track: SequenceState, executor: Executor) -> KVCache | None:
     """The KV of a sample, without spare pages."""
     try:
         kv = track.kv or (track.job.base.fork() if track.job.base else executor.create_kv_cache())
@@ -36,10 +36,10 @@ def handed_over(track: Track, executor: Executor) -> KVCache | None:
     return kv
 
 
-def report_of(track: Track) -> Report | None:
+def blend_report(track: SequenceState) -> BlendReport | None:
     """Where the KV of a prompt with documents came from."""
     if track.blending is not None:
         return track.blending.report()
     if track.job.verdict is None or track.job.verdict.recipe is not None:
         return None
-    return Report(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
+    return BlendReport(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")

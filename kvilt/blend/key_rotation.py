@@ -21,7 +21,7 @@ _MATH = ReferenceOps()
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class KeyRotation:
     """How one layer rotates its keys."""
 
     rope: Rope
@@ -50,9 +50,9 @@ class Turn:
         return torch.cat((still, _MATH.rotate(turned.float(), rotation).to(keys.dtype)), dim=-1)
 
 
-def turns(spec: ModelSpec) -> tuple[Turn, ...]:
+def key_rotations(spec: ModelSpec) -> tuple[KeyRotation, ...]:
     """How each layer of a model rotates."""
-    return tuple(Turn(layer.attention.rope) for layer in spec.layers)
+    return tuple(KeyRotation(layer.attention.rope) for layer in spec.layers)
 
 
 def rotations(spec: ModelSpec, positions: Tensor, ops: Ops) -> Mapping[Rope, Rotation]:
@@ -65,8 +65,8 @@ def rotations(spec: ModelSpec, positions: Tensor, ops: Ops) -> Mapping[Rope, Rot
     }
 
 
-def as_turns(ropes: Sequence[Turn | Rope]) -> tuple[Turn, ...]:
-    return tuple(one if isinstance(one, Turn) else Turn(one) for one in ropes)
+def as_key_rotations(ropes: Sequence[KeyRotation | Rope]) -> tuple[KeyRotation, ...]:
+    return tuple(one if isinstance(one, KeyRotation) else KeyRotation(one) for one in ropes)
 
 
 def _angles(rope: RopeSpec, positions: Tensor) -> Tensor:

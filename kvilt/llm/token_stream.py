@@ -10,23 +10,23 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..blend.blender import Report
+from ..blend.blender import BlendReport
 from ..engine.driver import Driver
-from ..engine.event import Ended, Event, Progress, Token
-from ..engine.track import Job
+from ..engine.event import Ended, Event, PromptProgress, TokenEvent
+from ..engine.sequence import Job
 from ..sampling.sampler import TokenLogprobs
 from .answer import Answer, prompt_usage
 from .completion import FinishReason, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadingProgress:
     """How far a prompt is read."""
 
     tokens: int  # whose KV is there, computed or found
     cached: int  # of these, found
     prompt_tokens: int  # all there are
-    blended: Report | None = None  # where the rest came from, if it was blended
+    blended: BlendReport | None = None  # where the rest came from, if it was blended
 
     @property
     def usage(self) -> Usage:
@@ -46,17 +46,17 @@ class Delta:
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
-    reading: Reading | None = None
+    reading: ReadingProgress | None = None
     drafted: bool = False  # the token was an accepted draft
 
 
-class Post:
+class Notifier:
     """Wakes readers after a step: once for each event loop, however many readers it has."""
 
     def __init__(self) -> None:
-        self._fresh: dict[Outlet, None] = {}
+        self._fresh: dict[TokenStream, None] = {}
 
-    def note(self, outlet: Outlet) -> None:
+    def note(self, outlet: TokenStream) -> None:
         """There is something for this reader. In the thread that steps."""
         self._fresh[outlet] = None
 
@@ -72,11 +72,11 @@ class Post:
                     outlet.leave()
 
 
-class Outlet:
+class TokenStream:
     """Listens for one reader. `hear` is called where steps run, everything else in the reader's event loop."""
 
     def __init__(
-        self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, post: Post, unread: int | None
+        self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, post: Notifier, unread: int | None
     ) -> None:
         """`unread` is how many deltas may wait for the reader; None: there are none, only the end is waited for."""
         self.answer = answer
@@ -94,10 +94,10 @@ class Outlet:
     def hear(self, event: Event) -> bool:
         """The engine's side."""
         enough = self.answer.hear(event)
-        if isinstance(event, Progress):
-            reading = Reading(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
+        if isinstance(event, PromptProgress):
+            reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
             self._reading.append(Delta(event.index, "", reading=reading))
-        elif self._unread is not None and isinstance(event, Token | Ended):
+        elif self._unread is not None and isinstance(event, TokenEvent | Ended):
             self._queue.append(self._delta(event))
             if len(self._queue) >= self._unread and not self._held:
                 self._driver.hold(self._own())
@@ -167,14 +167,14 @@ class Outlet:
         if not self._queue and not self._reading and not self.answer.over and self._failure is None:
             await self._news.wait()
 
-    def _delta(self, event: Token | Ended) -> Delta:
+    def _delta(self, event: TokenEvent | Ended) -> Delta:
         sample = self.answer.samples[event.index]
         text = sample.take()
-        if isinstance(event, Token):
+        if isinstance(event, TokenEvent):
             return Delta(event.index, text, event.token, event.logprobs, drafted=event.drafted)
         return Delta(event.index, text, finish_reason=sample.finish_reason)
 
 
-def _wake(outlets: Iterable[Outlet]) -> None:
+def _wake(outlets: Iterable[TokenStream]) -> None:
     for outlet in outlets:
         outlet.wake()

@@ -9,7 +9,7 @@ _LONGEST_REST = 128  # steps between two probes of what did not pay
 
 
 @dataclass(slots=True)
-class Tally:
+class AcceptanceTally:
     """What became of drafts of one grade, the latest first."""
 
     hope: float
@@ -22,7 +22,7 @@ class Tally:
         """That one more draft is accepted, if all before it were."""
         return (self.hits + 2 * self.hope) / (self.hits + self.misses + 2)
 
-    def sure(self, others: Tally) -> float:
+    def sure(self, others: AcceptanceTally) -> float:
         """The same as far as it was seen, here or with others."""
         seen = others.hits / (others.hits + others.misses + 1)
         return (self.hits + 2 * seen) / (self.hits + self.misses + 2)
@@ -34,31 +34,33 @@ class Tally:
 
 
 @dataclass(slots=True, eq=False)
-class Pace:
+class AcceptanceRate:
     """How one sample's drafts fare, by grade; what does not pay rests, and is probed ever more rarely."""
 
-    tallies: list[Tally]
+    tallies: list[AcceptanceTally]
     best: float = 0.0  # the highest chance of any grade
     steps: int = 0
     rests: list[int] = field(default_factory=list)  # how long each grade rests when it next does not pay
     wakes: list[int] = field(default_factory=list)  # the step at which each grade may be probed again
 
     @staticmethod
-    def of(hopes: Sequence[float], keep: float = 0.8) -> Pace:
+    def of(hopes: Sequence[float], keep: float = 0.8) -> AcceptanceRate:
         """A pace that begins with hopes."""
-        return Pace([Tally(hope, keep) for hope in hopes], max(hopes), 0, [1] * len(hopes), [0] * len(hopes))
+        return AcceptanceRate(
+            [AcceptanceTally(hope, keep) for hope in hopes], max(hopes), 0, [1] * len(hopes), [0] * len(hopes)
+        )
 
     def chance(self, grade: int) -> float:
         """That one more draft of this grade is accepted, if all before it were."""
         return self.tallies[grade].chance
 
-    def sure(self, grade: int, others: Pace) -> float:
+    def sure(self, grade: int, others: AcceptanceRate) -> float:
         """The same as far as it was seen, here or with others."""
         return self.tallies[grade].sure(others.tallies[grade])
 
-    def surest(self, others: Pace) -> float:
+    def surest(self, others: AcceptanceRate) -> float:
         """The highest of any grade."""
-        return max(map(Tally.sure, self.tallies, others.tallies))
+        return max(map(AcceptanceTally.sure, self.tallies, others.tallies))
 
     def is_due(self, grade: int) -> bool:
         """Whether it is time to see if what did not pay does now."""

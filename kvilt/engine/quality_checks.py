@@ -14,21 +14,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..batch import Last, Logits, Row
-from ..blend.gate import Gate, Trial, compare, strategy_of
-from ..executor.lora import Hold
+from ..blend.quality_gate import QualityGate, Trial, compare, strategy_of
+from ..executor.lora import AdapterLease
 from ..metrics import Counter, Gauge, Histogram, Metrics
+from .admission import make_job
 from .event import Ended, Event
 from .isolation import contained
-from .job import make_job
 from .plan import Sample
 from .request import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..blend.chunk import Chunks
+    from ..blend.chunk import ChunkCache
     from ..executor.executor import Executor
-    from .track import Job, Track
+    from .sequence import Job, SequenceState
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ Part = Literal["whole", "blended"]
 Why = Literal["full", "busy", "closing", "failed"]
 
 
-class House(Protocol):
+class EngineAPI(Protocol):
     """What a comparison asks of the engine; all of it in the thread that steps."""
 
-    chunks: Chunks | None
+    chunks: ChunkCache | None
 
     def enter(self, job: Job) -> None:
         """Let a job in, now."""
@@ -73,7 +73,7 @@ class Comparison:
 
     request: Request
     trial: Trial
-    hold: Hold | None  # on its adapter
+    hold: AdapterLease | None  # on its adapter
     whole: Tensor | None = None  # [vocab]
     blended: Tensor | None = None
     waited: int = 0  # steps of others
@@ -96,8 +96,8 @@ class Comparison:
         return replace(plain, background=True, documents=asked.documents, recipe=recipe)
 
 
-def overheard(
-    track: Track, then: Callable[[Row, Logits, int], None] | None = None
+def with_watcher(
+    track: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
 ) -> Callable[[Row, Logits, int], None] | None:
     """Who hears what came of a track's row: also who watches it, if it has the logits behind the prompt."""
     if (watch := track.watch) is None:
@@ -113,15 +113,17 @@ def overheard(
     return hears
 
 
-def _decodes(track: Track) -> bool:
+def _decodes(track: SequenceState) -> bool:
     """Whether it has no prompt to compute now, and waits for no turn; who waits for a store has none yet."""
     return track.sample.held or track.sample.waits or (track.kv is not None and track.sample.left <= 1)
 
 
-class Gating:
+class QualityChecks:
     """The comparisons of one engine."""
 
-    def __init__(self, gate: Gate, executor: Executor, metrics: Metrics, tracks: Mapping[Sample, Track]) -> None:
+    def __init__(
+        self, gate: QualityGate, executor: Executor, metrics: Metrics, tracks: Mapping[Sample, SequenceState]
+    ) -> None:
         self.gate = gate
         self._executor = executor
         self._metrics = metrics
@@ -170,7 +172,7 @@ class Gating:
 
     # Between steps, in the thread that steps.
 
-    def attend(self, house: House) -> None:
+    def attend(self, house: EngineAPI) -> None:
         """Before a plan: let the comparison in turn go on, wait, begin or end. A failure ends the comparison alone."""
         if not self._queue:
             return
@@ -181,7 +183,7 @@ class Gating:
             if self._queue:
                 self._drop(house, "failed")
 
-    def _take_turn(self, house: House) -> None:
+    def _take_turn(self, house: EngineAPI) -> None:
         first, job = self._queue[0], self._job
         others = [track for track in self._tracks.values() if not track.job.request.background]
         if not all(map(_decodes, others)):
@@ -195,7 +197,7 @@ class Gating:
         else:
             self._wait(house, first, job, others)
 
-    def _wait(self, house: House, first: Comparison, job: Job | None, others: Sequence[Track]) -> None:
+    def _wait(self, house: EngineAPI, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> None:
         """Others go first; what it holds is theirs too, should they need it."""
         first.waited += 1
         if job is not None:
@@ -204,12 +206,12 @@ class Gating:
         if in_the_way or first.waited > self.gate.config.patience:
             self._drop(house, "busy")
 
-    def close(self, house: House) -> None:
+    def close(self, house: EngineAPI) -> None:
         """End them all."""
         while self._queue:
             self._drop(house, "closing")
 
-    def _fits(self, first: Comparison, job: Job | None, others: Sequence[Track]) -> bool:
+    def _fits(self, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> bool:
         """Whether the rest of it has room without anybody giving some up."""
         layout = self._executor.layout
         there = job.first.kv.row(0).reserved if job is not None and job.first.kv is not None else 0
@@ -218,7 +220,7 @@ class Gating:
             need += layout.pages_for(max(map(len, first.request.documents))) + 1  # to compute one that is not stored
         return need + self._needed(others) <= min(self._executor.pool.free_pages())
 
-    def _needed(self, others: Sequence[Track]) -> int:
+    def _needed(self, others: Sequence[SequenceState]) -> int:
         """Pages that others may take before they draw their next token, forks and copied tails included."""
         layout = self._executor.layout
         return sum(
@@ -231,11 +233,13 @@ class Gating:
             if not one.sample.held
         )
 
-    def _begin(self, house: House, first: Comparison) -> None:
+    def _begin(self, house: EngineAPI, first: Comparison) -> None:
         part = first.missing
         assert part is not None
         try:
-            job = make_job(self._executor, first.run(part), _Ear(partial(self._ended, house)), chunks=house.chunks)
+            job = make_job(
+                self._executor, first.run(part), _EndListener(partial(self._ended, house)), chunks=house.chunks
+            )
         except Exception:
             _log.exception("a blended prompt cannot be compared")
             self._drop(house, "failed")
@@ -245,7 +249,7 @@ class Gating:
         self._job = job
         house.enter(job)
 
-    def _ended(self, house: House, ended: Ended) -> None:
+    def _ended(self, house: EngineAPI, ended: Ended) -> None:
         """A part is there, or never will be."""
         if self._job is None:
             return  # it was dropped
@@ -271,7 +275,7 @@ class Gating:
             ratio = 1.0 if known.falls_back else known.ratio
             self._metrics.set(RATIO, ratio, strategy=strategy, asked=f"{known.asked_ratio:.4g}")
 
-    def _drop(self, house: House, why: Why) -> None:
+    def _drop(self, house: EngineAPI, why: Why) -> None:
         job, self._job = self._job, None
         self._release(self._queue[0])
         self._metrics.add(DROPPED, reason=why)
@@ -285,7 +289,7 @@ class Gating:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ear:
+class _EndListener:
     """Hears a comparison's own request."""
 
     ended: Callable[[Ended], None]

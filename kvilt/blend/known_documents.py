@@ -25,7 +25,7 @@ _PRIME = (1 << 61) - 1
 _ID_BYTES = array("I").itemsize
 
 
-class Scope(NamedTuple):
+class DocumentScope(NamedTuple):
     """For whom documents were kept, and by which adapter they were made."""
 
     tenant: str
@@ -33,7 +33,7 @@ class Scope(NamedTuple):
 
 
 class _Key(NamedTuple):
-    scope: Scope
+    scope: DocumentScope
     first: int  # hash of the first window
     tokens: int
     whole: int  # hash of all of it
@@ -47,7 +47,7 @@ _Alike = dict[int, dict[int, bytes]]  # documents with the same first window, by
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundDocuments:
     """Documents in a prompt, in order and apart from each other, and what finding them took."""
 
     spans: tuple[Span, ...] = ()
@@ -79,7 +79,7 @@ class _Hashes:
         return (self._sums[stop] - self._sums[start] * self._powers[stop - start]) % _PRIME
 
 
-class Known:
+class KnownDocuments:
     """The documents that may be found. Every method may be called from any thread, and none waits long."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS, most_alike: int = MOST_ALIKE, base: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Known:
         self._base = base if base is not None else secrets.randbelow(_PRIME - (1 << 32)) + (1 << 32)
         self._most_tokens, self._most_alike = most_tokens, most_alike
         self._lock = threading.Lock()
-        self._shelves: dict[Scope, dict[int, _Alike]] = {}
+        self._shelves: dict[DocumentScope, dict[int, _Alike]] = {}
         self._orders: dict[str, OrderedDict[_Key, None]] = {}  # by owner, the longest unused first
         self._owned: Counter[str] = Counter()  # tokens by owner
         self._tokens = 0
@@ -100,7 +100,7 @@ class Known:
     def __len__(self) -> int:
         return sum(map(len, self._orders.values()))
 
-    def add(self, scope: Scope, ids: Sequence[int]) -> None:
+    def add(self, scope: DocumentScope, ids: Sequence[int]) -> None:
         """A document was stored; for it the owner of the most forgets what it has not used for longest, if need be."""
         if not WINDOW_TOKENS <= len(ids) <= self._most_tokens:
             return
@@ -122,17 +122,17 @@ class Known:
             while self._tokens > self._most_tokens:
                 self._drop(next(iter(self._orders[max(self._owned, key=self._owned.__getitem__)])))
 
-    def demote(self, scope: Scope, ids: Sequence[int]) -> None:
+    def demote(self, scope: DocumentScope, ids: Sequence[int]) -> None:
         """A document was of no use after all: it is the next to be forgotten."""
         key = self._key(scope, ids)
         with self._lock:
             self._move(key, last=False)
 
-    def find(self, scope: Scope, ids: Sequence[int], start: int = 0) -> Found:
+    def find(self, scope: DocumentScope, ids: Sequence[int], start: int = 0) -> FoundDocuments:
         """The documents of a scope in a prompt from `start` on, longer ones first where they would overlap."""
         shelf = self._shelves.get(scope)
         if shelf is None or len(ids) - start < WINDOW_TOKENS:
-            return Found()
+            return FoundDocuments()
         hashes = _Hashes(ids, self._base)
         looked, most, maybe = 0, LOOKS * len(ids) + _FREE_LOOKS, []
         for at in range(start, len(ids) - WINDOW_TOKENS + 1):
@@ -148,7 +148,7 @@ class Known:
         maybe.sort(key=lambda one: one[:2])
         return self._apart(ids, [(at, key, content) for _, at, key, content in maybe], looked)
 
-    def _apart(self, ids: Sequence[int], maybe: Sequence[tuple[int, _Key, bytes]], looked: int) -> Found:
+    def _apart(self, ids: Sequence[int], maybe: Sequence[tuple[int, _Key, bytes]], looked: int) -> FoundDocuments:
         """Those that do not overlap one before them, and whose tokens are the same."""
         prompt, taken, compared = memoryview(array("I", ids).tobytes()), bytearray(len(ids)), 0
         spans, used = [], []
@@ -164,9 +164,9 @@ class Known:
         with self._lock:
             for key in used:
                 self._move(key)
-        return Found(tuple(sorted(spans, key=lambda one: one.start)), looked, compared)
+        return FoundDocuments(tuple(sorted(spans, key=lambda one: one.start)), looked, compared)
 
-    def _key(self, scope: Scope, ids: Sequence[int]) -> _Key:
+    def _key(self, scope: DocumentScope, ids: Sequence[int]) -> _Key:
         first = _extended(0, ids[:WINDOW_TOKENS], self._base)
         return _Key(scope, first, len(ids), _extended(first, ids[WINDOW_TOKENS:], self._base))
 

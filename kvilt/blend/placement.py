@@ -13,10 +13,10 @@ from torch import Tensor
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..models.spec import RopeSpec
-from ..ops.contract import Followers, PageStore, Rotation
+from ..ops.contract import Interpolation, PageStore, Rotation
 from ..store.layer import LayerKV
+from .key_rotation import rotations
 from .recipe import Span
-from .turn import rotations
 
 
 class _Target(NamedTuple):
@@ -28,7 +28,7 @@ class _Target(NamedTuple):
     rotation: Rotation | None
 
 
-class Placing:
+class ChunkPlacement:
     """The places of some documents in one cache of one row. The positions must be reserved, and above its length."""
 
     def __init__(self, executor: Executor, kv: KVCache, documents: Sequence[Span]) -> None:
@@ -47,7 +47,7 @@ class Placing:
         """Write one layer of all documents."""
         self.write(index, torch.cat([one.keys for one in documents]), torch.cat([one.values for one in documents]))
 
-    def some(self, which: Tensor) -> Placing:
+    def some(self, which: Tensor) -> ChunkPlacement:
         """The places of some of the tokens, by their number among all of the documents."""
         part = copy(self)
         which = which.to(self._executor.pool.device)
@@ -62,16 +62,16 @@ class Placing:
         pool, to = self._executor.pool, self._to(index)
         pool.ops.write(to.store, to.layer, to.slots, keys.to(pool.device), values.to(pool.device), to.rotation)
 
-    def follow(self, index: int, who: Followers, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
+    def follow(self, index: int, who: Interpolation, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
         """Write one layer of tokens that follow others of their document; `kept` is all of that, `who` is `here`."""
         pool, to = self._executor.pool, self._to(index)
         old = (kept.keys.to(pool.device), kept.values.to(pool.device))
         pool.ops.follow(to.store, to.layer, to.slots, who, old, fresh, to.rotation)
 
-    def here(self, who: Followers) -> Followers:
+    def here(self, who: Interpolation) -> Interpolation:
         """The same on the device of the pages."""
         device = self._executor.pool.device
-        return Followers(who.tokens.to(device), who.leaders.to(device), who.weights.to(device))
+        return Interpolation(who.tokens.to(device), who.leaders.to(device), who.weights.to(device))
 
     def _to(self, index: int) -> _Target:
         pool, place = self._executor.pool, self._places[index]

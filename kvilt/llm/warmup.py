@@ -13,11 +13,11 @@ from itertools import islice
 from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..engine.request import Request
-from ..engine.track import Job
+from ..engine.sequence import Job
 from ..errors import InputError
 from ..sampling.params import SamplingParams
-from .answer import Asked
-from .model import Chosen, Model, Prompt
+from .answer import AnswerConfig
+from .model import AdapterChoice, Model, Prompt
 
 AT_ONCE = 4  # documents of one call in the engine: more would only wait there, with their KV in memory
 _REUSE = Recipe(ratio=0.0, strategy="head", min_gain=0.0, gate=False)
@@ -27,7 +27,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class StoredDocument:
     """A document that is stored now."""
 
     id: str  # what it is known by: its tokens, whose it is and what computed it
@@ -35,14 +35,14 @@ class Warmed:
     found: bool  # it was there already; else it was computed
 
 
-class Warming:
+class DocumentWarmup:
     """The documents of one call, all of which are read and checked before any is computed."""
 
     def __init__(
         self,
         model: Model,
         documents: Sequence[Prompt],
-        chosen: Chosen,
+        chosen: AdapterChoice,
         tenant: str = "",
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Warming:
                 missing.append(ids)
         return missing
 
-    def request(self, ids: Ids, **own: int | str) -> tuple[Request, Asked]:
+    def request(self, ids: Ids, **own: int | str) -> tuple[Request, AnswerConfig]:
         """What to ask for so that a document is computed and kept, and what its answer must know."""
         behind = self._chunks.behind
         prompt = (*behind, *ids, ids[-1])  # a prompt computes its last token, so the document's own are all reused
@@ -97,7 +97,7 @@ class Warming:
             adapter=self._adapter,
             **own,  # type: ignore[arg-type]
         )
-        return request, Asked(self._model.tokenizer, SamplingParams(), frozenset(), len(prompt))
+        return request, AnswerConfig(self._model.tokenizer, SamplingParams(), frozenset(), len(prompt))
 
     def watch(self, ids: Ids, job: Job) -> None:
         """See how far a document is."""
@@ -109,12 +109,12 @@ class Warming:
         """A document is there."""
         self._tell(ids, len(ids))
 
-    def results(self) -> list[Warmed]:
+    def results(self) -> list[StoredDocument]:
         """What became of each document; of equal ones only the first was computed."""
         seen: set[Ids] = set(self._found)
         made = []
         for ids in self._documents:
-            made.append(Warmed(self._ids[ids], len(ids), ids in seen))
+            made.append(StoredDocument(self._ids[ids], len(ids), ids in seen))
             seen.add(ids)
         return made
 
@@ -129,7 +129,7 @@ class Warming:
         return tuple(self._model.documents.ids_alone(f"documents.{index}", text))
 
 
-def _alone(model: Model, chosen: Chosen) -> Adapter:
+def _alone(model: Model, chosen: AdapterChoice) -> Adapter:
     """What computes documents; before the tokens that switch an adapter on, that is the base model."""
     if chosen.which is None:
         return Base()

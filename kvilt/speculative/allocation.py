@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .cost import Price
+from .cost import StepPrice
 
 _WORTH = 1.04  # times the tokens a second of a step without drafts; less is not worth the noise
 # In steps without drafts: what a row may lose before it has gained anything, in each step, on hope for its own drafts,
@@ -18,7 +18,7 @@ CREDIT, _PATIENCE, _HOPE, _DEEPEST, _HIGHEST = 1.0, 0.01, 1.0, -4.0, 64.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftBid:
     """A row that draws: how likely each further draft is accepted, how many there are, how far ahead the row is."""
 
     chance: float
@@ -28,13 +28,13 @@ class Wish:
     probe: bool = False  # one is to be tried, whether it pays or not
 
 
-def possible(wishes: Sequence[Wish], price: Price) -> bool:
+def possible(wishes: Sequence[DraftBid], price: StepPrice) -> bool:
     """Whether anybody may get a draft at all."""
     least_s = price.all_s(1)
     return all(least_s <= wish.ahead_s + _worth(wish, wish.most) * price.plain_s for wish in wishes)
 
 
-def allot(wishes: Sequence[Wish], price: Price) -> list[int]:
+def allot(wishes: Sequence[DraftBid], price: StepPrice) -> list[int]:
     """Drafts for each row that are expected to pay."""
     ranked = _ranked(wishes, price)
     taken = _best(ranked, len(wishes), price)
@@ -46,7 +46,7 @@ def allot(wishes: Sequence[Wish], price: Price) -> list[int]:
     return [0] * len(wishes)
 
 
-def probe(wishes: Sequence[Wish], counts: Sequence[int], price: Price) -> list[int]:
+def probe(wishes: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> list[int]:
     """With a draft for each row whose turn it is to see whether drafts pay now, if nobody waits for that."""
     tried = list(counts)
     for place, wish in enumerate(wishes):
@@ -57,7 +57,7 @@ def probe(wishes: Sequence[Wish], counts: Sequence[int], price: Price) -> list[i
     return tried
 
 
-def nobody_waits(wishes: Sequence[Wish], counts: Sequence[int], price: Price) -> bool:
+def nobody_waits(wishes: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> bool:
     """Whether every row, as far as is known, will be no later behind the step than it would be without drafts."""
     extra_s = price.all_s(sum(counts))
     return all(
@@ -66,7 +66,7 @@ def nobody_waits(wishes: Sequence[Wish], counts: Sequence[int], price: Price) ->
     )
 
 
-def _worth(wish: Wish, count: int) -> float:
+def _worth(wish: DraftBid, count: int) -> float:
     """Steps without drafts that a row may spend on so many of its own: what they are sure to gain, and some hope."""
     if not count:
         return 0.0
@@ -79,7 +79,7 @@ def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> floa
     return min(max(after_s, _DEEPEST * plain_s), _HIGHEST * plain_s)
 
 
-def _ranked(wishes: Sequence[Wish], price: Price) -> list[tuple[float, int]]:
+def _ranked(wishes: Sequence[DraftBid], price: StepPrice) -> list[tuple[float, int]]:
     """Every draft that may pay, the likeliest first: its chance, and the place of its row."""
     lowest, ranked = price.share / 2, []
     for place, wish in enumerate(wishes):
@@ -92,7 +92,7 @@ def _ranked(wishes: Sequence[Wish], price: Price) -> list[tuple[float, int]]:
     return sorted(ranked, reverse=True)
 
 
-def _best(ranked: Sequence[tuple[float, int]], rows: int, price: Price) -> int:
+def _best(ranked: Sequence[tuple[float, int]], rows: int, price: StepPrice) -> int:
     """How many of them draw the most tokens a second."""
     best, taken, drawn = _WORTH * rows / price.plain_s, 0, float(rows)
     for count, (likely, _) in enumerate(ranked, 1):

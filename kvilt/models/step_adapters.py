@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.contract import Ops, Prepared
-from ..ops.lowrank import LowRank, LowRankTable, Picks
+from ..ops.lowrank import AdapterSlots, LowRank, LowRankTable
 
 EMBEDDING = "embedding"
 HEAD = "head"
@@ -46,7 +46,7 @@ class RowEmbedding:
     first: int
 
 
-class Map(Protocol):
+class LinearModule(Protocol):
     """A linear map of the model."""
 
     @property
@@ -60,25 +60,25 @@ class Map(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class MagnitudeGain:
     """By how much of itself each output of a base map grows (DoRA), for the tokens whose adapters have it so."""
 
     gains: Mapping[str, Tensor]  # by the name of a map, [slots, out]
     slots: frozenset[int]  # that have some
     tokens: Tensor  # [n]
-    picks: Picks  # of these
+    picks: AdapterSlots  # of these
 
     @staticmethod
-    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], picks: Picks) -> Growth:
+    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], picks: AdapterSlots) -> MagnitudeGain:
         """For the tokens that use one of the slots."""
         tokens = torch.isin(picks.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
-        return Growth(gains, slots, tokens, picks.of(tokens))
+        return MagnitudeGain(gains, slots, tokens, picks.of(tokens))
 
-    def of(self, picks: Picks) -> Growth:
+    def of(self, picks: AdapterSlots) -> MagnitudeGain:
         """The same for other tokens."""
-        return Growth.for_picks(self.gains, self.slots, picks)
+        return MagnitudeGain.for_picks(self.gains, self.slots, picks)
 
-    def grow(self, one: Map, x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
+    def grow(self, one: LinearModule, x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
         """What an output holds besides the map's product, so that it is a `whole`, does not grow: there the product is
         made once more. All other tokens keep their bits."""
         if (gains := self.gains.get(one.name)) is None or not len(self.tokens):
@@ -88,14 +88,14 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapting:
+class StepAdapters:
     """The adapters of the rows of one step."""
 
     parts: frozenset[str]  # kinds of maps that some row of the step changes: q, gate, head, ...
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
-    picks: Picks  # of all tokens of the step
+    picks: AdapterSlots  # of all tokens of the step
     embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
-    growth: Growth | None = None  # of those that have some
+    growth: MagnitudeGain | None = None  # of those that have some
 
     def touches(self, *names: str) -> bool:
         """Whether some row changes one of these maps."""
@@ -106,7 +106,9 @@ class Adapting:
         """Whether a step with these adapters consists of operations of the backend alone."""
         return not self.embedded and self.growth is None
 
-    def add(self, maps: Sequence[Map], x: Tensor, outs: Sequence[Tensor], ops: Ops, onto: bool = False) -> None:
+    def add(
+        self, maps: Sequence[LinearModule], x: Tensor, outs: Sequence[Tensor], ops: Ops, onto: bool = False
+    ) -> None:
         """To what these maps made of `x`, what the adapters make of it; `onto`: something else is in there already."""
         chosen = [(one, out) for one, out in zip(maps, outs, strict=True) if one.name in self.tables]
         if not chosen:
@@ -116,11 +118,11 @@ class Adapting:
                 self.growth.grow(one, x, out, ops, whole=onto or one.bias is not None)
         ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.picks)
 
-    def tables_are(self, other: Adapting) -> bool:
+    def tables_are(self, other: StepAdapters) -> bool:
         """Whether both read the same memory."""
         return all(other.tables.get(name) is table for name, table in self.tables.items())
 
-    def of(self, tokens: Tensor | None) -> Adapting:
+    def of(self, tokens: Tensor | None) -> StepAdapters:
         """For some tokens of the step; None: all of them."""
         if tokens is None:
             return self
@@ -128,7 +130,7 @@ class Adapting:
         return replace(self, picks=picks, growth=None if self.growth is None else self.growth.of(picks))
 
 
-class Bank:
+class AdapterTables:
     """The products of all adapters that are in memory, by slot. A step keeps the tables it began with."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], ops: Ops, slots: int = 16) -> None:
@@ -136,7 +138,7 @@ class Bank:
         self._ops = ops
         self._held: list[Mapping[str, LowRank] | None] = [None] * slots
         self.tables = self._new_tables(slots)
-        self.gains: dict[str, Tensor] = {}  # by the name of a linear map, [slots, out]: see Growth
+        self.gains: dict[str, Tensor] = {}  # by the name of a linear map, [slots, out]: see MagnitudeGain
 
     def put(self, products: Mapping[str, LowRank], gains: Mapping[str, Tensor] | None = None) -> int:
         """Give prepared products, and by how much outputs grow beside them, a slot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .plan import Hit, Sample, Work
+from .plan import PrefixHit, Sample, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PageCounts:
         detour = sample.detour
         return -(-detour.scratch // self.page_tokens) if detour is not None and not detour.begun else 0
 
-    def whole(self, sample: Sample, hit: Hit, alone: bool) -> int:
+    def whole(self, sample: Sample, hit: PrefixHit, alone: bool) -> int:
         """Pages until a waiting sample has computed all it knows; its forks need one each, unless it is alone."""
         forks = 0 if alone else sample.width - 1
         return hit.idle + self._grown(hit.tokens, self._target(sample), True) + forks + self.beside(sample)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ..store.layer import LayerKV
-from .recipe import Quilt, Recipe, Strategy
+from .recipe import BlendPrompt, Recipe, Strategy
 from .select import budget, choose, deviations
 
 # Attention goes to what stands near, whatever it says, and a late token costs more: at this position one counts half.
 FAR_TOKENS = 1000
 
 
-class Choice:
+class TokenSelection:
     """The choices of one prompt."""
 
-    def __init__(self, quilt: Quilt, recipe: Recipe, behind: Sequence[int]) -> None:
+    def __init__(self, quilt: BlendPrompt, recipe: Recipe, behind: Sequence[int]) -> None:
         """`behind` is what stood before documents when they were computed."""
         self._quilt = quilt
         self._recipe = recipe

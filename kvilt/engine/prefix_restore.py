@@ -17,7 +17,7 @@ from itertools import islice
 from ..errors import StoreMiss
 from ..executor.executor import Executor
 from ..kv.identity import Identity
-from ..kv.prefix import Evicted
+from ..kv.prefix import EvictedPage
 from ..kv.row import RowImage
 from ..metrics import Metrics
 from ..store.address import Address, page_addresses
@@ -25,8 +25,8 @@ from ..store.loading import Loading
 from ..store.store import Store
 from .counters import RESTORED
 from .isolation import contained, quietly
-from .plan import Hit
-from .track import Track
+from .plan import PrefixHit
+from .sequence import SequenceState
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ WORTH_TOKENS_S = 1000  # a store that loads fewer tokens a second is given up, a
 
 
 @dataclass(slots=True, eq=False)
-class Seek:
+class PrefixLoad:
     """A prompt whose beginning is on its way from a store, page behind page."""
 
-    track: Track
+    track: SequenceState
     addresses: Iterator[Address]  # of pages that nobody has asked for yet
     claims: frozenset[bytes]  # keys of all its pages: others who want them wait for it
     deadline_s: float
@@ -48,7 +48,7 @@ class Seek:
     found: bool = False  # the first page is there, so that others may be
 
 
-class Warmth:
+class PrefixRestore:
     """The prefixes of one executor in a store that outlives it. `seek` and `attend` belong to the thread that steps."""
 
     def __init__(
@@ -71,13 +71,13 @@ class Warmth:
         self._layers = len(executor.spec.layers)
         # This may hash all weights. Whoever loads a model waits for that, and not its first request, or a step.
         self._identity: Identity | None = executor.pool.identity()
-        self._seeks: dict[Track, Seek] = {}
-        self._queue: dict[Track, None] = {}  # those that wait for somebody else's to end
+        self._seeks: dict[SequenceState, PrefixLoad] = {}
+        self._queue: dict[SequenceState, None] = {}  # those that wait for somebody else's to end
         executor.prefixes.on_evict = self._keep
 
     # Looking.
 
-    def seek(self, track: Track, hit: Hit) -> bool:
+    def seek(self, track: SequenceState, hit: PrefixHit) -> bool:
         """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has.
 
         A store that fails has nothing: the prompt is computed.
@@ -90,7 +90,7 @@ class Warmth:
             track.sample.waits, track.sought = False, True
             return False
 
-    def _look(self, track: Track, hit: Hit) -> bool:
+    def _look(self, track: SequenceState, hit: PrefixHit) -> bool:
         if track.sought or self._identity is None or track.trail is None or track.job.base is not None:
             return False
         if track.sample.scored or track.job.request.background:  # computed as a whole, or nobody's business
@@ -127,30 +127,30 @@ class Warmth:
                 self._end(one)
                 one.track.sought = True
 
-    def forget(self, track: Track) -> None:
+    def forget(self, track: SequenceState) -> None:
         """It has ended, or gives its pages up; should it come back, it may look again."""
         track.sought = False
         self._queue.pop(track, None)
         if (one := self._seeks.get(track)) is not None:
             self._end(one)
 
-    def doubt(self, track: Track) -> None:
+    def doubt(self, track: SequenceState) -> None:
         """Something is wrong with a prompt's KV: nobody shall find it in the store either."""
         if self._identity is not None and track.trail is not None:
             for address in self._addresses(track, 0, len(track.trail.keys)):
                 self._store.discard(address)
 
-    def _begin(self, track: Track, first: int, stop: int) -> None:
+    def _begin(self, track: SequenceState, first: int, stop: int) -> None:
         assert track.trail is not None
         limits, tokens = self._store.limits, (stop - first) * self._layout.page_tokens
         deadline_s = self._clock() + limits.lookup_s + limits.layer_s + tokens / WORTH_TOKENS_S
         claims = frozenset(track.trail.keys[first:stop])
-        one = Seek(track, self._addresses(track, first, stop), claims, deadline_s)
+        one = PrefixLoad(track, self._addresses(track, first, stop), claims, deadline_s)
         self._seeks[track] = one
         self._open(one, 1)
         one.coming[0].watch(self._wake)
 
-    def _addresses(self, track: Track, first: int, stop: int) -> Iterator[Address]:
+    def _addresses(self, track: SequenceState, first: int, stop: int) -> Iterator[Address]:
         """Where pages [first, stop) of a prompt are; those before an adapter begins are the base model's."""
         trail, size = track.trail, self._layout.page_tokens
         assert trail is not None
@@ -164,13 +164,13 @@ class Warmth:
                 own = replace(self._identity, adapter=scope.adapter, salt=scope.salt)
                 yield from islice(page_addresses(own, tokens, self._layout, size, begin * size), end - begin)
 
-    def _open(self, one: Seek, most: int) -> None:
+    def _open(self, one: PrefixLoad, most: int) -> None:
         for address in islice(one.addresses, most - len(one.coming)):
             loading = self._store.open(address)
             loading.watch(self._wake, self._layers)
             one.coming.append(loading)
 
-    def _load(self, one: Seek) -> bool:
+    def _load(self, one: PrefixLoad) -> bool:
         """Place the pages that are here, and ask for more; False once that is all."""
         images: list[RowImage] = []
         over = False
@@ -191,14 +191,14 @@ class Warmth:
             self._open(one, max(2, AHEAD_BYTES // self._layout.page_bytes))
         return bool(one.coming)
 
-    def _due(self, one: Seek) -> bool:
+    def _due(self, one: PrefixLoad) -> bool:
         head = one.coming[0]
         return head.settled(self._layers) or (not one.found and head.settled()) or self._clock() >= one.deadline_s
 
-    def _patience_s(self, one: Seek) -> float:
+    def _patience_s(self, one: PrefixLoad) -> float:
         return min(one.coming[0].patience_s(self._layers), max(0.0, one.deadline_s - self._clock()))
 
-    def _end(self, one: Seek) -> None:
+    def _end(self, one: PrefixLoad) -> None:
         del self._seeks[one.track]
         one.track.sample.waits = False
         for loading in one.coming:
@@ -209,7 +209,7 @@ class Warmth:
 
     # Keeping.
 
-    def _keep(self, page: Evicted) -> None:
+    def _keep(self, page: EvictedPage) -> None:
         """A page is about to be lost. Copies nothing and waits for nothing."""
         if self._identity is not None:
             self._store.put_evicted(self._identity, self._layout, page)

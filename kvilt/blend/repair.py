@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..batch import Mend
-from ..ops.contract import Followers
+from ..ops.contract import Interpolation
 from ..store.layer import LayerKV
-from .place import Placing
+from .placement import ChunkPlacement
 from .recipe import Span
 
 REACH = 16  # tokens, in which the weight of a computed one falls to 1/e
@@ -29,13 +29,13 @@ Stored = Callable[[int, int], LayerKV]  # of a document, by its number, and a la
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RepairRun:
     """Some computed tokens of one document, and the others from there to the next run."""
 
     document: int
     first: int  # of the computed ones, among all tokens that are run
     stop: int
-    who: Followers
+    who: Interpolation
 
     @property
     def mends(self) -> bool:
@@ -43,7 +43,7 @@ class Run:
         return self.stop - self.first >= LEAST and len(self.who.tokens) > 0
 
 
-def runs(documents: Sequence[Span], positions: Sequence[int], share: float = 1.0) -> list[Run]:
+def runs(documents: Sequence[Span], positions: Sequence[int], share: float = 1.0) -> list[RepairRun]:
     """Runs of all documents, for computed tokens at these ascending positions; the others take this share of a change.
 
     A run depends on its own document alone, so that it does not matter how rows are cut, as long as no run is.
@@ -56,23 +56,23 @@ def runs(documents: Sequence[Span], positions: Sequence[int], share: float = 1.0
         cuts = [low + (high - low) * i // count for i in range(1, count)]
         bounds = [0, *(int(at[i]) - one.start for i in cuts), len(one)]
         for (first, stop), reach in zip(pairwise([low, *cuts, high]), pairwise(bounds), strict=True):
-            made.append(Run(number, first, stop, _followers(at[first:stop] - one.start, range(*reach), share)))
+            made.append(RepairRun(number, first, stop, _weights(at[first:stop] - one.start, range(*reach), share)))
     return [one for one in made if one.first < one.stop]
 
 
-def _followers(computed: Tensor, reach: range, share: float) -> Followers:
+def _weights(computed: Tensor, reach: range, share: float) -> Interpolation:
     is_other = torch.ones(len(reach), dtype=torch.bool)
     is_other[computed - reach.start] = False
     others = torch.arange(reach.start, reach.stop)[is_other]
     near = ((others.unsqueeze(1) - computed.unsqueeze(0)).abs().float() / -REACH).exp()
-    return Followers(others, computed, share * near / (near.sum(1, keepdim=True) + DOUBT))
+    return Interpolation(others, computed, share * near / (near.sum(1, keepdim=True) + DOUBT))
 
 
-class Mending:
+class KVRepair:
     """The mends of one prompt's documents, of which some tokens are computed."""
 
     def __init__(
-        self, documents: Sequence[Span], positions: Sequence[int], share: float, placing: Placing, stored: Stored
+        self, documents: Sequence[Span], positions: Sequence[int], share: float, placing: ChunkPlacement, stored: Stored
     ) -> None:
         """`positions` are those of all tokens that are run; `placing` has the places of all documents."""
         self._runs = [one for one in runs(documents, positions, share) if one.mends]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..errors import PoolExhausted
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
-from .blending import blend_twin
+from .blending import fork_blending
 from .plan import Sample
-from .track import Track
+from .sequence import SequenceState
 
 
-def cache_for(track: Track, found: int, executor: Executor) -> KVCache:
+def cache_for(track: SequenceState, found: int, executor: Executor) -> KVCache:
     """A fork of what a sample continues, or of the first `found` tokens that the prefix index has, or an empty one."""
     if track.job.base is not None:
         return track.job.base.fork()
@@ -19,7 +19,7 @@ def cache_for(track: Track, found: int, executor: Executor) -> KVCache:
     return executor.create_kv_cache(capacity=track.job.capacity, owner=track.job.request.owner)
 
 
-def forked(parent: Track, sample: Sample, executor: Executor) -> Track:
+def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> SequenceState:
     """Another sample behind the prompt that `parent` has computed, whose pages it shares."""
     assert parent.state is not None
     assert parent.kv is not None
@@ -28,14 +28,14 @@ def forked(parent: Track, sample: Sample, executor: Executor) -> Track:
         trail = parent.trail.twin()
         trail.extend(ids, executor.layout.page_tokens)
         sample.keys = trail.keys
-    track = Track(sample, ids, parent.state.fork(sample.index), trail, cached=sample.prompt)
+    track = SequenceState(sample, ids, parent.state.fork(sample.index), trail, cached=sample.prompt)
     track.job = parent.job
-    blend_twin(track, parent)
+    fork_blending(track, parent)
     track.kv = parent.kv.fork()  # last: whatever fails before it holds no page
     return track
 
 
-def no_room(track: Track, executor: Executor) -> PoolExhausted:
+def out_of_pages(track: SequenceState, executor: Executor) -> PoolExhausted:
     """Why a sample cannot go on, though nobody is left to make room for it."""
     layout, pool = executor.layout, executor.pool
     needed = layout.pages_for(track.sample.known) - layout.pages_for(track.sample.computed)

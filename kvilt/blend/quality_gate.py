@@ -42,7 +42,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GateDecision:
     """What becomes of a request."""
 
     recipe: Recipe | None  # it is blended with this; None: it is computed as a whole
@@ -94,7 +94,7 @@ def strategy_of(recipe: Recipe) -> str:
     return parts[0].strategy if len(parts) == 1 else "+".join(f"{one.strategy}:{one.share:.4g}" for one in parts)
 
 
-class Gate:
+class QualityGate:
     """Certificates of one model's recipes. May be asked from any thread."""
 
     def __init__(self, config: GateConfig, model: Callable[[], str], file: CertificateFile | None = None) -> None:
@@ -106,20 +106,20 @@ class Gate:
         self._lines: OrderedDict[Key, _Line] = OrderedDict()
         self._kept: dict[Key, Certificate] | None = None  # what the file had, other models' too
 
-    def judge(self, recipe: Recipe, adapter: str, worth: Callable[[Recipe], bool], draws: bool = True) -> Verdict:
+    def judge(self, recipe: Recipe, adapter: str, worth: Callable[[Recipe], bool], draws: bool = True) -> GateDecision:
         """What a request for a recipe gets, and whether it is compared.
 
         `worth` says whether a recipe saves enough to be blended; who draws nothing is not compared.
         """
         if not self.config.every or not recipe.gate:
-            return Verdict(recipe)
+            return GateDecision(recipe)
         with self._lock:
             line = self._line(recipe, adapter)
             compared = draws and line.requests % self.config.every == 0
             line.requests += draws
             used = replace(line.steps[line.at], min_gain=recipe.min_gain)
             served = None if line.falls_back or not worth(used) else used
-            return Verdict(served, self._trial(line, served) if compared else None)
+            return GateDecision(served, self._trial(line, served) if compared else None)
 
     def _trial(self, line: _Line, served: Recipe | None) -> Trial:
         """What to compare: what is served, and of a raised ratio every other time the one below it."""

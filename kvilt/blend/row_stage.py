@@ -21,7 +21,7 @@ from ..batch import (
     Nothing,
     Row,
     Source,
-    Unrotated,
+    UnrotatedKV,
     Want,
 )
 from ..kv.cache import KVCache
@@ -30,7 +30,7 @@ Mends = Callable[[int, int], Mend | None]
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
+class RowStage:
     """Tokens at some positions of a cache through some layers.
 
     They ascend, and each piece goes through all layers of the span before the next one does: so a piece finds the KV of
@@ -46,7 +46,7 @@ class Stage:
     mends: Mends | None = None  # of the tokens [start, stop)
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
-    kv: dict[int, list[Unrotated]] = field(default_factory=dict)  # by layer
+    kv: dict[int, list[UnrotatedKV]] = field(default_factory=dict)  # by layer
     mass: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property

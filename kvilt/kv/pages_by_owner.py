@@ -13,7 +13,7 @@ from collections.abc import Iterator
 _SLACK = 64  # entries of the heap beyond two per owner, before it is made anew
 
 
-class Holdings:
+class PagesByOwner:
     """Pages by owner. Finding who gives way takes O(log owners), amortized, and depends on names and counts alone."""
 
     def __init__(self) -> None:

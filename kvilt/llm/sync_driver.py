@@ -14,7 +14,7 @@ from ..executor.executor import Executor
 _LOOK_UP_S = 0.05  # whoever waits for a store sees this often whether somebody else wants something
 
 
-class Wheel:
+class SyncDriver:
     """Whose turn it is to step."""
 
     def __init__(self, engine: Engine, executor: Executor) -> None:

@@ -7,37 +7,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..engine.engine import Engine
-from ..engine.track import Job
+from ..engine.sequence import Job
 from ..errors import Cancelled, InputError, ParamError
 from ..executor.executor import Executor
 from ..sampling.params import SamplingParams
 from .answer import Answer
-from .completion import Completion, Piece, Stream
-from .wheel import Wheel
+from .completion import Completion, Stream, TextPiece
+from .sync_driver import SyncDriver
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PendingAnswer:
     """An answer in the making, and the job that makes it."""
 
     job: Job
     answer: Answer
 
 
-class Asking:
+class SyncRunner:
     """Drives an engine for as long as somebody waits. Several threads may; their questions then share steps."""
 
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
-        self._wheel = Wheel(engine, executor)
+        self._wheel = SyncDriver(engine, executor)
 
     def answers(
         self,
-        asked: Sequence[Callable[[], Question]],
-        on_step: Callable[[Sequence[Question]], None] = lambda _questions: None,
+        asked: Sequence[Callable[[], PendingAnswer]],
+        on_step: Callable[[Sequence[PendingAnswer]], None] = lambda _questions: None,
     ) -> list[Completion]:
         """Ask for all prompts at once, and wait for every answer; `on_step` looks on between steps."""
-        questions: list[Question] = []
+        questions: list[PendingAnswer] = []
 
         def done() -> bool:
             on_step(questions)
@@ -51,7 +51,7 @@ class Asking:
             self._drive(questions, done)
             return [question.answer.completion() for question in questions]
 
-    def stream(self, prepare: Callable[[], Question], params: SamplingParams) -> Stream:
+    def stream(self, prepare: Callable[[], PendingAnswer], params: SamplingParams) -> Stream:
         if params.n > 1:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
         question = prepare()
@@ -70,7 +70,7 @@ class Asking:
             if not begun:
                 self._leave([question])
 
-        def pieces() -> Generator[Piece, None, None]:
+        def pieces() -> Generator[TextPiece, None, None]:
             nonlocal begun
             begun = True
             with self._holding([question]):
@@ -81,7 +81,7 @@ class Asking:
 
         return Stream(pieces(), result, stop, leave)
 
-    def _piece(self, question: Question) -> list[Piece]:
+    def _piece(self, question: PendingAnswer) -> list[TextPiece]:
         """The next text of a stream, after as many steps as that takes; empty at its end.
 
         In between the request is held: it runs only while somebody waits for it.
@@ -99,7 +99,7 @@ class Asking:
         self._engine.hold(question.job)
         return answer.samples[0].pieces()
 
-    def _drive(self, questions: Sequence[Question], done: Callable[[], bool]) -> None:
+    def _drive(self, questions: Sequence[PendingAnswer], done: Callable[[], bool]) -> None:
         """Step until done; what fails is raised here, a cancel with the tokens so far."""
 
         def settled() -> bool:
@@ -115,7 +115,7 @@ class Asking:
                 raise question.answer.error
 
     @contextmanager
-    def _holding(self, questions: Sequence[Question]) -> Iterator[None]:
+    def _holding(self, questions: Sequence[PendingAnswer]) -> Iterator[None]:
         """However the block ends, nothing of these questions is left in the engine."""
         try:
             yield
@@ -123,7 +123,7 @@ class Asking:
             self._leave(questions)
             raise
 
-    def _leave(self, questions: Sequence[Question]) -> None:
+    def _leave(self, questions: Sequence[PendingAnswer]) -> None:
         """Nobody wants these answers any more. May be called by a finalizer."""
         for question in questions:
             question.answer.abandon()

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from ..batch import Adapted
 from ..blend.blender import Blending
-from ..blend.chunk import Chunks
-from ..blend.gate import Gate, Verdict
-from ..blend.recipe import Quilt
+from ..blend.chunk import ChunkCache
+from ..blend.quality_gate import GateDecision, QualityGate
+from ..blend.recipe import BlendPrompt
 from ..errors import InputError, ParamError, TruncateError
 from ..executor.executor import Executor
 from ..executor.lora import check_maker
 from ..kv.cache import KVCache
-from ..kv.trail import Scope, Trail
+from ..kv.prefix_keys import PrefixKeys, PrefixScope
 from ..sampling.sampler import SamplingState
 from .discovery import discovered, wants_discovery
 from .event import Listener
-from .plan import Detour, Sample
+from .plan import BlendProgress, Sample
 from .request import Request
 from .scoring import Scoring
-from .track import Job, Track
+from .sequence import Job, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class BorrowedKV:
     """A cache that holds the beginning of a prompt; a fork, for the engine to close."""
 
     kv: KVCache
@@ -36,9 +36,9 @@ def make_job(
     executor: Executor,
     request: Request,
     listener: Listener,
-    lent: Lent | None = None,
-    chunks: Chunks | None = None,
-    gate: Gate | None = None,
+    lent: BorrowedKV | None = None,
+    chunks: ChunkCache | None = None,
+    gate: QualityGate | None = None,
 ) -> Job:
     """A checked job; closes what was lent only if it has no use for it."""
     if not request.prompt:
@@ -58,9 +58,9 @@ def _job(
     executor: Executor,
     request: Request,
     listener: Listener,
-    lent: Lent | None,
-    chunks: Chunks | None,
-    gate: Gate | None,
+    lent: BorrowedKV | None,
+    chunks: ChunkCache | None,
+    gate: QualityGate | None,
 ) -> Job:
     scoring = _scoring(request, lent)
     capacity, reused, history = _room(executor, request, lent)
@@ -75,7 +75,7 @@ def _job(
     verdict = _verdict(executor, request, lent, chunks, gate)
     blending = None
     if verdict is not None and verdict.recipe is not None and chunks is not None:
-        quilt = Quilt(tuple(request.prompt), request.documents)
+        quilt = BlendPrompt(tuple(request.prompt), request.documents)
         blending = Blending(executor, chunks, quilt, verdict.recipe, request.tenant, request.adapter)
     trail = None
     if request.reuse and (lent is None or lent.exact):
@@ -85,20 +85,20 @@ def _job(
     if lent is not None and not reused:
         lent.kv.close()
     base = lent.kv if lent is not None and reused else None
-    first = Track(_sample(request, state, trail, capacity), list(request.prompt), state, trail, scoring)
+    first = SequenceState(_sample(request, state, trail, capacity), list(request.prompt), state, trail, scoring)
     if blending is not None:
         first.blending = blending
-        first.sample.detour = Detour(blending.quilt.exact, len(request.prompt), blending.scratch_tokens)
+        first.sample.detour = BlendProgress(blending.quilt.exact, len(request.prompt), blending.scratch_tokens)
     job = Job(request, listener, first, base, capacity, unborn=request.samples - 1, verdict=verdict)
     first.job = job
     return job
 
 
-def _trail(executor: Executor, request: Request) -> Trail:
+def _trail(executor: Executor, request: Request) -> PrefixKeys:
     """Where its KV may be found, and will be."""
     begins = request.adapter.begins if isinstance(request.adapter, Adapted) else 0
-    scope = Scope(executor.adapters.identity(request.adapter), request.tenant)
-    return Trail(scope, begins, executor.layout.page_tokens)
+    scope = PrefixScope(executor.adapters.identity(request.adapter), request.tenant)
+    return PrefixKeys(scope, begins, executor.layout.page_tokens)
 
 
 def _known(executor: Executor, request: Request) -> int:
@@ -109,8 +109,8 @@ def _known(executor: Executor, request: Request) -> int:
 
 
 def _verdict(
-    executor: Executor, request: Request, lent: Lent | None, chunks: Chunks | None, gate: Gate | None
-) -> Verdict | None:
+    executor: Executor, request: Request, lent: BorrowedKV | None, chunks: ChunkCache | None, gate: QualityGate | None
+) -> GateDecision | None:
     """How the documents of a prompt are blended; None where there are none, or where that is not worth it."""
     if not request.documents:
         return None
@@ -120,11 +120,11 @@ def _verdict(
         raise InputError("documents stand in a prompt of their own; leave out the cache to continue")
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
-    quilt, layers = Quilt(tuple(request.prompt), request.documents), len(executor.spec.layers)
+    quilt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
     if not quilt.worth(request.recipe, layers):
         return None
     if gate is None:
-        return Verdict(request.recipe)
+        return GateDecision(request.recipe)
     draws = request.params is not None and request.params.max_tokens != 0
     return gate.judge(
         request.recipe,
@@ -134,7 +134,7 @@ def _verdict(
     )
 
 
-def _scoring(request: Request, lent: Lent | None) -> Scoring | None:
+def _scoring(request: Request, lent: BorrowedKV | None) -> Scoring | None:
     """What is to be scored. The first of it needs the logits of the token before, so a lent cache gives that up."""
     if request.params is None or request.params.prompt_logprobs is None:
         return None
@@ -148,7 +148,7 @@ def _scoring(request: Request, lent: Lent | None) -> Scoring | None:
     return Scoring(request.params.prompt_logprobs, begins, len(request.prompt) - 1)
 
 
-def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int, int, list[int]]:
+def _room(executor: Executor, request: Request, lent: BorrowedKV | None) -> tuple[int, int, list[int]]:
     """Tokens a sample may have, those that are there, and the ids that penalties know."""
     if lent is None:
         with executor.create_kv_cache() as empty:
@@ -168,7 +168,7 @@ def _room(executor: Executor, request: Request, lent: Lent | None) -> tuple[int,
     return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
 
 
-def _sample(request: Request, state: SamplingState | None, trail: Trail | None, capacity: int) -> Sample:
+def _sample(request: Request, state: SamplingState | None, trail: PrefixKeys | None, capacity: int) -> Sample:
     """A request's first sample in counts."""
     prompt = len(request.prompt)
     limit = prompt + 1 if state is None else capacity + 1
