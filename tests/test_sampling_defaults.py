@@ -14,7 +14,7 @@ from tiny import write_tiny_of_bytes
 
 import kvilt
 from kvilt import SamplingParams
-from kvilt.cli.sampling import chosen, described, with_short_seed, written
+from kvilt.cli.sampling import describe_params, given_params, sampling_params, with_short_seed
 from kvilt.errors import ParamError
 from kvilt.llm.generation import MEASURED, SamplingDefaults, sampling_defaults
 
@@ -104,7 +104,7 @@ LEFT = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "re
 
 
 def asked(**options: Any) -> SamplingParams:
-    return chosen({**LEFT, "max_tokens": 9, **options}, LLM)  # type: ignore[arg-type]
+    return sampling_params({**LEFT, "max_tokens": 9, **options}, LLM)  # type: ignore[arg-type]
 
 
 def test_options_that_were_not_given_are_the_models() -> None:
@@ -128,7 +128,7 @@ def test_a_grammar_takes_no_penalty() -> None:
 
 def test_a_typo_is_found_without_a_model() -> None:
     with pytest.raises(ParamError, match="top_p"):
-        written({**LEFT, "top_p": 7.0})
+        given_params({**LEFT, "top_p": 7.0})
 
 
 def test_a_seed_is_drawn_where_it_matters() -> None:
@@ -142,10 +142,13 @@ def test_a_seed_is_drawn_where_it_matters() -> None:
 def test_settings_in_words() -> None:
     llm: Any = LLM
     own = "temperature 0.6, top_p 0.95, repetition_penalty 1.05"
-    assert described(OWN, llm) == f"{own} (the model's own settings)"
-    assert described(SamplingParams.of(OWN, seed=7, max_tokens=3), llm) == f"{own} (the model's own settings) · seed 7"
-    assert described(SamplingParams(temperature=1.0), llm) == "temperature 1"
-    assert described(SamplingParams(), llm) == "greedy"
+    assert describe_params(OWN, llm) == f"{own} (the model's own settings)"
+    assert (
+        describe_params(SamplingParams.of(OWN, seed=7, max_tokens=3), llm)
+        == f"{own} (the model's own settings) · seed 7"
+    )
+    assert describe_params(SamplingParams(temperature=1.0), llm) == "temperature 1"
+    assert describe_params(SamplingParams(), llm) == "greedy"
 
 
 def test_a_loaded_model_has_them_and_python_stays_greedy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quality against ratio, drawn in letters."""
+"""Quality against ratio, as a plot of characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDE, _HIGH = 64, 14
 
 
 def series(points: Sequence[Point]) -> dict[str, list[tuple[float, float]]]:
-    """The points of each strategy by rising share; plain reuse begins every one of them."""
+    """The points of each strategy by rising share; the first point of each is plain reuse."""
     reuse = [(share, kl) for name, share, kl in points if name == "reuse"]
     found: dict[str, list[tuple[float, float]]] = {}
     for name, share, kl in points:
@@ -23,7 +23,7 @@ def series(points: Sequence[Point]) -> dict[str, list[tuple[float, float]]]:
 
 
 def curve(points: Sequence[Point]) -> str:
-    """KL over the recomputed share, a letter for each strategy; nothing where there is none."""
+    """KL over the recomputed share, with a letter for each strategy; empty without strategies."""
     lines = series(points)
     if not lines:
         return ""

@@ -1,4 +1,4 @@
-"""One question about documents, prefilled whole and blended: time to the first token, and how far the answers part."""
+"""One question about documents, prefilled whole and blended: time to first token, and how far the answers differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORM = "Question: {question}\nAnswer with a few words."
 
 @dataclass(frozen=True, slots=True)
 class BlendCase:
-    """A question, what it is asked about, and what would be right, where somebody knows."""
+    """A question, its documents, and the right answers if they are known."""
 
     question: str
     documents: tuple[str, ...]
@@ -43,13 +43,13 @@ class BlendCase:
 
     @property
     def name(self) -> str:
-        """The same for the same question about the same documents, wherever it stands in a file."""
+        """A hash of the question and its documents."""
         return hashlib.sha256(json.dumps([self.question, self.documents]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class BlendMethod:
-    """A way to the first token; without a recipe a prefill, with the text before the documents cached or not."""
+    """A way to compute the prompt; without a recipe, a prefill. `cached`: the text before the documents is cached."""
 
     name: str
     recipe: Recipe | None = None
@@ -62,7 +62,7 @@ REUSE = BlendMethod("reuse", Recipe(0.0, "head", min_gain=0.0))
 
 @dataclass(frozen=True, slots=True)
 class BlendOutcome:
-    """What one method made of one question. `kl` and `agreement` are against the whole prefill."""
+    """The result of one method for one question. `kl` and `agreement` compare with the whole prefill."""
 
     method: str
     first_token_s: float
@@ -78,7 +78,7 @@ class BlendOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
-    """What the whole prefill says."""
+    """The result of the whole prefill."""
 
     logits: Tensor  # [vocab]
     answer: list[int]
@@ -91,7 +91,7 @@ def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = ME
 
 
 def quilt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
-    """System text, documents and question as one chat prompt; documents are cut alike until they fit."""
+    """System text, documents and question as one chat prompt; all documents are cut to one length that fits."""
     asked = FORM.format(question=case.question)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
     documents = [llm.tokenizer.encode(one, add_special=False) for one in case.documents]
@@ -105,7 +105,7 @@ def quilt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
 def compare(
     llm: LLM, chunks: ChunkCache, case: BlendCase, context: int, wanted: Sequence[BlendMethod]
 ) -> Iterator[BlendOutcome]:
-    """The outcome of every method; the whole prefill runs first, whoever asks, because all are compared with it."""
+    """The outcome of every method. The whole prefill always runs first, because all methods are compared with it."""
     quilt = quilt_of(llm, case, context)
     whole, truth = _measure(llm, chunks, quilt, FULL, case, None)
     warm(llm.executor, chunks, quilt)
@@ -114,7 +114,7 @@ def compare(
 
 
 def warm(executor: Executor, chunks: ChunkCache, quilt: BlendPrompt) -> None:
-    """Every document into the store."""
+    """Compute and store every document."""
     with executor.call(), executor.create_kv_cache() as kv:
         executor.prefill(list(quilt.ids[: quilt.exact]), kv)
         assert REUSE.recipe is not None
@@ -122,7 +122,7 @@ def warm(executor: Executor, chunks: ChunkCache, quilt: BlendPrompt) -> None:
 
 
 def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
-    """Logits [vocab] after the tokens of `ids` that the cache does not hold."""
+    """Compute the tokens of `ids` that the cache does not hold; returns the logits [vocab] of the last one."""
     start, values = kv.num_entries, torch.empty(0)
     kv.reserve(len(ids) - start)
     for at in range(start, len(ids), STEP_TOKENS):
@@ -136,7 +136,7 @@ def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
 def blend(
     executor: Executor, chunks: ChunkCache, quilt: BlendPrompt, recipe: Recipe, kv: KVCache
 ) -> tuple[Tensor, int]:
-    """The same by blending, and how many tokens of documents were computed; the cache holds what stands before them."""
+    """The same by blending, and the number of recomputed tokens. The cache holds the text before the documents."""
     blending = Blending(executor, chunks, quilt, recipe)
     blending.begin(kv)
     values = torch.empty(0)
@@ -190,7 +190,7 @@ def _greedy(llm: LLM, kv: KVCache, first: int) -> list[int]:
 
 
 def _agreement(executor: Executor, kv: KVCache, logits: Tensor, answer: Sequence[int]) -> float:
-    """How often the likeliest token is that of the whole prefill, when led along its answer."""
+    """The share of positions with the same top token as the whole prefill, along the whole prefill's answer."""
     tops = [int(logits.argmax())]
     with kv.fork() as own:
         if len(answer) > 1:

@@ -9,7 +9,7 @@ from .serve_plot import save
 
 
 def plot(points: Sequence[Point], title: str, path: str) -> None:
-    """The same curve as a picture; the file's name says its format."""
+    """Plot the curve; the suffix of the file gives the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")

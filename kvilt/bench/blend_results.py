@@ -1,4 +1,4 @@
-"""What methods made of questions: a file of lines that can be gone on from, and means over it."""
+"""Results of a report: a file with one line for each question and method, which can be continued, and its means."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STORE_BYTES = 4 << 30  # the documents of one question at a time
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """One question, one method, as a line of the file that a report goes on from."""
+    """One question and one method: a line of the file that a report continues."""
 
     case: str  # `BlendCase.name`
     outcome: BlendOutcome
@@ -31,11 +31,11 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class ReportSettings:
-    """What results of one file have in common; its first line."""
+    """The settings that all results of a file share; its first line."""
 
     model: str
     context: int
-    codec: str = "raw"  # what documents go through on their way to the store
+    codec: str = "raw"  # of stored documents
     mend: float = MEND
     behind: bool = False  # whether documents are computed behind the system text
 
@@ -50,7 +50,7 @@ class MethodSummary:
     faster: float  # than the whole prefill of the same question, median
     recomputed: float  # share of the documents' tokens
     kl: float
-    kl_of_reuse: float | None  # against that of plain reuse
+    kl_of_reuse: float | None  # relative to plain reuse
     agreement: float
     nll: float | None
     f1: float | None
@@ -64,7 +64,7 @@ def lines(
     path: str | None,
     track: Track = untracked,
 ) -> list[ReportLine]:
-    """Measure what the file does not have yet; each result is there as soon as it is known."""
+    """Measure what the file does not have yet; each result is appended at once."""
     asked = {case.name: case for case in cases}
     known = [line for line in _read(path, setting) if line.case in asked]
     done = {(line.case, line.outcome.method) for line in known}
@@ -92,7 +92,7 @@ def _measured(
 
 
 def summaries(found: Sequence[ReportLine]) -> list[MethodSummary]:
-    """The methods in the order they came."""
+    """The mean results of each method, in the order of the file."""
     by_method: dict[str, list[ReportLine]] = {}
     for line in found:
         by_method.setdefault(line.outcome.method, []).append(line)
@@ -102,7 +102,7 @@ def summaries(found: Sequence[ReportLine]) -> list[MethodSummary]:
 
 
 def _summary(name: str, mine: Sequence[ReportLine], whole: dict[str, float], reuse: dict[str, float]) -> MethodSummary:
-    """Ratios are over the questions that both have."""
+    """The means of one method; ratios are over the questions that both methods have."""
     outcomes = [line.outcome for line in mine]
     faster = [whole[line.case] / line.outcome.first_token_s for line in mine if line.case in whole]
     both = [(line.outcome.kl, reuse[line.case]) for line in mine if line.case in reuse]
@@ -132,7 +132,7 @@ def _append(path: str, fields: dict[str, Any]) -> None:
 
 
 def _read(path: str | None, setting: ReportSettings) -> list[ReportLine]:
-    """The results of a file that was made with the same setting; one that is not there is begun."""
+    """The results of a file with the same settings; a file that does not exist is started."""
     if path is None:
         return []
     if not Path(path).exists():

@@ -1,4 +1,4 @@
-"""A fresh process that loads a model, for `kvilt bench`: seconds to its first token and its peak of memory."""
+"""Cold start for `kvilt bench`: a fresh process loads a model; measures the time to first token and peak memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import KviltError
 
 PROMPT, LONG_PROMPT, NEW = 16, 1024, 64
 
-# Importing anything of kvilt imports torch too, so its price is told apart before. Peaks are read from the system's
-# table and not with getrusage, whose peak begins with that of the process that started this one.
+# Importing kvilt imports torch too, so the cost of torch is measured before. Peaks are read from /proc: the peak of
+# getrusage would include that of the parent process.
 _BOOT = """
 import sys
 def say(place):
@@ -50,7 +50,7 @@ class ColdStart:
 
 
 def measure_cold_start(model: str, config: dict[str, Any]) -> ColdStart:
-    """Start a process, wait for its first token and for what it takes at a long prompt."""
+    """Start a process, measure its first token, and its peak memory with a long prompt."""
     command = [sys.executable, "-c", _BOOT, model, json.dumps(config)]
     arrived: dict[str, tuple[float, int]] = {}
     started_s = time.perf_counter()
@@ -67,7 +67,7 @@ def measure_cold_start(model: str, config: dict[str, Any]) -> ColdStart:
 
 
 def start(model: str, config: str, say: Any) -> None:
-    """What the fresh process does; `say` reports that it got somewhere."""
+    """The work of the fresh process; `say` reports each stage to the parent."""
     from ..llm import load
     from .throughput import arbitrary_ids
 

@@ -13,7 +13,7 @@ from .progress import Show
 from .serve_client import RequestFailed, RequestTrace, ServerTarget, first_model, send_request
 from .serve_load import LoadPlan, drive
 
-# What servers may not know; each is left out, with a note, when a server refuses a request that has it.
+# Fields that some servers do not know; a field is dropped, with a note, when the server refuses it.
 _OPTIONAL: Mapping[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
@@ -23,7 +23,7 @@ class ServerUnusable(KviltError):
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """The body of a request but for what is said in it."""
+    """The body of a request without its messages."""
 
     model: str
     chat: bool
@@ -32,7 +32,7 @@ class RequestTemplate:
     extra: Mapping[str, Any]
 
     def body(self, before: Sequence[tuple[str, str]], said: str) -> dict[str, Any]:
-        """A turn behind those before it."""
+        """The body for a turn after earlier turns."""
         common = {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -64,7 +64,7 @@ async def measure(
     show: Show,
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadRun:
-    """Find out how the server wants to be asked, then ask it everything; `extra` are fields of its own."""
+    """Find out which fields the server accepts, then send the load; `extra` are more optional fields."""
     optional = {**_OPTIONAL, **extra}
     try:
         name = model or await first_model(target)
@@ -89,7 +89,7 @@ async def measure(
 
 
 async def _agree(target: ServerTarget, template: RequestTemplate) -> RequestTemplate:
-    """Ask a short question, which also warms the server up, without whatever optional field it refuses."""
+    """Send short requests, which also warm the server up, and drop each optional field that it refuses."""
     while True:
         short = replace(template, max_tokens=2)
         trace = await send_request(target, short.body((), "Hello"))

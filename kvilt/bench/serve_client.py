@@ -1,6 +1,6 @@
-"""One request to an OpenAI-compatible server, streamed, with the time of everything that came.
+"""Sends one streaming request to an OpenAI-compatible server and records the time of every event.
 
-HTTP/1.1 by the standard library: a client that costs little, since it shares the machine with what it measures.
+It speaks HTTP/1.1 with the standard library only, because it shares the machine with the server that it measures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAID = ("content", "reasoning_content", "reasoning", "tool_calls", "text")
 
 
 class RequestFailed(Exception):
-    """A request that was not answered; `kind` is short, so that failures can be counted by it."""
+    """A request that was not answered; `kind` is a short reason by which failures are counted."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(message or kind)
@@ -31,7 +31,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """Where requests go."""
+    """The server under test."""
 
     url: str
     chat: bool
@@ -48,7 +48,7 @@ class ServerTarget:
         return "/chat/completions" if self.chat else "/completions"
 
     def path(self, route: str) -> str:
-        """A route below /v1, whether the address names it or not."""
+        """The path of a route below /v1; the URL may contain /v1 or not."""
         base = self._split.path.rstrip("/")
         return f"{base if base.endswith('/v1') else base + '/v1'}{route}"
 
@@ -76,7 +76,7 @@ class ServerTarget:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What happened to one request. Times are of one clock; `stamps_s` are those of pieces with text in them."""
+    """The times and counts of one request, on one clock; `stamps_s` are the times of events with text."""
 
     started_s: float
     ended_s: float = 0.0
@@ -90,9 +90,9 @@ class RequestTrace:
 
 
 async def send_request(target: ServerTarget, body: Mapping[str, Any], started_s: float | None = None) -> RequestTrace:
-    """Send a request and read its stream to the end. Failures are noted, not raised.
+    """Send a request and read its stream to the end. Failures are recorded, not raised.
 
-    `started_s` is when it was due, if that is not now: a client that is late must not flatter the server.
+    `started_s` is the time at which the request was due, so that a late client does not hide latency of the server.
     """
     trace = RequestTrace(time.perf_counter() if started_s is None else started_s)
     said: list[str] = []
@@ -125,7 +125,7 @@ async def first_model(target: ServerTarget) -> str:
 
 
 def _note(trace: RequestTrace, data: Mapping[str, Any], said: list[str]) -> None:
-    """Take what one event of a stream says."""
+    """Record one event of a stream."""
     if data.get("error"):
         raise RequestFailed("error in stream", _message(data))
     text = "".join(_texts(data))
@@ -161,7 +161,7 @@ async def _events(target: ServerTarget, body: Mapping[str, Any]) -> AsyncGenerat
 
 
 async def _data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """What stands behind `data:` on each line, however the lines were cut."""
+    """The value of each `data:` line, also where a line comes in several parts."""
     held = b""
     async for part in parts:
         *lines, held = (held + part).split(b"\n")
@@ -171,7 +171,7 @@ async def _data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _exchange(target: ServerTarget, method: str, route: str, body: bytes) -> AsyncGenerator[bytes]:
-    """Send one request on a connection of its own; the parts of its answer's body as they come."""
+    """Send one request on a new connection; yields the parts of the response body."""
     reader, writer = await target.connect()
     try:
         writer.write(target.head(method, route, len(body)) + body)
@@ -207,7 +207,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def _plain(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    left = int(headers.get("content-length", 1 << 62))  # without a length it ends with the connection
+    left = int(headers.get("content-length", 1 << 62))  # without a length the body ends with the connection
     while left > 0 and (part := await reader.read(min(left, 1 << 16))):
         left -= len(part)
         yield part

@@ -1,6 +1,6 @@
-"""What a benchmark asks a server, and when: prompts and arrival times are made from a seed before the first is sent.
+"""The load of a server benchmark: prompts and arrival times, made from a seed before the first request is sent.
 
-Refuses to know HTTP: whoever calls says how a request is sent.
+This module knows no HTTP: the caller passes a function that sends a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from ..errors import ParamError
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")
-# Common words: with the blank before it, each is one token of most vocabularies.
+# Common words: each is one token of most vocabularies, with the blank before it.
 _TEXT = """
     the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
     one you were her all she there would their we him been has when who will more no if out so said what up its
@@ -30,7 +30,7 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much of what is asked; checked when it is made."""
+    """The workload, its size and its arrival process; checked on construction."""
 
     workload: str = "random"
     requests: int = 100
@@ -62,13 +62,13 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedConversation:
-    """What one user says; each turn waits for the answer to the one before."""
+    """The turns of one user; each turn is sent after the answer to the one before."""
 
     turns: tuple[str, ...]
 
 
 def conversations(plan: LoadPlan) -> list[ScriptedConversation]:
-    """All that will be asked, `requests` turns in all; the same for the same plan."""
+    """All conversations, `requests` turns in total; the same for the same plan."""
     dice = random.Random(f"prompts {plan.seed}")
     match plan.workload:
         case "shared-prefix":
@@ -87,7 +87,7 @@ def conversations(plan: LoadPlan) -> list[ScriptedConversation]:
 
 
 def arrival_times(plan: LoadPlan, count: int) -> list[float]:
-    """Seconds from the start at which conversations begin: of a Poisson process with `rate` requests a second."""
+    """Start times of conversations in seconds: a Poisson process with `rate` requests a second."""
     assert plan.rate is not None
     dice = random.Random(f"arrivals {plan.seed}")
     per_conversation = plan.turns if plan.workload == "multi-turn" else 1
@@ -99,13 +99,13 @@ def arrival_times(plan: LoadPlan, count: int) -> list[float]:
 
 
 class SendTurn(Protocol):
-    """Sends one turn behind those before it (what was said and answered); the answer's text, None if there is none."""
+    """Sends one turn after the earlier ones (question and answer each); returns the answer, None after an error."""
 
     def __call__(self, before: Sequence[tuple[str, str]], said: str, due_s: float | None) -> Awaitable[str | None]: ...
 
 
 async def drive(plan: LoadPlan, turn: SendTurn, skipped: Callable[[int], None]) -> None:
-    """Ask everything. `skipped` hears how many turns of a conversation were given up because one failed."""
+    """Send the whole load. `skipped` gets the number of turns that were not sent because an earlier turn failed."""
     todo = conversations(plan)
     if plan.rate is None:
         await _closed(todo, turn, skipped, plan.clients or 1)
@@ -116,7 +116,7 @@ async def drive(plan: LoadPlan, turn: SendTurn, skipped: Callable[[int], None]) 
 async def _closed(
     todo: list[ScriptedConversation], turn: SendTurn, skipped: Callable[[int], None], clients: int
 ) -> None:
-    """Each client asks its next question when its last one was answered."""
+    """Closed loop: each client sends its next turn when the last one was answered."""
     waiting = iter(todo)
 
     async def client(questions: Iterator[ScriptedConversation]) -> None:
@@ -131,7 +131,7 @@ async def _closed(
 async def _open(
     todo: list[ScriptedConversation], turn: SendTurn, skipped: Callable[[int], None], times: Sequence[float]
 ) -> None:
-    """Questions come at their times, however many are unanswered."""
+    """Open loop: conversations start at their times, independent of how many are unanswered."""
     started_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for each, at_s in zip(todo, times, strict=True):

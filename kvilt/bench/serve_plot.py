@@ -1,4 +1,4 @@
-"""A run of `kvilt bench serve` as a picture. It needs matplotlib, which is the extra `plot`."""
+"""Plots a run of `kvilt bench serve`. It needs matplotlib, which is the extra `plot`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_plot() -> None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
+    """Refuse a plot without matplotlib, before anything is measured."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -26,7 +26,7 @@ def check_plot() -> None:
 
 
 def plot(traces: Sequence[RequestTrace], title: str, path: str) -> None:
-    """How latencies are distributed, and tokens over time, into a file whose name says its format."""
+    """Plot the distribution of latencies, and tokens over time; the suffix of the file gives the format."""
     from matplotlib.figure import Figure
 
     fine = [trace for trace in traces if trace.error is None]
@@ -40,7 +40,7 @@ def plot(traces: Sequence[RequestTrace], title: str, path: str) -> None:
 
 
 def save(figure: Figure, path: str) -> None:
-    """Into a file whose name says its format."""
+    """Write a figure; the suffix of the file gives the format."""
     try:
         figure.savefig(path)
     except ValueError as error:  # an ending that names no format
@@ -48,7 +48,7 @@ def save(figure: Figure, path: str) -> None:
 
 
 def _shares(axes: Axes, seconds: Sequence[float], label: str) -> None:
-    """The share of values up to each one."""
+    """The cumulative distribution."""
     values = np.sort(np.asarray(seconds, np.float64)) * 1000
     axes.step(values, (np.arange(len(values)) + 1) / max(1, len(values)), where="post")
     for share in (0.5, 0.9, 0.99):
@@ -57,7 +57,7 @@ def _shares(axes: Axes, seconds: Sequence[float], label: str) -> None:
 
 
 def _flow(axes: Axes, traces: Sequence[RequestTrace]) -> None:
-    """Tokens per second, second by second; a piece of text counts as its share of the answer's tokens."""
+    """Tokens per second over time; a piece of text counts as its share of the answer's tokens."""
     started_s = min((trace.started_s for trace in traces), default=0.0)
     times = [stamp - started_s for trace in traces for stamp in trace.stamps_s]
     weights = [output_tokens(trace) / len(trace.stamps_s) for trace in traces for _ in trace.stamps_s]

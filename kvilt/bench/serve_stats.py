@@ -1,4 +1,4 @@
-"""From the times of requests to the numbers people compare. Pure arithmetic: knows no clock and no server."""
+"""Latency and throughput from the times of requests. Pure arithmetic: it knows no clock and no server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a request must keep to count as good; None is no limit."""
+    """Limits that a request must meet to count for goodput; None is no limit."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -59,7 +59,7 @@ class LoadSummary:
 
 
 def summary(traces: Sequence[RequestTrace], slo: SLO, skipped: int = 0) -> LoadSummary:
-    """The numbers of these requests; answers that broke off count as errors and nothing else."""
+    """The numbers of these requests; interrupted answers count as errors only."""
     fine = [trace for trace in traces if trace.error is None]
     seconds = max((t.ended_s for t in traces), default=0.0) - min((t.started_s for t in traces), default=0.0)
     tokens = sum(map(output_tokens, fine))
@@ -92,12 +92,12 @@ def ttft_s(trace: RequestTrace) -> float | None:
 
 
 def output_tokens(trace: RequestTrace) -> int:
-    """As the server says; else its pieces of text, which may hold more than a token each."""
+    """Output tokens as the server counts them, else the number of events with text, which may hold several tokens."""
     return len(trace.stamps_s) if trace.output_tokens is None else trace.output_tokens
 
 
 def tpot_s(trace: RequestTrace) -> float | None:
-    """Seconds a token after the first one, over a whole answer."""
+    """Seconds per token after the first one, over a whole answer."""
     tokens = output_tokens(trace)
     if len(trace.stamps_s) < 2 or tokens < 2:
         return None
@@ -105,7 +105,7 @@ def tpot_s(trace: RequestTrace) -> float | None:
 
 
 def is_good(trace: RequestTrace, slo: SLO) -> bool:
-    """Whether an answer kept the slo: its first text in time, and its tokens after that fast enough on average."""
+    """Whether an answer meets the SLO: its first text in time, and later tokens fast enough on average."""
     first, each = ttft_s(trace), tpot_s(trace)
     late = slo.ttft_ms is not None and (first is None or first * 1000 > slo.ttft_ms)
     slow = slo.itl_ms is not None and each is not None and each * 1000 > slo.itl_ms
@@ -113,7 +113,7 @@ def is_good(trace: RequestTrace, slo: SLO) -> bool:
 
 
 def spread(seconds: Sequence[float]) -> Percentiles | None:
-    """None where there is nothing to describe."""
+    """Mean, percentiles and maximum; None without values."""
     if not seconds:
         return None
     ms = np.asarray(seconds, np.float64) * 1000

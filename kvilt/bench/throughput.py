@@ -21,9 +21,9 @@ from .progress import Track
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Something to time: `work` computes `tokens` tokens with `ops` operations on weights.
+    """A piece of work to time: `work` computes `tokens` tokens with `ops` operations on weights.
 
-    `read_bytes` of weights and KV have to be read for it; None where arithmetic and not memory is the limit.
+    `read_bytes` is the size of the weights and KV that it reads; None where arithmetic is the limit, not memory.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """Medians of several runs."""
+    """The medians of several runs."""
 
     name: str
     tokens_per_s: float
@@ -47,7 +47,7 @@ class WorkloadResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """How much of each workload."""
+    """The sizes of the workloads, and how often each is run."""
 
     prefill: tuple[int, ...] = (128, 512, 1024)
     contexts: tuple[int, ...] = (16, 1024)
@@ -67,7 +67,7 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """All that was measured."""
+    """All results."""
 
     model: str
     backend: str
@@ -79,14 +79,14 @@ class BenchReport:
 
 @dataclass(frozen=True, slots=True)
 class MatmulCounts:
-    """Multiplications by weights that one token takes: in all layers, and in the head."""
+    """Multiplications by weights for one token: in all layers, and in the output head."""
 
     layers: int
     head: int
 
 
 def matmul_counts(spec: ModelSpec) -> MatmulCounts:
-    """Counted from the spec; attention between tokens is not in it."""
+    """The counts for a model; attention between tokens is not included."""
     layers = 0
     for layer in spec.layers:
         a = layer.attention
@@ -120,7 +120,7 @@ def _decode(executor: Executor, name: str, rows: int, context: int, steps: int) 
     read = steps * (executor.weight_bytes + rows * _kv_bytes(executor, context + steps // 2))
 
     def work() -> float:
-        """Seconds of the steps alone; the prompt is not counted."""
+        """Seconds of the decode steps, without the prompt."""
         with executor.create_kv_cache() as one, executor.create_kv_cache(rows) as kv:
             executor.prefill(prompt, one)
             kv.broadcast_and_copy_from(one)
@@ -132,13 +132,13 @@ def _decode(executor: Executor, name: str, rows: int, context: int, steps: int) 
 
 
 def _kv_bytes(executor: Executor, length: int) -> int:
-    """Bytes of KV that a query at `length` looks at."""
+    """Bytes of KV that a query at position `length` reads."""
     groups = executor.layout.groups
     return sum(group.shape.token_bytes * (length - group.first_needed(length)) for group in groups)
 
 
 def arbitrary_ids(executor: Executor, tokens: int) -> list[int]:
-    """The same ones every time."""
+    """Token ids that are the same in every run."""
     return [(i * 7919 + 13) % executor.spec.vocab_size for i in range(tokens)]
 
 
@@ -171,7 +171,7 @@ def measure(model: str, executor: Executor, plan: BenchPlan, config: dict[str, A
 
 
 def _better(before: MachineLimits | None, after: MachineLimits | None) -> MachineLimits | None:
-    """The best of two: a host that moves virtual cores about changes what a machine can do from minute to minute."""
+    """The better of two measurements: a host that moves virtual cores changes the limits from minute to minute."""
     if before is None or after is None:
         return None
     ops, read = max(before.ops_per_s, after.ops_per_s), max(before.bytes_per_s, after.bytes_per_s)

@@ -1,4 +1,4 @@
-"""Questions about documents, as users have them: texts and a list of questions, or a JSON file with both."""
+"""Reads questions about documents: text files and a list of questions, or a JSON file with both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON = (".json", ".jsonl")
 
 
 def read_cases(files: Sequence[str], questions: Sequence[str], each: int, seed: int) -> list[BlendCase]:
-    """The cases of JSON files, and every question about `each` of the text files, in an order of its own."""
+    """The cases of JSON files, and every question about `each` of the text files, in random order for each question."""
     if not files:
         raise ParamError("files", "give text files to ask about, or a JSON file with questions and documents")
     texts = [read_text(path).strip() for path in files if Path(path).suffix not in _JSON]
@@ -56,7 +56,7 @@ def _cases(path: str) -> Iterator[BlendCase]:
 
 
 def _case(entry: Mapping[str, Any]) -> BlendCase:
-    """`ctxs` is what sets of questions in the style of MuSiQue call their documents."""
+    """A case from JSON; data sets in the style of MuSiQue call the documents `ctxs`."""
     documents = tuple(map(_document, entry["documents"] if "documents" in entry else entry["ctxs"]))
     answers = entry.get("answers", [entry["answer"]] if "answer" in entry else [])
     if not isinstance(entry["question"], str) or not documents or isinstance(answers, str):

@@ -1,4 +1,4 @@
-"""`kvilt blend-report`: what blending saves and what it costs on a user's own documents, by strategy and ratio."""
+"""`kvilt blend-report`: the speed and quality of blending on a user's own documents, by strategy and ratio."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .progress import bars, tracked
 
 @dataclass(frozen=True, slots=True)
 class BlendQuestions:
-    """What to ask about which documents."""
+    """The questions and the documents of a report."""
 
     files: Sequence[str]
     questions: Sequence[str]
@@ -52,7 +52,7 @@ class BlendQuestions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOutput:
-    """How it is output."""
+    """Where and how results are written."""
 
     out: str | None
     as_json: bool
@@ -67,7 +67,7 @@ def report(
     output: ReportOutput,
     config: dict[str, Any],
 ) -> None:
-    """Measure and print. What is wrong with the questions is said before a model is loaded."""
+    """Measure and print. Wrong questions are refused before a model is loaded."""
     if output.plot is not None:
         check_plot()
     mend = MEND if questions.mend is None else questions.mend

@@ -1,4 +1,4 @@
-"""`kvilt chat`: read, answer, repeat, until the input ends."""
+"""`kvilt chat`: the loop that reads input, runs commands and answers, until the input ends."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ from typing import Any
 
 from ..errors import ContextOverflow, KviltError, ParamError, PoolExhausted
 from . import chat_commands as commands
-from .chat_input import Pipe, Reader, Terminal, unquoted
+from .chat_input import InputReader, PipeInput, TerminalInput, unquoted
 from .chat_screen import Screen
-from .chat_session import Session, count, history_file, numbers
-from .sampling import written
+from .chat_session import ChatSession, count, history_file, numbers
+from .sampling import given_params
 
 
 def chat(
     model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any], show_drafts: bool = False
 ) -> bool:
-    """Chat until the input ends; False if a pipe asked for something that failed."""
-    written(sampling)
+    """Chat until the input ends; False if a command or question from a pipe failed."""
+    given_params(sampling)
     if show_drafts and config.get("draft") is None:
         raise ParamError("show_drafts", "needs a drafter beside it; add --draft ngram or a draft model")
     screen = Screen(show_drafts)
-    with closing(Session.open(model, sampling, config, system)) as session:
+    with closing(ChatSession.open(model, sampling, config, system)) as session:
         if screen.interactive:
             limit = session.llm.executor.max_context
             screen.note(f"{session.label} · {count(limit, 'token')} of context · /help · Ctrl+D leaves")
         if saved:
             screen.note(commands.run(session, "load", saved))
-        reader = Terminal(history_file(), [f"/{name}" for name in commands.COMMANDS]) if screen.interactive else Pipe()
+        reader = (
+            TerminalInput(history_file(), [f"/{name}" for name in commands.COMMANDS])
+            if screen.interactive
+            else PipeInput()
+        )
         return _converse(session, screen, reader) or screen.interactive
 
 
-def _converse(session: Session, screen: Screen, reader: Reader) -> bool:
-    """Whether all went well."""
+def _converse(session: ChatSession, screen: Screen, reader: InputReader) -> bool:
+    """Run the loop; False if a command or a question failed."""
     well, leaving = True, False
     while True:
         try:
@@ -54,7 +58,7 @@ def _converse(session: Session, screen: Screen, reader: Reader) -> bool:
             screen.complain(_sentence(error))
 
 
-def _respond(session: Session, screen: Screen, text: str) -> None:
+def _respond(session: ChatSession, screen: Screen, text: str) -> None:
     quoted = unquoted(text)
     command = commands.parse(text) if quoted is None else None
     if command is not None:
@@ -63,7 +67,7 @@ def _respond(session: Session, screen: Screen, text: str) -> None:
         _answer(session, screen, said)
 
 
-def _answer(session: Session, screen: Screen, text: str) -> None:
+def _answer(session: ChatSession, screen: Screen, text: str) -> None:
     conversation = session.conversation
     with screen.interruptible(conversation.stop), closing(conversation.say(text, session.params)) as pieces:
         for piece in pieces:
@@ -73,7 +77,7 @@ def _answer(session: Session, screen: Screen, text: str) -> None:
 
 
 def _sentence(error: KviltError | OSError) -> str:
-    """What went wrong, and what helps in a chat."""
+    """The message of an error, with what helps in a chat."""
     if isinstance(error, ContextOverflow):
         return (
             f"the chat would have {error.tokens:,} tokens and {error.setting} allows {error.limit:,}; "

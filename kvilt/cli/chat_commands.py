@@ -10,37 +10,37 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import InputError
-from .chat_session import Session, count, mebibytes, names, size, statistics
+from .chat_session import ChatSession, count, mebibytes, names, size, statistics
 
 T = TypeVar("T")
-# Letters alone, so that a path at the beginning of a question is a question.
+# Letters only, so that a question may start with a path.
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a command is written, what it does, and the function that does it."""
+    """The usage line of a command, its help, and its function."""
 
     usage: str
     does: str
-    run: Callable[[Session, str], str]
+    run: Callable[[ChatSession, str], str]
 
 
 def parse(text: str) -> tuple[str, str] | None:
-    """The name and the rest of a command; None for text that is none."""
+    """The name and the argument of a command; None for other text."""
     found = _COMMAND.fullmatch(text.strip())
     return None if found is None else (found[1], (found[2] or "").strip())
 
 
-def run(session: Session, name: str, rest: str) -> str:
-    """Do what a command says, and say what it did."""
+def run(session: ChatSession, name: str, rest: str) -> str:
+    """Run a command; returns what is shown."""
     command = COMMANDS.get(name)
     if command is None:
         raise InputError(f'there is no command /{name}; /help lists them, and """ around a text sends it as it is')
     return command.run(session, rest)
 
 
-def _help(_session: Session, _rest: str) -> str:
+def _help(_session: ChatSession, _rest: str) -> str:
     rows = [(command.usage, command.does) for command in COMMANDS.values()]
     keys = [
         ('"""', "begins and ends a text of many lines"),
@@ -50,25 +50,25 @@ def _help(_session: Session, _rest: str) -> str:
     return "\n".join(f"{written:<16}{does}" for written, does in rows + keys)
 
 
-def _clear(session: Session, _rest: str) -> str:
+def _clear(session: ChatSession, _rest: str) -> str:
     session.conversation.clear()
     return "a new chat" + (" with the same system message" if session.conversation.system else "")
 
 
-def _system(session: Session, rest: str) -> str:
+def _system(session: ChatSession, rest: str) -> str:
     if not rest:
         return session.conversation.system or "there is no system message; /system TEXT sets one"
     session.conversation.restart("" if rest == "-" else rest)
     return "a new chat " + ("without a system message" if rest == "-" else "with this system message")
 
 
-def _save(session: Session, rest: str) -> str:
+def _save(session: ChatSession, rest: str) -> str:
     name = _name(rest, "/save")
     written_bytes, cost = _measured(session, lambda: session.save(name))
     return f"saved {name} · {size(session.conversation)}, {mebibytes(written_bytes)} · {cost}"
 
 
-def _load(session: Session, rest: str) -> str:
+def _load(session: ChatSession, rest: str) -> str:
     if not rest:
         return names(session)
     loaded, cost = _measured(session, lambda: session.load(rest))
@@ -76,22 +76,22 @@ def _load(session: Session, rest: str) -> str:
     return f"loaded {rest} · {size(loaded.conversation)} · {cost}{again}{_lost(session)}"
 
 
-def _fork(session: Session, rest: str) -> str:
+def _fork(session: ChatSession, rest: str) -> str:
     name = _name(rest, "/fork")
     _, cost = _measured(session, lambda: session.branch(name))
     return f"forked {name} · {size(session.conversation)} · {cost}"
 
 
-def _undo(session: Session, _rest: str) -> str:
+def _undo(session: ChatSession, _rest: str) -> str:
     turn, cost = _measured(session, session.conversation.undo)
     return f'took back "{_short(turn.user)}" · {size(session.conversation)} left · {cost}{_lost(session)}'
 
 
-def _stats(session: Session, _rest: str) -> str:
+def _stats(session: ChatSession, _rest: str) -> str:
     return statistics(session)
 
 
-def _model(session: Session, rest: str) -> str:
+def _model(session: ChatSession, rest: str) -> str:
     if rest:
         session.change_model(rest)
     spec = session.llm.executor.spec
@@ -120,16 +120,16 @@ def _name(rest: str, command: str) -> str:
     return rest
 
 
-def _measured(session: Session, verb: Callable[[], T]) -> tuple[T, str]:
-    """What a verb returns, and what it cost: by the executor's own count, not by promise."""
+def _measured(session: ChatSession, verb: Callable[[], T]) -> tuple[T, str]:
+    """The result of `verb`, and its cost in computed tokens (as the executor counts them) and time."""
     before, started_s = session.computed, time.perf_counter()
     result = verb()
     spent_s = time.perf_counter() - started_s
     return result, f"{count(session.computed - before, 'token')} computed · {_duration(spent_s)}"
 
 
-def _lost(session: Session) -> str:
-    """Own up to work that a verb could not save. One token is none: the last of an answer was never an input."""
+def _lost(session: ChatSession) -> str:
+    """A warning where KV was lost. One missing token is normal: the last token of an answer was never an input."""
     missing = session.conversation.missing
     return f"\nits KV could not be kept: the next answer computes {missing:,} tokens again" if missing > 1 else ""
 

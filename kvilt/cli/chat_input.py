@@ -1,6 +1,6 @@
-"""Lines that a person types or a pipe brings, with three quotes around those that go together.
+"""Input of a chat, from a terminal or a pipe. Three quotes start and end a text of several lines.
 
-Refuses to know what the lines mean.
+This module does not know what the input means.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from prompt_toolkit.shortcuts import CompleteStyle
 QUOTES = '"""'
 
 
-class Reader(Protocol):
-    """Where input comes from."""
+class InputReader(Protocol):
+    """A source of input."""
 
     def read(self) -> str:
         """The next input; EOFError at the end, KeyboardInterrupt for Ctrl+C."""
@@ -28,26 +28,26 @@ class Reader(Protocol):
 
 
 def is_open(text: str) -> bool:
-    """Whether a text that began with three quotes still waits for the other three."""
+    """Whether a text started with three quotes and the closing quotes are missing."""
     text = text.strip()
     return text.startswith(QUOTES) and not (text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES))
 
 
 def unquoted(text: str) -> str | None:
-    """What stands between three quotes, or None where there are none."""
+    """The text between three quotes; None without quotes."""
     text = text.strip()
     if not text.startswith(QUOTES):
         return None
     return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
-class Terminal:
-    """A person at a terminal: line editing, a history that lasts, Tab for commands."""
+class TerminalInput:
+    """A terminal with line editing, a history file, and Tab completion of commands."""
 
     def __init__(self, history: Path, commands: Sequence[str]) -> None:
         self._session: PromptSession[str] = PromptSession(
             [("bold", "> ")],
-            multiline=True,  # Enter decides by itself, see below
+            multiline=True,  # the binding of Enter decides, see below
             prompt_continuation=[("", "  ")],
             key_bindings=_keys(),
             history=_history(history),
@@ -61,8 +61,8 @@ class Terminal:
         return text
 
 
-class Pipe:
-    """Lines of a program or a file; broken UTF-8 becomes U+FFFD."""
+class PipeInput:
+    """Lines of a pipe or a file; invalid UTF-8 becomes U+FFFD."""
 
     def __init__(self, lines: Iterable[bytes] | None = None) -> None:
         self._lines: Iterator[bytes] = iter(sys.stdin.buffer if lines is None else lines)
@@ -98,7 +98,7 @@ def _keys() -> KeyBindings:
 
 
 def _history(path: Path) -> History:
-    """A history only its owner can read; none that lasts where nothing can be written."""
+    """A history file that only its owner can read; kept in memory where no file can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)

@@ -1,6 +1,6 @@
 """A conversation as a file: its turns with their exact ids, and the name of the KV file beside it.
 
-Checks everything it reads. Refuses to know models and what the KV file holds.
+Everything that is read is checked. This module does not know models or the content of the KV file.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A question, its answer, and the ids the two added. The ids of a conversation are made of nothing else."""
+class ChatTurn:
+    """A question, its answer, and the ids that both added. `ids_of` makes a conversation's ids from these alone."""
 
     user: str
     assistant: str
-    kept: int  # ids of the conversation before that it stands on: not all, where the template rewrote the end
-    ids: tuple[int, ...]  # what follows them: the rest of the prompt, and the answer as it was generated
+    kept: int  # ids of the conversation before that stay; fewer than all if the template rewrote the end
+    ids: tuple[int, ...]  # that follow: the rest of the prompt, and the answer as it was generated
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What a saved conversation says about itself."""
+class ChatRecord:
+    """The content of a chat file."""
 
     model: str  # fingerprint
-    numerics: str  # with which its KV was computed
-    label: str  # what the user called the model
+    numerics: str  # that computed the KV
+    label: str  # the user's name of the model
     system: str
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     kv: str  # name of the KV file in the same folder
 
 
-def ids_of(turns: Iterable[Turn]) -> list[int]:
+def ids_of(turns: Iterable[ChatTurn]) -> list[int]:
     """The ids of a conversation."""
     ids: list[int] = []
     for turn in turns:
@@ -53,11 +53,11 @@ def ids_of(turns: Iterable[Turn]) -> list[int]:
     return ids
 
 
-# Names, and where they lead.
+# Names and paths.
 
 
 def chat_path(folder: Path, name: str) -> Path:
-    """Where a chat of this name is saved; the name stays inside the folder whatever it is."""
+    """The path of a chat; names that could leave the folder are refused."""
     if _NAME.fullmatch(name) is None:
         raise InputError(f"{name!r} is no name for a chat; use letters, digits, - and _, and up to 64 of them")
     return folder / f"{name}.json"
@@ -69,7 +69,7 @@ def saved_chats(folder: Path) -> list[str]:
 
 
 def kv_name(path: Path, tokens: Sequence[int]) -> str:
-    """A name for the KV of these tokens: another one for another content, so that no crash can pair the wrong two."""
+    """The name of the KV file of these tokens. It depends on the content, so a crash cannot pair the wrong files."""
     digest = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
     return f"{path.stem}.{digest[:_DIGEST_CHARS]}.kv"
 
@@ -77,14 +77,14 @@ def kv_name(path: Path, tokens: Sequence[int]) -> str:
 # Writing and reading.
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Write a record to a file that is either complete or as it was."""
+def write_record(path: Path, record: ChatRecord) -> None:
+    """Write a record atomically: after a crash the file is complete or unchanged."""
     data = json.dumps({"format": FORMAT, **asdict(record)}, ensure_ascii=False, separators=(",", ":")).encode()
     write_whole(path, data)
 
 
-def read_record(path: Path) -> Record:
-    """The record in a file; a BlobError that names the field if anything about it is wrong."""
+def read_record(path: Path) -> ChatRecord:
+    """The record in a file; BlobError names a wrong field."""
     if not path.is_file():
         raise InputError(f"there is no saved chat {path.stem!r}")
     if path.is_symlink():
@@ -98,7 +98,7 @@ def read_record(path: Path) -> Record:
     kv = _text(found, "kv")
     if re.fullmatch(rf"{re.escape(path.stem)}\.[0-9a-f]{{{_DIGEST_CHARS}}}\.kv", kv) is None:
         raise BlobError("kv", "does not name a KV file of this chat")
-    return Record(
+    return ChatRecord(
         model=_text(found, "model"),
         numerics=_text(found, "numerics"),
         label=_text(found, "label"),
@@ -108,10 +108,10 @@ def read_record(path: Path) -> Record:
     )
 
 
-def _turns(found: Any) -> tuple[Turn, ...]:
+def _turns(found: Any) -> tuple[ChatTurn, ...]:
     if not isinstance(found, list) or not found:
         raise BlobError("turns", "is not a list with at least one turn")
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     length = 0
     for item in found:
         turn = _turn(item, length)
@@ -120,7 +120,7 @@ def _turns(found: Any) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _turn(found: Any, length: int) -> Turn:
+def _turn(found: Any, length: int) -> ChatTurn:
     if not isinstance(found, dict):
         raise BlobError("turns", "holds something that is no turn")
     kept, ids = found.get("kept"), found.get("ids")
@@ -128,7 +128,7 @@ def _turn(found: Any, length: int) -> Turn:
         raise BlobError("turns.kept", f"{kept!r} is not a number from 0 to {length}")
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise BlobError("turns.ids", "is not a list of token ids")
-    return Turn(_text(found, "user"), _text(found, "assistant"), kept, tuple(ids))
+    return ChatTurn(_text(found, "user"), _text(found, "assistant"), kept, tuple(ids))
 
 
 def _text(found: dict[str, Any], field: str) -> str:

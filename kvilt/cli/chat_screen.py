@@ -1,6 +1,7 @@
-"""What a chat shows: answers on stdout, everything else quietly on stderr.
+"""Output of a chat: answers on stdout, everything else on stderr.
 
-Text from a model never moves the cursor or changes the terminal. Refuses to know conversations.
+Control characters are removed, so text from a model never moves the cursor or changes the terminal. This module does
+not know conversations.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """`text` without the characters by which it could command a terminal."""
+    """`text` without control characters."""
     return _CONTROL.sub("\ufffd", text.replace("\r", ""))
 
 
 class Screen:
-    """One terminal, or the pipes in its place."""
+    """A terminal, or pipes in its place."""
 
     def __init__(self, show_drafts: bool = False) -> None:
         self._show_drafts = show_drafts
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self._plain = not sys.stdout.isatty()  # a program reads the bytes as they are
+        self._plain = not sys.stdout.isatty()  # a program gets the text unchanged
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._mid_line = False
 
     def piece(self, text: str, drafted: bool = False) -> None:
-        """A piece of an answer, at once; green, if that is wanted, where its tokens were drafted."""
+        """Write a piece of an answer at once; drafted text is green if drafts are shown."""
         shown = text if self._plain else printable(text)
         green = drafted and self._show_drafts and not self._plain
         sys.stdout.write(f"{_DRAFTED}{shown}{_USUAL}" if green else shown)
@@ -41,22 +42,22 @@ class Screen:
         self._mid_line = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """Go to a new line, unless the cursor stands at one."""
+        """Start a new line, unless the cursor is at the start of one."""
         if self._mid_line:
             self.piece("\n")
 
     def note(self, text: str) -> None:
-        """Quiet lines."""
+        """Write dimmed lines."""
         self._below(text, "dim")
 
     def aside(self, text: str) -> None:
-        """A quiet line that only a person wants to see."""
+        """Write a dimmed line, on a terminal only."""
         self.end_line()
         if self._console.is_terminal:
             self.note(text)
 
     def complain(self, text: str) -> None:
-        """What went wrong, in one sentence."""
+        """Write an error."""
         self._below(text, "yellow")
 
     def _below(self, text: str, style: str) -> None:
@@ -66,7 +67,7 @@ class Screen:
 
     @contextmanager
     def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While it lasts, Ctrl+C calls `stop` instead of ending whatever runs. For people only: a pipe just ends."""
+        """Within the block, Ctrl+C calls `stop` instead of raising KeyboardInterrupt. On a terminal only."""
         if not self.interactive:
             yield
             return

@@ -1,6 +1,6 @@
-"""The state of `kvilt chat`: a model, the conversation with it, and the branches it was forked into.
+"""The state of `kvilt chat`: a model, the current conversation, and its branches.
 
-Knows files and numbers; refuses to know the terminal and the names of commands.
+It knows files and numbers. It does not know the terminal and the names of commands.
 """
 
 from __future__ import annotations
@@ -14,75 +14,75 @@ from ..executor.counters import TOKENS
 from ..llm import LLM, load
 from ..sampling.params import SamplingParams
 from .chat_record import chat_path, saved_chats
-from .conversation import Conversation, Loaded
+from .conversation import Conversation, LoadedConversation
 from .progress import bars
 from .run import speed
-from .sampling import after_a_loop, chosen, described
+from .sampling import describe_params, repetition_hint, sampling_params
 
 
 @dataclass(slots=True)
-class Session:
-    """Close it: it owns the model and every conversation."""
+class ChatSession:
+    """Owns the model and every conversation; close it at the end."""
 
     model: str
     llm: LLM
-    sampling: dict[str, Any]  # options as they were given
+    sampling: dict[str, Any]  # the given options
     config: dict[str, Any]
     conversation: Conversation
     branches: dict[str, Conversation] = field(default_factory=dict)
     reused: int = 0
 
     @classmethod
-    def open(cls, model: str, sampling: dict[str, Any], config: dict[str, Any], system: str) -> Session:
+    def open(cls, model: str, sampling: dict[str, Any], config: dict[str, Any], system: str) -> ChatSession:
         """A new chat with a model."""
         llm = _load(model, config)
         return cls(model, llm, sampling, config, Conversation(llm, system))
 
     @property
     def params(self) -> SamplingParams:
-        """How this model's answers are drawn."""
-        return chosen(self.sampling, self.llm)
+        """The sampling params for this model."""
+        return sampling_params(self.sampling, self.llm)
 
     @property
     def label(self) -> str:
-        """The model as people call it: a path by its last part."""
+        """A short name of the model: the last part of a path."""
         return Path(self.model).name if Path(self.model).exists() else self.model
 
     @property
     def computed(self) -> int:
-        """Tokens this model has computed since it was loaded, whatever for."""
+        """Tokens that the executor has computed since the model was loaded."""
         series = self.llm.executor.metrics.snapshot()[TOKENS.name]["series"]
         return int(sum(point["value"] for point in series))
 
     def switch(self, conversation: Conversation) -> None:
-        """Go on with another conversation."""
+        """Continue with another conversation."""
         self.conversation.close()
         self.conversation = conversation
 
     def branch(self, name: str) -> None:
-        """Keep the conversation as it is now under a name, and go on."""
-        chat_path(chats_folder(), name)  # one rule for all names
+        """Keep a fork of the conversation under a name."""
+        chat_path(chats_folder(), name)  # names of branches follow the rule of saved chats
         if (before := self.branches.pop(name, None)) is not None:
             before.close()
         self.branches[name] = self.conversation.fork()
 
     def save(self, name: str) -> int:
-        """Write the conversation where it survives this process; returns the bytes it takes there."""
+        """Write the conversation to disk; returns its size in bytes."""
         path = chat_path(chats_folder(), name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self.conversation.save(path, self.label)
 
-    def load(self, name: str) -> Loaded:
-        """Go on with a branch, or with a saved conversation where no branch has that name."""
+    def load(self, name: str) -> LoadedConversation:
+        """Continue with a branch, or with a saved conversation if no branch has this name."""
         if (branch := self.branches.get(name)) is not None:
-            loaded = Loaded(branch.fork(), 0)
+            loaded = LoadedConversation(branch.fork(), 0)
         else:
             loaded = Conversation.load(self.llm, chat_path(chats_folder(), name))
         self.switch(loaded.conversation)
         return loaded
 
     def change_model(self, model: str) -> None:
-        """Begin again with another model; if it cannot be loaded, nothing changes."""
+        """Start a new chat with another model; if it cannot be loaded, nothing changes."""
         llm = _load(model, self.config)
         system = self.conversation.system
         self.close()
@@ -91,24 +91,24 @@ class Session:
         self.conversation = Conversation(llm, system)
 
     def close(self) -> None:
-        """Give back the KV and the model's files."""
+        """Release the KV and the model's files."""
         for conversation in (self.conversation, *self.branches.values()):
             conversation.close()
         self.llm.close()
 
 
 def chats_folder() -> Path:
-    """Where saved chats are."""
+    """The folder of saved chats."""
     return cache_home() / "chats"
 
 
 def history_file() -> Path:
-    """Where the lines are that were typed before."""
+    """The file of typed lines."""
     return cache_home() / "chat_history"
 
 
-def names(session: Session) -> str:
-    """Everything `/load` can go back to."""
+def names(session: ChatSession) -> str:
+    """The names that `/load` accepts."""
     lines = [
         f"{title:<9} {', '.join(found)}"
         for title, found in (("branches", sorted(session.branches)), ("saved", saved_chats(chats_folder())))
@@ -117,8 +117,8 @@ def names(session: Session) -> str:
     return "\n".join(lines) or "there is nothing to load yet; /save NAME and /fork NAME make something"
 
 
-def numbers(session: Session) -> str:
-    """The one line under an answer."""
+def numbers(session: ChatSession) -> str:
+    """The line of numbers under an answer."""
     conversation, done = session.conversation, session.conversation.last
     if done is None or not done.token_ids:
         return "stopped before the first token; the question was taken back"
@@ -136,13 +136,13 @@ def numbers(session: Session) -> str:
     if done.finish_reason == "cancelled":
         parts.append("stopped")
     elif done.finish_reason == "repetition":
-        parts.append(after_a_loop(session.params))
+        parts.append(repetition_hint(session.params))
     elif done.finish_reason == "length":
         parts.append("the context is full: /undo or /clear" if used > limit else "cut off by --max-tokens")
     return " · ".join(parts)
 
 
-def statistics(session: Session) -> str:
+def statistics(session: ChatSession) -> str:
     """What `/stats` shows."""
     executor, conversation = session.llm.executor, session.conversation
     usage = executor.pool.usage()
@@ -151,7 +151,7 @@ def statistics(session: Session) -> str:
         ("chat", f"{size(conversation)} of {executor.max_context:,} · KV {mebibytes(conversation.kv_bytes)}"),
         ("work", f"{count(session.computed, 'token')} computed · {session.reused:,} reused"),
         *(("branch", f"{name} · {size(branch)}") for name, branch in sorted(session.branches.items())),
-        ("draws", described(session.params, session.llm)),
+        ("draws", describe_params(session.params, session.llm)),
         ("memory", f"{usage.used:,} of {usage.total:,} KV pages · {usage.shared:,} shared"),
     ]
     return "\n".join(f"{title:<7} {text}" for title, text in lines)
@@ -172,11 +172,11 @@ def mebibytes(number: int) -> str:
 
 
 def _load(model: str, config: dict[str, Any]) -> LLM:
-    """A model one can chat with."""
+    """A model with a chat template."""
     with bars() as shown:
         llm = load(model, on_fetch=shown.fetching, **config)
     try:
-        _ = llm.chat_template  # now, not at the first question
+        _ = llm.chat_template  # raises now if there is none, not at the first question
     except BaseException:
         llm.close()
         raise

@@ -1,6 +1,6 @@
-"""A conversation as a value: its turns, their exact ids, and the KV of everything computed so far.
+"""A conversation as a value: its turns, their exact token ids, and the KV computed so far.
 
-Generated ids are kept and never made again from text. Refuses to know terminals.
+Generated ids are kept; they are never made again from text. This module does not know terminals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..errors import BlobError, InputError, TruncateError
 from ..kv.cache import KVCache
 from ..llm import LLM, Completion, Stream, TextPiece
 from ..sampling.params import SamplingParams
-from .chat_record import Record, Turn, ids_of, kv_name, read_record, write_record
+from .chat_record import ChatRecord, ChatTurn, ids_of, kv_name, read_record, write_record
 
 
 class Conversation:
-    """Turns over one model. Its cache always holds a beginning of its ids. Close it, or use it as a context manager."""
+    """Turns with one model. The cache always holds a prefix of the ids. Close it, or use it as a context manager."""
 
-    def __init__(self, llm: LLM, system: str = "", turns: Sequence[Turn] = (), kv: KVCache | None = None) -> None:
-        """`kv`, if given, belongs to the conversation from here on."""
+    def __init__(self, llm: LLM, system: str = "", turns: Sequence[ChatTurn] = (), kv: KVCache | None = None) -> None:
+        """Takes ownership of `kv`."""
         self.llm = llm
         self.system = system
         self.turns = tuple(turns)
@@ -33,43 +33,43 @@ class Conversation:
         self._kv = llm.executor.create_kv_cache() if kv is None else kv
         self._live: Stream | None = None
 
-    # What it holds.
+    # Contents.
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All that was said, as a chat template takes it."""
+        """The messages, as a chat template takes them."""
         said = [(("user", turn.user), ("assistant", turn.assistant)) for turn in self.turns]
         system = [("system", self.system)] if self.system else []
         return [{"role": role, "content": text} for role, text in [*system, *(each for both in said for each in both)]]
 
     @property
     def ids(self) -> list[int]:
-        """The exact tokens, those that were generated as they were generated."""
+        """The exact token ids; generated ones as they were generated."""
         return ids_of(self.turns)
 
     @property
     def held(self) -> int:
-        """How many of the ids, from the first on, have their KV here."""
+        """The number of ids, from the first on, that the cache holds."""
         return self._kv.num_entries
 
     @property
     def missing(self) -> int:
-        """Ids that the next answer computes again. Usually one: the last token of an answer was never an input."""
+        """Ids that the next answer must compute. Usually one: the last token of an answer was never an input."""
         return len(self.ids) - self.held
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of the KV pages it holds, those it shares with forks included."""
+        """Memory of its KV pages, including pages shared with forks."""
         groups = self._kv.layout.groups
         return sum(len(pages) * group.shape.page_bytes for pages, group in zip(self._kv.pages(), groups, strict=True))
 
-    # Talking.
+    # Answers.
 
     def say(self, text: str, params: SamplingParams | None = None) -> Generator[TextPiece, None, None]:
-        """The answer, piece by piece; afterwards the turn is part of the conversation, and `last` has the numbers.
+        """Generate the answer, piece by piece. Afterwards the conversation has a new turn, and `last` has the numbers.
 
-        An answer that is stopped, or whose reader leaves, stays as far as it came; a question without one token of
-        answer is taken back. An error leaves the conversation as it was.
+        If the answer is stopped or the generator is closed early, the text so far is kept. A question without a single
+        token of answer is dropped. An error leaves the conversation unchanged.
         """
         ids = self._prompt(text)
         self._rewind(ids[:-1])
@@ -86,16 +86,16 @@ class Conversation:
         self._keep(text, ids, stream.completion)
 
     def stop(self) -> None:
-        """End the answer in progress with what it has; for the callback of a signal, so it may come twice."""
+        """Stop the answer in progress and keep its text so far. Signal callbacks may call this twice."""
         stream, self._live = self._live, None
         if stream is not None:
             stream.stop()
             self.llm.executor.cancel()
 
-    # The verbs: none of them computes anything.
+    # Operations on the conversation; none of them computes anything.
 
-    def undo(self) -> Turn:
-        """Take the last question and its answer back. Where a window forgot too much, `missing` is all of the rest."""
+    def undo(self) -> ChatTurn:
+        """Remove the last turn. If a sliding window has dropped the pages before it, `missing` is the whole rest."""
         if not self.turns:
             raise InputError("there is nothing to undo")
         *before, last = self.turns
@@ -104,23 +104,23 @@ class Conversation:
         return last
 
     def fork(self) -> Conversation:
-        """A second conversation with the same past; it costs page ids."""
+        """A second conversation with the same turns; the KV pages are shared."""
         return Conversation(self.llm, self.system, self.turns, self._kv.fork())
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Remove all turns; the system message stays."""
         self.turns = ()
         self._kv.truncate(0)
 
     def restart(self, system: str) -> None:
-        """Forget everything and begin with another system message."""
+        """Remove all turns and set another system message."""
         self.clear()
         self.system = system
 
     def save(self, path: Path, label: str = "") -> int:
-        """Write the conversation to `path` and its KV to a file beside it; returns the bytes that the two take.
+        """Write the conversation to `path` and its KV to a file beside it; returns the bytes of both files.
 
-        `label` is what to call the model.
+        `label` is the name of the model for messages.
         """
         if not self.turns:
             raise InputError("nothing has been said yet, so there is nothing to save")
@@ -128,15 +128,15 @@ class Conversation:
         kv_path = path.with_name(kv_name(path, self.ids[: self.held]))
         before = _kv_of(path)
         self._kv.save(kv_path)
-        # Up to here the old pair of files is whole, and from here on the new one.
-        write_record(path, Record(identity.model, identity.numerics, label, self.system, self.turns, kv_path.name))
+        # Before this line the old pair of files is complete, after it the new one.
+        write_record(path, ChatRecord(identity.model, identity.numerics, label, self.system, self.turns, kv_path.name))
         if before is not None and before != kv_path:
             before.unlink(missing_ok=True)
         return path.stat().st_size + kv_path.stat().st_size
 
     @staticmethod
-    def load(llm: LLM, path: Path) -> Loaded:
-        """A saved conversation, with its KV; a BlobError if the two files are damaged, foreign or do not agree."""
+    def load(llm: LLM, path: Path) -> LoadedConversation:
+        """A saved conversation with its KV; BlobError if a file is damaged, of another model, or they do not match."""
         record = read_record(path)
         identity = llm.executor.pool.identity()
         if record.model != identity.model:
@@ -149,10 +149,10 @@ class Conversation:
             kv.close()
             raise BlobError("kv", "the KV file holds other tokens than this chat")
         conversation = Conversation(llm, record.system, record.turns, kv)
-        return Loaded(conversation, 0 if record.numerics == identity.numerics else conversation.held)
+        return LoadedConversation(conversation, 0 if record.numerics == identity.numerics else conversation.held)
 
     def close(self) -> None:
-        """Give the KV back."""
+        """Release the KV."""
         self._kv.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +162,7 @@ class Conversation:
         self.close()
 
     def _prompt(self, text: str) -> list[int]:
-        """The ids of the conversation with one more question."""
+        """The ids of the conversation with a new question."""
         messages = [*self.messages, {"role": "user", "content": text}]
         template, tokenizer = self.llm.chat_template, self.llm.tokenizer
         behind = template.encode_after(tokenizer, messages) if self.turns else None
@@ -174,35 +174,35 @@ class Conversation:
         return ids + behind
 
     def _rewind(self, ids: Sequence[int]) -> None:
-        """Make the cache a beginning of `ids`, as long a one as it can be."""
+        """Truncate the cache to the longest prefix that it shares with `ids`."""
         try:
             self._kv.truncate(self._kv.shared_prefix(ids))
-        except TruncateError:  # a window gave that part back: it is computed again when it is needed
+        except TruncateError:  # a sliding window has dropped that part: it is computed again when needed
             self._kv.truncate(0)
 
     def _keep(self, text: str, ids: list[int], done: Completion) -> None:
-        """Take an answer in."""
+        """Add a finished answer."""
         assert done.kv is not None
         self.last = dataclasses.replace(done, kv=None)
         if not done.token_ids:
             done.kv.close()
             return
         kept = sum(1 for _ in takewhile(bool, map(eq, self.ids, ids)))
-        self.turns += (Turn(text, done.text, kept, (*ids[kept:], *done.token_ids)),)
+        self.turns += (ChatTurn(text, done.text, kept, (*ids[kept:], *done.token_ids)),)
         self._kv.close()
         self._kv = done.kv
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A conversation from a file, and how many of its tokens had to be computed again for other numerics."""
+class LoadedConversation:
+    """A conversation from a file, and the number of tokens that were computed again because of other numerics."""
 
     conversation: Conversation
     computed: int
 
 
 def _open_kv(llm: LLM, path: Path) -> KVCache:
-    """A saved cache. KV of another shape (a run with another kv_dtype) is a miss: the next answer computes it."""
+    """A saved cache. KV of another layout (from a run with another kv_dtype) is a miss: the next answer computes it."""
     if not path.is_file() or path.is_symlink():
         raise BlobError("kv", f"the KV file {path.name} of this chat is not there")
     try:
@@ -214,7 +214,7 @@ def _open_kv(llm: LLM, path: Path) -> KVCache:
 
 
 def _kv_of(path: Path) -> Path | None:
-    """The KV file of the chat that is saved at `path` now, if one is."""
+    """The KV file of the chat at `path`, if there is one."""
     try:
         return path.with_name(read_record(path).kv)
     except (InputError, BlobError):

@@ -47,7 +47,7 @@ _TOKENIZERS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One tensor, as its header says."""
+    """One tensor, from the header of its file."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,12 +63,12 @@ class FormatFacts:
     tensors: int
     parameters: int
     nbytes: int
-    backend: str | None  # which would run it; None: no backend can
+    backend: str | None  # that would run it; None: no backend can
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The architecture; where layers differ, all values that occur."""
+    """The architecture; where layers differ, all values."""
 
     family: str
     layers: int
@@ -86,7 +86,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class KVFacts:
-    """What KV costs in one dtype."""
+    """The memory of KV in one dtype."""
 
     dtype: str
     token_bytes: int
@@ -106,7 +106,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """All that is known of a checkpoint before it is loaded."""
+    """What the headers of a checkpoint say."""
 
     kind: str
     path: str
@@ -125,7 +125,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Layers of a saved cache that share a shape."""
+    """Layers of a saved cache with one shape."""
 
     layers: int
     reach: str
@@ -146,7 +146,7 @@ class SavedRowFacts:
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """All that a saved cache says of itself; that it could be read means that its checksum is right."""
+    """What the header of a saved cache says. Reading it checks the checksum."""
 
     kind: str
     path: str
@@ -160,7 +160,7 @@ class CacheFacts:
 
 
 def inspect(name: str, tensors: bool, as_json: bool) -> None:
-    """Print what a model's name, a checkpoint's path or a saved cache's path stands for."""
+    """Print the facts about a checkpoint or a saved cache, given by path or by a model's name."""
     with bars() as shown:
         path = resolve(name, shown.fetching)
     facts = cache_facts(path) if is_saved_cache(path) else checkpoint_facts(path)
@@ -179,7 +179,7 @@ def inspect(name: str, tensors: bool, as_json: bool) -> None:
 
 
 def is_saved_cache(path: Path) -> bool:
-    """Whether a file begins as saved caches do."""
+    """Whether a file starts like a saved cache."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -187,9 +187,9 @@ def is_saved_cache(path: Path) -> bool:
 
 
 def cache_facts(path: Path) -> CacheFacts:
-    """What a saved cache holds, after all of its bytes were checked; they are mapped, not copied."""
+    """The facts about a saved cache, after its checksum was checked. The file is mapped, not copied."""
     with path.open("rb") as file:
-        # Not closed by hand: an error on its way up still holds views of the map.
+        # Not closed here: a raised error may still hold views of the map.
         said = describe(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     groups = said.layout.groups
     return CacheFacts(
@@ -212,7 +212,7 @@ def _group_facts(group: LayerGroup) -> GroupFacts:
 
 
 def checkpoint_facts(path: Path) -> CheckpointFacts:
-    """What a checkpoint is, from its headers."""
+    """The facts about a checkpoint, from its headers."""
     checkpoint = open_checkpoint(path)
     with checkpoint.tensors as source:
         tensors = tuple(_tensor_facts(source))
@@ -243,7 +243,7 @@ def _tensor_facts(source: TensorSource) -> Iterable[TensorFacts]:
 def _spec(checkpoint: Checkpoint) -> tuple[ModelSpec | None, str | None]:
     try:
         return read_spec(checkpoint), None
-    except Unsupported as error:  # its tensors can still be looked at
+    except Unsupported as error:  # its tensors can still be listed
         return None, str(error)
 
 
@@ -265,7 +265,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 
 def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
-    """By format, the largest first."""
+    """The facts by format, the largest first."""
     backend = select(threads=1).name  # only its name is wanted, not its threads
     found = []
     for name in dict.fromkeys(tensor.format for tensor in tensors):
@@ -299,7 +299,7 @@ def _each(values: Iterable[int]) -> str:
 
 
 def _shares(words: Iterable[str]) -> str:
-    """The words that occur, with the number of layers where there are several."""
+    """The distinct values; where there are several, with the number of layers of each."""
     counted = Counter(words)
     if len(counted) == 1:
         return next(iter(counted))
@@ -345,7 +345,7 @@ def _kv_facts(spec: ModelSpec, dtype: str) -> KVFacts:
 
 
 def _context_bytes(layout: KVLayout, context: int) -> int:
-    """Windows hold no more than they reach."""
+    """Bytes of KV at full context; a sliding window holds no more than its size."""
     return sum((context - group.first_needed(context)) * group.shape.token_bytes for group in layout.groups)
 
 

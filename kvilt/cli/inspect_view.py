@@ -1,4 +1,4 @@
-"""What `kvilt inspect` looks like: a few tables on one screen. Text from files is shown, never obeyed."""
+"""The output of `kvilt inspect`: a few tables on one screen. Control characters in the text of files are removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHARS = 200
 
 
 def show_checkpoint(facts: CheckpointFacts, tensors: bool) -> None:
-    """Architecture, formats, KV and tokenizer; with `tensors` every tensor too."""
+    """Show architecture, formats, KV and tokenizer; with `tensors` every tensor too."""
     console = _console()
     console.print(_title(facts.name or facts.architecture, f"{facts.container}, {size(facts.nbytes)}"))
     console.print(_facts(_model_lines(facts)))
@@ -29,7 +29,7 @@ def show_checkpoint(facts: CheckpointFacts, tensors: bool) -> None:
 
 
 def show_cache(facts: CacheFacts) -> None:
-    """Identity, layout and rows of a saved cache."""
+    """Show identity, layout and rows of a saved cache."""
     console = _console()
     console.print(_title("saved KV cache", f"version {facts.version}, {size(facts.nbytes)}, checksum {facts.checksum}"))
     lines = [("path", facts.path), *((name, value or "none") for name, value in facts.identity.items())]
@@ -53,7 +53,7 @@ def plain(text: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as people read them."""
+    """Bytes with a unit."""
     if nbytes < 1 << 10:
         return f"{nbytes} B"
     for unit, shift in (("KiB", 10), ("MiB", 20), ("GiB", 30)):
@@ -63,7 +63,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """A number of parameters as people read it."""
+    """A number of parameters with a unit."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= scale:
             return f"{number / scale:.1f}{unit}"

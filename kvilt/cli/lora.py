@@ -12,7 +12,7 @@ from ..weights.source import open_checkpoint
 
 
 def merge(model: str, adapter: str, target: str, scale: float) -> str:
-    """Merge, and say what was done."""
+    """Write the merged checkpoint; returns a summary."""
     checkpoint = open_checkpoint(resolve(os.fspath(model)))
     with checkpoint.tensors, open_peft(adapter) as opened:
         changed = write(checkpoint, opened, Path(target), scale)

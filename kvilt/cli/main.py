@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from . import options as opt
-from .report import FAILURE, reported
+from .errors import FAILURE, exit_on_error
 
 app = typer.Typer(
     name="kvilt",
@@ -36,7 +36,7 @@ def root(
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+@opt.with_options(sampling=opt.SAMPLING, grammar=opt.GRAMMAR, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def run(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' or nothing reads it from a pipe.")] = "-",
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -62,11 +62,11 @@ def run(
     config: dict[str, Any],
 ) -> None:
     """Answer one prompt: text to stdout, one line of numbers to stderr."""
-    with reported():
-        from .run import Ask, answer, read_grammar
+    with exit_on_error():
+        from .run import RunRequest, answer, read_grammar
 
         shown = {"json": json, "verbose": verbose}
-        ask = Ask(
+        request = RunRequest(
             prompt=prompt,
             system=system,
             raw=raw,
@@ -76,11 +76,11 @@ def run(
             documents=tuple(document or ()),
             ratio=blend_ratio,
         )
-        answer(ask, model, {**sampling, **read_grammar(grammar)}, store, {**config, **drafts})
+        answer(request, model, {**sampling, **read_grammar(grammar)}, store, {**config, **drafts})
 
 
 @app.command()
-@opt.gathers(sampling=opt.SAMPLING.without("n", "logprobs"), drafts=opt.DRAFTS, config=opt.RUNTIME)
+@opt.with_options(sampling=opt.SAMPLING.without("n", "logprobs"), drafts=opt.DRAFTS, config=opt.RUNTIME)
 def chat(
     model: opt.Model = opt.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
@@ -92,15 +92,15 @@ def chat(
     config: dict[str, Any],
 ) -> None:
     """Talk with a model; /help inside lists what can be done with the chat's KV."""
-    with reported():
-        from .chat import chat as talk
+    with exit_on_error():
+        from .chat import chat as run_chat
 
-        if not talk(model, system, saved, sampling, {**config, **drafts}, show_drafts):
+        if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts):
             raise typer.Exit(FAILURE)
 
 
 @app.command()
-@opt.gathers(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+@opt.with_options(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def serve(
     model: opt.Model = opt.DEFAULT_MODEL,
     *,
@@ -111,14 +111,14 @@ def serve(
     config: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP, for every client that speaks the OpenAI API."""
-    with reported():
+    with exit_on_error():
         from .serve import serve as listen
 
         listen(model, options, engine, store, {**config, **drafts})
 
 
 @app.command()
-@opt.gathers(store=opt.STORE.without("store_memory"), config=opt.RUNTIME)
+@opt.with_options(store=opt.STORE.without("store_memory"), config=opt.RUNTIME)
 def warm(
     files: Annotated[list[str], typer.Argument(help="Text files, one document each; '-' reads a pipe.")],
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -136,12 +136,12 @@ def warm(
     config: dict[str, Any],
 ) -> None:
     """Compute documents ahead of questions about them, and store their KV where others find it."""
-    with reported():
-        from .warm import Ask
+    with exit_on_error():
+        from .warm import WarmRequest
         from .warm import warm as compute
 
-        ask = Ask(files, split, api_key_file, lora, lora_scale, json)
-        if not compute(ask, model, {**store, "store_memory": None}, config):
+        request = WarmRequest(files, split, api_key_file, lora, lora_scale, json)
+        if not compute(request, model, {**store, "store_memory": None}, config):
             raise typer.Exit(FAILURE)
 
 
@@ -152,14 +152,14 @@ def pull(
     ] = opt.DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache folder, once, and print where it is."""
-    with reported():
+    with exit_on_error():
         from .pull import fetch
 
         typer.echo(fetch(name))
 
 
 @app.command()
-@opt.gathers(config=opt.RUNTIME)
+@opt.with_options(config=opt.RUNTIME)
 def perplexity(
     file: Annotated[str, typer.Argument(help="A text file; '-' reads a pipe.")],
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -170,14 +170,14 @@ def perplexity(
     config: dict[str, Any],
 ) -> None:
     """How well a model predicts a text."""
-    with reported():
+    with exit_on_error():
         from .perplexity import report
 
         report(file, model, chunk, limit, json, config)
 
 
 @app.command("blend-report")
-@opt.gathers(config=opt.RUNTIME)
+@opt.with_options(config=opt.RUNTIME)
 def blend_report(
     files: Annotated[
         list[str], typer.Argument(help="Text files, a document each; or JSON: question, documents, answers.")
@@ -201,7 +201,7 @@ def blend_report(
     config: dict[str, Any],
 ) -> None:
     """What blending your documents saves, and how far its answers part from whole prefills."""
-    with reported():
+    with exit_on_error():
         from .blend_report import BlendQuestions, ReportOutput, report
 
         asked = BlendQuestions(files, question or [], questions, documents, seed, limit, context, codec, mend, behind)
@@ -214,7 +214,7 @@ app.add_typer(measures, name="bench")
 
 
 @measures.callback()
-@opt.gathers(config=opt.RUNTIME)
+@opt.with_options(config=opt.RUNTIME)
 def bench(
     context: typer.Context,
     model: opt.Model = opt.DEFAULT_MODEL,
@@ -231,7 +231,7 @@ def bench(
     """Tokens per second of prefill, decode and batches, and how near they come to the machine's limits."""
     if context.invoked_subcommand is not None:
         return
-    with reported():
+    with exit_on_error():
         from ..bench.throughput import BenchPlan
         from .bench import bench as measure
 
@@ -247,7 +247,7 @@ def bench(
 
 
 @measures.command("serve")
-@opt.gathers(load=opt.LOAD)
+@opt.with_options(load=opt.LOAD)
 def bench_serve(
     url: Annotated[str, typer.Option(help="The server's address, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[
@@ -264,7 +264,7 @@ def bench_serve(
     load: dict[str, Any],
 ) -> None:
     """Latency and throughput of any server that speaks the OpenAI API."""
-    with reported():
+    with exit_on_error():
         from ..bench.serve_client import ServerTarget
         from ..bench.serve_load import LoadPlan
         from ..bench.serve_stats import SLO
@@ -281,7 +281,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What a checkpoint or a saved KV cache is, without loading it."""
-    with reported():
+    with exit_on_error():
         from .inspect import inspect as look
 
         look(path, tensors, json)
@@ -304,7 +304,7 @@ def lora_merge(
     scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
 ) -> None:
     """Write a checkpoint with an adapter in its weights; for safetensors of floats, not for packed GGUF files."""
-    with reported():
+    with exit_on_error():
         from .lora import merge
 
         typer.echo(merge(model, adapter, target, scale))

@@ -1,6 +1,6 @@
 """Options that several commands share, with the names they have in `kvilt.load` and `SamplingParams`.
 
-A command asks for a whole group with `@gathers(config=RUNTIME)` and gets it as one dict.
+A command asks for a whole group with `@with_options(config=RUNTIME)` and gets it as one dict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a pat
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a group: its type as typer wants it, its default, its help, and flags if not the usual ones."""
+    """One option of a group: its type for typer, default, help, and flags if they differ from the name."""
 
     type: Any
     default: Any
@@ -37,18 +37,18 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Options that go together, under one heading of the help."""
+class OptionGroup:
+    """Options under one heading of the help."""
 
     panel: str
     options: Mapping[str, Option]
 
-    def without(self, *names: str) -> Group:
-        """The group less some of its options."""
-        return Group(self.panel, {name: option for name, option in self.options.items() if name not in names})
+    def without(self, *names: str) -> OptionGroup:
+        """The group without some of its options."""
+        return OptionGroup(self.panel, {name: option for name, option in self.options.items() if name not in names})
 
 
-SAMPLING = Group(
+SAMPLING = OptionGroup(
     "Sampling",
     MappingProxyType(
         {
@@ -72,7 +72,7 @@ SAMPLING = Group(
     ),
 )
 
-GRAMMAR = Group(
+GRAMMAR = OptionGroup(
     "Structured output",
     MappingProxyType(
         {
@@ -85,7 +85,7 @@ GRAMMAR = Group(
     ),
 )
 
-RUNTIME = Group(
+RUNTIME = OptionGroup(
     "Runtime",
     MappingProxyType(
         {
@@ -100,7 +100,7 @@ RUNTIME = Group(
     ),
 )
 
-STORE = Group(
+STORE = OptionGroup(
     "Store of documents",
     MappingProxyType(
         {
@@ -122,7 +122,7 @@ STORE = Group(
     ),
 )
 
-DRAFTS = Group(
+DRAFTS = OptionGroup(
     "Speculation",
     MappingProxyType(
         {
@@ -132,7 +132,7 @@ DRAFTS = Group(
     ),
 )
 
-SERVER = Group(
+SERVER = OptionGroup(
     "Server",
     MappingProxyType(
         {
@@ -165,7 +165,7 @@ SERVER = Group(
     ),
 )
 
-ENGINE = Group(
+ENGINE = OptionGroup(
     "Engine",
     MappingProxyType(
         {
@@ -181,7 +181,7 @@ ENGINE = Group(
     ),
 )
 
-LOAD = Group(
+LOAD = OptionGroup(
     "Load",
     MappingProxyType(
         {
@@ -199,7 +199,7 @@ LOAD = Group(
 )
 
 
-def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of these groups; it receives each group as a dict under the keyword's name."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -213,7 +213,7 @@ def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., No
             packed = {key: {name: given.pop(name) for name in group.options} for key, group in groups.items()}
             command(**given, **packed)
 
-        del gathered.__wrapped__  # typer would read the signature of what it wraps
+        del gathered.__wrapped__  # typer would read the signature of the wrapped function
         gathered.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         gathered.__annotations__ = {p.name: p.annotation for p in parameters}
         return gathered
@@ -222,7 +222,7 @@ def gathers(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas; nothing is no numbers."""
+    """Whole numbers separated by commas; an empty text has none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
         raise ParamError(name, f"must be whole numbers separated by commas, not {text!r}")

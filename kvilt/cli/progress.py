@@ -1,4 +1,4 @@
-"""Bars on stderr for work that takes a while; silent where nobody watches."""
+"""Progress bars on stderr; silent where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.progress import (
 
 
 @dataclass(slots=True)
-class Bars:
-    """Progress of fetching and of loading, drawn as they come."""
+class ProgressBars:
+    """Progress bars for fetching a model."""
 
     _progress: Progress
     _tasks: dict[str, TaskID] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Bars:
 
 @contextmanager
 def tracked(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar over `total` pieces of work; call what it yields with the number done and a note."""
+    """A bar over `total` pieces of work; the yielded function takes the number done and a note."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -44,9 +44,9 @@ def tracked(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
 
 
 @contextmanager
-def bars() -> Iterator[Bars]:
-    """Bars for the length of a block; they vanish from a terminal when it ends."""
+def bars() -> Iterator[ProgressBars]:
+    """Bars for the length of a block; they are erased at its end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        yield Bars(progress)
+        yield ProgressBars(progress)

@@ -1,4 +1,4 @@
-"""`kvilt pull`: fetch a named model, with a bar."""
+"""`kvilt pull`: fetch a model by name, with a progress bar."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .progress import bars
 
 
 def fetch(name: str) -> Path:
-    """Fetch a model and say where it lies."""
+    """Fetch a model; returns its path."""
     with bars() as shown:
         return pull(name, shown.fetching)

@@ -18,16 +18,16 @@ from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
-from .sampling import after_a_loop, chosen, described, with_short_seed, written
-from .store import behind, check, opened
+from .sampling import describe_params, given_params, repetition_hint, sampling_params, with_short_seed
+from .store import check_store_options, context_prefix, open_store
 from .texts import read_text
 
-ADAPTER = "adapter"  # what the one that was given is called here
+ADAPTER = "adapter"  # the name of the adapter that --lora gives
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What the user wants answered, and how it is to be shown."""
+class RunRequest:
+    """The prompt of `kvilt run`, what goes with it, and how the answer is shown."""
 
     prompt: str
     system: str
@@ -40,49 +40,51 @@ class Ask:
     ratio: float | None = None  # of their tokens that is computed again
 
 
-def answer(ask: Ask, model: str, sampling: dict[str, Any], store: dict[str, Any], config: dict[str, Any]) -> None:
+def answer(
+    request: RunRequest, model: str, sampling: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
+) -> None:
     """Load a model, send its answer to stdout and its numbers to stderr."""
-    if written(sampling).logprobs is not None and not ask.json:
+    if given_params(sampling).logprobs is not None and not request.json:
         raise ParamError("logprobs", "are shown as JSON only; add --json")
-    check(store)
-    prompt, own = read_prompt(ask.prompt), _own(ask)
+    check_store_options(store)
+    prompt, own = read_prompt(request.prompt), _own(request)
     started_s = time.perf_counter()
-    with opened(store) as kept:
+    with open_store(store) as kept:
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, behind=behind(store), **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, behind=context_prefix(store), **config)
         with llm:
-            params = with_short_seed(chosen(sampling, llm))
-            _answer(llm, ask, prompt, params, own, model, time.perf_counter() - started_s)
+            params = with_short_seed(sampling_params(sampling, llm))
+            _answer(llm, request, prompt, params, own, model, time.perf_counter() - started_s)
 
 
 def _answer(
-    llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any], model: str, load_s: float
+    llm: LLM, request: RunRequest, prompt: str, params: SamplingParams, own: dict[str, Any], model: str, load_s: float
 ) -> None:
-    if ask.lora:
-        llm.load_lora(ask.lora, ADAPTER)
-    if ask.json:
-        done = _complete(llm, ask, prompt, params, own)
+    if request.lora:
+        llm.load_lora(request.lora, ADAPTER)
+    if request.json:
+        done = _complete(llm, request, prompt, params, own)
         shown = {**as_json(done, model, load_s), "seed": params.seed}
         print(json.dumps(shown, ensure_ascii=False, allow_nan=False))
         return
     if params.n > 1:
-        done = _show_samples(_complete(llm, ask, prompt, params, own))
+        done = _show_samples(_complete(llm, request, prompt, params, own))
     else:
-        done = _show(_stream(llm, ask, prompt, params, own))
-    for line in _lines_below(llm, ask, params, done, model, load_s):
+        done = _show(_stream(llm, request, prompt, params, own))
+    for line in _lines_below(llm, request, params, done, model, load_s):
         print(line, file=sys.stderr)
 
 
 def _lines_below(
-    llm: LLM, ask: Ask, params: SamplingParams, done: Completion, model: str, load_s: float
+    llm: LLM, request: RunRequest, params: SamplingParams, done: Completion, model: str, load_s: float
 ) -> Iterator[str]:
-    """What stderr gets after an answer."""
+    """The lines on stderr after an answer."""
     yield numbers(done)
     if any(sample.finish_reason == "repetition" for sample in (done, *done.alternatives)):
-        yield after_a_loop(params)
-    if ask.verbose:
+        yield repetition_hint(params)
+    if request.verbose:
         yield details(llm, model, load_s)
-        yield f"sampling: {described(params, llm)}"
+        yield f"sampling: {describe_params(params, llm)}"
         if said := drafts(done):
             yield said
 
@@ -114,7 +116,7 @@ def _show_samples(done: Completion) -> Completion:
 
 
 def read_prompt(given: str) -> str:
-    """The prompt itself, or what a pipe says."""
+    """The prompt itself, or the text of a pipe for `-`."""
     if given != "-":
         return given
     if sys.stdin.isatty():
@@ -125,32 +127,32 @@ def read_prompt(given: str) -> str:
     return text
 
 
-def _stream(llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Stream:
-    messages = _messages(llm, ask, prompt)
+def _stream(llm: LLM, request: RunRequest, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Stream:
+    messages = _messages(llm, request, prompt)
     return llm.stream(prompt, params, **own) if messages is None else llm.stream_chat(messages, params, **own)
 
 
-def _complete(llm: LLM, ask: Ask, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Completion:
-    messages = _messages(llm, ask, prompt)
+def _complete(llm: LLM, request: RunRequest, prompt: str, params: SamplingParams, own: dict[str, Any]) -> Completion:
+    messages = _messages(llm, request, prompt)
     return llm.generate(prompt, params, **own) if messages is None else llm.chat(messages, params, **own)
 
 
-def _own(ask: Ask) -> dict[str, Any]:
-    """What every way of asking is told besides the prompt."""
-    if ask.ratio is not None and not ask.documents:
+def _own(request: RunRequest) -> dict[str, Any]:
+    """The keywords besides the prompt: adapter, documents, recipe."""
+    if request.ratio is not None and not request.documents:
         raise ParamError("blend_ratio", "is for documents; give one with --document")
-    lora = {"lora": ADAPTER, "lora_scale": ask.lora_scale} if ask.lora else {}
-    if not ask.documents:
+    lora = {"lora": ADAPTER, "lora_scale": request.lora_scale} if request.lora else {}
+    if not request.documents:
         return lora
-    recipe = Recipe.of(None, **({} if ask.ratio is None else {"ratio": ask.ratio}))
-    return {**lora, "documents": [read_text(path) for path in ask.documents], "recipe": recipe}
+    recipe = Recipe.of(None, **({} if request.ratio is None else {"ratio": request.ratio}))
+    return {**lora, "documents": [read_text(path) for path in request.documents], "recipe": recipe}
 
 
-def _messages(llm: LLM, ask: Ask, prompt: str) -> list[Message] | None:
-    """The prompt as a conversation; None where it is to be continued as it is."""
-    if ask.raw or llm.tokenizer.chat_template is None:
+def _messages(llm: LLM, request: RunRequest, prompt: str) -> list[Message] | None:
+    """The prompt as chat messages; None where it is continued without a template."""
+    if request.raw or llm.tokenizer.chat_template is None:
         return None
-    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    system = [{"role": "system", "content": request.system}] if request.system else []
     return [*system, {"role": "user", "content": prompt}]
 
 
@@ -161,7 +163,7 @@ def speed(completion: Completion) -> float:
 
 
 def numbers(completion: Completion) -> str:
-    """The one line under an answer; more of it where documents were blended."""
+    """The line of numbers under an answer."""
     usage, timing = completion.usage, completion.timing
     samples = (completion, *completion.alternatives)
     generated = sum(sample.usage.completion_tokens for sample in samples)
@@ -174,7 +176,7 @@ def numbers(completion: Completion) -> str:
 
 
 def details(llm: LLM, model: str, load_s: float) -> str:
-    """More than most people want to know."""
+    """The lines of --verbose about the model and its KV pool."""
     executor = llm.executor
     spec, pool = executor.spec, executor.pool
     return (
@@ -186,7 +188,7 @@ def details(llm: LLM, model: str, load_s: float) -> str:
 
 
 def drafts(completion: Completion) -> str:
-    """What became of drafts, all samples together; nothing where there were none."""
+    """Accepted and rejected drafts of all samples together; empty without drafts."""
     each = [sample.usage for sample in (completion, *completion.alternatives)]
     drafted, accepted = sum(one.drafted_tokens for one in each), sum(one.accepted_tokens for one in each)
     if not drafted:
@@ -197,7 +199,7 @@ def drafts(completion: Completion) -> str:
 
 
 def as_json(completion: Completion, model: str, load_s: float) -> dict[str, Any]:
-    """A completion for programs; with several samples their texts in a list, and the others under `alternatives`."""
+    """A completion as JSON; several samples have their texts under `texts`, and all but the first in `alternatives`."""
     samples = (completion, *completion.alternatives)
     result = {"model": model, **_sample_json(completion)}
     result["timing"] |= {"load_s": load_s, "tokens_per_s": sum(map(speed, samples))}
@@ -221,7 +223,7 @@ def _sample_json(completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs_json(entry: TokenLogprobs) -> dict[str, Any]:
-    """One token's entry; JSON has no infinity, so a token that cannot occur has null."""
+    """The logprobs of one token; JSON has no infinity, so a token that cannot occur has null."""
     top = [value if math.isfinite(value) else None for value in entry.top_logprobs]
     own = entry.logprob if math.isfinite(entry.logprob) else None
     return {**asdict(entry), "logprob": own, "top_logprobs": top}

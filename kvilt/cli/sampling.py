@@ -1,4 +1,4 @@
-"""Sampling options of `kvilt run` and `kvilt chat`: what the user wrote, over what the model's author would choose."""
+"""Sampling options of `kvilt run` and `kvilt chat`: the user's options over the model's own defaults."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..llm import LLM
 from ..sampling.params import SamplingParams
 
 _SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-_SEED_BITS = 32  # short enough to be typed again
+_SEED_BITS = 32  # short enough to type
 
 
-def after_a_loop(params: SamplingParams) -> str:
-    """Why an answer ended that repeated itself, and what helps."""
+def repetition_hint(params: SamplingParams) -> str:
+    """The message for an answer that was ended because it repeated itself, with what helps."""
     other = "sample with a --temperature above 0" if params.greedy else "ask again for other draws"
     return (
         f"the answer repeated itself and was ended; {other}, raise --repetition-penalty, "
@@ -23,15 +23,15 @@ def after_a_loop(params: SamplingParams) -> str:
     )
 
 
-def written(options: Mapping[str, Any]) -> SamplingParams:
-    """The options that were given, checked: a typo should not cost a load."""
+def given_params(options: Mapping[str, Any]) -> SamplingParams:
+    """The given options as params, checked before a model is loaded."""
     return SamplingParams.of(None, **_given(options))
 
 
-def chosen(options: Mapping[str, Any], llm: LLM) -> SamplingParams:
-    """These options over the model's defaults; a temperature of 0 is greedy, and takes nothing from them.
+def sampling_params(options: Mapping[str, Any], llm: LLM) -> SamplingParams:
+    """The given options over the model's defaults. A temperature of 0 is greedy and ignores the defaults.
 
-    A grammar takes no penalty from them: brackets, quotes and field names come again and again.
+    With a grammar the default repetition penalty is ignored: brackets, quotes and field names must repeat.
     """
     given = _given(options)
     base = None if given.get("temperature") == 0 else llm.sampling_defaults.params
@@ -42,14 +42,14 @@ def chosen(options: Mapping[str, Any], llm: LLM) -> SamplingParams:
 
 
 def with_short_seed(params: SamplingParams) -> SamplingParams:
-    """These params with a seed that a user can repeat the answer with; greedy ones need none."""
+    """The params with a seed that the user can type to repeat the answer; greedy params need none."""
     if params.greedy or params.seed is not None:
         return params
     return dataclasses.replace(params, seed=secrets.randbits(_SEED_BITS))
 
 
-def described(params: SamplingParams, llm: LLM) -> str:
-    """How an answer is drawn, in one line."""
+def describe_params(params: SamplingParams, llm: LLM) -> str:
+    """The sampling params in one line."""
     own = [f"{name} {value:g}" for name in _SHOWN if (value := getattr(params, name)) != getattr(_OFF, name)]
     if params.greedy:
         own = ["greedy", *own]
@@ -63,5 +63,5 @@ _OFF = SamplingParams()
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that were left to the model."""
+    """The options that the user gave."""
     return {name: value for name, value in options.items() if value is not None}

@@ -14,7 +14,7 @@ from ..config import EngineConfig, GateConfig, env_admin_key, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
 from .progress import bars
-from .store import behind, opened
+from .store import context_prefix, open_store
 
 if TYPE_CHECKING:
     from ..server.config import ServeConfig
@@ -30,7 +30,7 @@ VISIBLE_KEYS = (
 def serve(
     model: str, options: dict[str, Any], engine: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """Load a model and serve it until a signal ends the process."""
+    """Load a model and serve it until a signal stops the server."""
     try:
         from ..server.listener import serve as listen
     except ImportError as error:
@@ -45,21 +45,21 @@ def serve(
     if options["api_key"] or options["admin_key"]:
         print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]
-    with opened(store) as kept:
+    with open_store(store) as kept:
         with bars() as shown:
-            own = {"store": kept, "behind": behind(store), "gate": gate, **config}
+            own = {"store": kept, "behind": context_prefix(store), "gate": gate, **config}
             llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **own)
         for name, path in adapters:
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
             llm.load_lora(path, name)
         gc.collect()
-        gc.freeze()  # what is there now stays: collections of what requests leave need not walk over it
+        gc.freeze()  # the model stays: later collections need not walk over it
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(listen(llm, settings, _ready))
         finally:
-            gc.unfreeze()  # or the native module is not taken down in order at exit
+            gc.unfreeze()  # else the native module is not unloaded in order at exit
 
 
 def _ready(listener: HTTPServer) -> None:
@@ -73,9 +73,9 @@ def _ready(listener: HTTPServer) -> None:
 
 
 def settings_of(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
-    """The options as the server's settings, with keys from files and the environment.
+    """The options as the server's configuration, with keys from files and the environment.
 
-    Handles are saved in the folder of the store, unless in one of their own.
+    Without --kv-dir, handles are saved in the folder of the store.
     """
     from ..server.config import ServeConfig
 
@@ -105,7 +105,7 @@ def settings_of(model: str, options: dict[str, Any], store: str | None = None) -
 
 
 def gate_of(options: dict[str, Any]) -> GateConfig:
-    """How blended prompts are compared with whole prefills. On unless told otherwise: nobody evaluates for a server."""
+    """How blended prompts are compared with whole prefills. A server compares by default: no user evaluates for it."""
     path = options["gate_path"]
     return GateConfig(
         every=options["gate_every"],
@@ -124,13 +124,13 @@ def named_path(text: str) -> tuple[str, str]:
 
 
 def default_name(model: str) -> str:
-    """What a model is called if nobody says otherwise: never a path."""
+    """The default name of a model in requests; never a path."""
     name = model.removeprefix("hf:")
     return Path(name).stem if "/" in name and not model.startswith("hf:") else name
 
 
 def admin_key(given: str | None, path: str | None) -> str | None:
-    """The owner's key, from one of the places where it may stand."""
+    """The admin key, from the option, a file or the environment; more than one is refused."""
     found = [key for key in (given, *read_keys(path, "admin_key_file"), env_admin_key()) if key is not None]
     if len(set(found)) > 1:
         raise ParamError("admin_key", f"is given {len(set(found))} times; there is one")
@@ -138,7 +138,7 @@ def admin_key(given: str | None, path: str | None) -> str | None:
 
 
 def owner_weights(path: str | None) -> dict[str, float]:
-    """The weights of a key file, by the owner that each key stands for."""
+    """The weights of a key file by tenant."""
     from ..server.auth import tenant_of_key
 
     return {tenant_of_key(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
@@ -150,9 +150,9 @@ def read_keys(path: str | None, option: str = "api_key_file") -> list[str]:
 
 
 def weighted_keys(path: str | None, option: str = "api_key_file") -> dict[str, float]:
-    """Keys from a file, at least one: each is a whole line, or is followed by a blank and weight=NUMBER.
+    """The keys of a file and their weights, at least one key. A line is KEY, or KEY weight=NUMBER.
 
-    Empty lines, and those that begin with #, are none.
+    Empty lines and lines that start with # are skipped.
     """
     if path is None:
         return {}
@@ -180,7 +180,7 @@ def _log_to_stderr(level: str) -> None:
 
 
 def _loop_factory() -> Any:
-    """uvloop where there is one."""
+    """uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""The store that options describe, for the length of a command. Refuses secrets on the command line."""
+"""Opens the KV store that command-line options describe. Refuses secrets on the command line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 _LOSSY = ("int8", "k8v4")
 _CODECS = ("raw", "zstd", *_LOSSY)
 _DISK, _REDIS = "20G", "8G"
-_MEMORY_SHARE = 8  # one part in so many of what is free
+_MEMORY_SHARE = 8  # the memory tier gets 1/8 of the free memory
 _SCHEMES = ("redis", "rediss", "unix")
 
 
 @contextmanager
-def opened(options: dict[str, Any], memory: bool = True) -> Iterator[Store | None]:
-    """A store, closed at the end; None where nothing was said, and a model keeps documents in memory by itself.
+def open_store(options: dict[str, Any], memory: bool = True) -> Iterator[Store | None]:
+    """A store, closed at the end; None without options: the model then keeps documents in its own memory.
 
-    Without `memory` it has only what outlives the command.
+    `memory=False` leaves the memory tier out, so that only tiers remain that outlive the command.
     """
-    check(options)
+    check_store_options(options)
     redis = _redis_url(options)
     if options["store"] is None and redis is None and options["store_memory"] is None:
         yield None
@@ -48,13 +48,13 @@ def opened(options: dict[str, Any], memory: bool = True) -> Iterator[Store | Non
         yield store
 
 
-def behind(options: dict[str, Any]) -> list[dict[str, str]] | None:
-    """What chats with documents begin with, as messages."""
+def context_prefix(options: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The system text that documents are computed after, as messages."""
     return None if options["behind"] is None else [{"role": "system", "content": options["behind"]}]
 
 
-def check(options: dict[str, Any]) -> None:
-    """Say what is wrong with the options, before anything is loaded."""
+def check_store_options(options: dict[str, Any]) -> None:
+    """Refuse wrong options before anything is loaded."""
     _redis_url(options)
     _secret(options["store_secret_file"])
     for name in ("store_memory", "store_disk", "store_redis_memory"):
@@ -66,15 +66,15 @@ def check(options: dict[str, Any]) -> None:
         raise ParamError("store_disk", "limits the folder of --store; name that too")
     if options["store_redis_memory"] is not None and _redis_url(options) is None:
         raise ParamError("store_redis_memory", "limits what is kept at --store-redis; name that too")
-    if options["store"] == "":  # a variable that is not set, and not a wish to fill the current folder
+    if options["store"] == "":  # likely an unset variable of the shell
         raise ParamError("store", "is empty; name a folder")
     folder = None if options["store"] is None else Path(options["store"]).expanduser()
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ParamError("store", f"{options['store']!r} is a file; name a folder")
 
 
-def outlives(options: dict[str, Any]) -> bool:
-    """Whether what is stored is there after the command."""
+def is_persistent(options: dict[str, Any]) -> bool:
+    """Whether stored records outlive the command."""
     return options["store"] is not None or _redis_url(options) is not None
 
 
@@ -102,7 +102,7 @@ def _memory(size: str | None) -> Any:
 
 
 def _redis_url(options: dict[str, Any]) -> str | None:
-    """Where the shared tier is. A process list shows options, so a password comes from the environment."""
+    """The URL of the shared tier. The list of processes shows options, so a password must come from the environment."""
     given: str | None = options["store_redis"]
     url = given or env_store_redis()
     if url is None:

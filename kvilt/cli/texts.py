@@ -1,4 +1,4 @@
-"""Text files as documents: exactly what is in them, or one sentence that says which file is no text and why."""
+"""Reads text files as documents, exactly as they are. A file that is no text is refused by name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A document, and what it is called."""
+    """A document and its name."""
 
     name: str
     text: str
 
 
 def read_text(path: str) -> str:
-    """The text of a file, or of a pipe for `-`. Nothing is stripped or translated: a document is its exact tokens."""
+    """The text of a file, or of a pipe for `-`. Nothing is stripped: the identity of a document is its exact tokens."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -35,7 +35,7 @@ def read_text(path: str) -> str:
 
 
 def read_documents(path: str, separator: str | None) -> list[TextFile]:
-    """A file's one document, or those between lines that are the separator; blank ones are none."""
+    """The one document of a file, or the documents between separator lines; blank ones are skipped."""
     text = read_text(path)
     if separator is None:
         return [TextFile(path, text)]

@@ -1,4 +1,4 @@
-"""`kvilt warm`: text files computed once and stored, for questions of other processes."""
+"""`kvilt warm`: computes the KV of text files once and stores it for other processes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..store.layer import layer_bytes
 from ..store.store import Store
 from .progress import bars, tracked
 from .run import ADAPTER
-from .store import behind, check, opened, outlives
+from .store import check_store_options, context_prefix, is_persistent, open_store
 from .texts import TextFile, read_documents
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What is to be warmed, and how it is told."""
+class WarmRequest:
+    """The files to compute and store, and how the result is shown."""
 
     files: Sequence[str]
-    separator: str | None = None  # a line that stands between documents
-    key_file: str | None = None  # for whose requests
+    separator: str | None = None  # a line between two documents of a file
+    key_file: str | None = None  # with the API key that the documents are stored for
     lora: str = ""  # the folder of an adapter
     lora_scale: float = 1.0
     json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class WarmDocument:
     """A file that fits the model, as tokens."""
 
     file: TextFile
@@ -44,13 +44,13 @@ class Document:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of the files."""
+class WarmCounts:
+    """Computed, failed and lost files."""
 
     done: list[tuple[TextFile, StoredDocument]] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # why, by name
+    failed: dict[str, str] = field(default_factory=dict)  # reason by name
     lost: dict[str, int] = field(default_factory=dict)  # records that a tier did not take, by tier and reason
-    evicted: dict[str, int] = field(default_factory=dict)  # records that left a tier for them
+    evicted: dict[str, int] = field(default_factory=dict)  # records that a tier evicted to make room
     seconds: float = 0.0
 
     @property
@@ -58,46 +58,46 @@ class Tally:
         return not self.failed and not self.lost
 
 
-def warm(ask: Ask, model: str, store: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Compute and store files; False if something could not be."""
-    check(store)
-    if not outlives(store):
+def warm(request: WarmRequest, model: str, store: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Compute and store files; False if one of them failed."""
+    check_store_options(store)
+    if not is_persistent(store):
         raise ParamError("store", "documents are kept for others to find; give --store PATH or --store-redis URL")
     _check_folder(store["store"])
-    tenant, tally = _tenant(ask.key_file), Tally()
-    files = list(_read(ask, tally))  # before the model: files that cannot be read should not cost a load
+    tenant, counts = _tenant(request.key_file), WarmCounts()
+    files = list(_read(request, counts))  # before the model: files that cannot be read should not cost a load
     if not files:
-        _tell(ask, tally)
+        _tell(request, counts)
         return False
-    with opened(store, memory=False) as kept:
+    with open_store(store, memory=False) as kept:
         assert kept is not None
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, behind=behind(store), **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, behind=context_prefix(store), **config)
         with llm:
-            own = {"tenant": tenant, "lora_scale": ask.lora_scale}
-            if ask.lora:
-                llm.load_lora(ask.lora, ADAPTER)
+            own = {"tenant": tenant, "lora_scale": request.lora_scale}
+            if request.lora:
+                llm.load_lora(request.lora, ADAPTER)
                 own["lora"] = ADAPTER
             try:
-                _warm(llm, kept, list(_fitting(llm, files, tally)), own, tally)
-            finally:  # what an interrupt leaves is stored, and worth telling
+                _warm(llm, kept, list(_fitting(llm, files, counts)), own, counts)
+            finally:  # after an interrupt, what was computed is stored and shown too
                 kept.flush()
-                tally.lost = _counted(kept, DROPPED.name)
-                tally.evicted = _counted(kept, EVICTED.name)
-                _tell(ask, tally)
-    return tally.ok
+                counts.lost = _counted(kept, DROPPED.name)
+                counts.evicted = _counted(kept, EVICTED.name)
+                _tell(request, counts)
+    return counts.ok
 
 
-def _read(ask: Ask, tally: Tally) -> Iterator[TextFile]:
-    for path in ask.files:
+def _read(request: WarmRequest, counts: WarmCounts) -> Iterator[TextFile]:
+    for path in request.files:
         try:
-            yield from read_documents(path, ask.separator)
+            yield from read_documents(path, request.separator)
         except InputError as error:
-            _fail(tally, path, str(error))
+            _fail(counts, path, str(error))
 
 
 def _check_folder(folder: str | None) -> None:
-    """Raise where nothing could be kept: then nothing should be computed, and no model loaded."""
+    """Refuse a folder that cannot be written to, before a model is loaded."""
     if folder is None:
         return
     path = Path(folder).expanduser()
@@ -109,24 +109,24 @@ def _check_folder(folder: str | None) -> None:
         raise ParamError("store", f"{folder!r} cannot be written to; name another folder")
 
 
-def _fitting(llm: LLM, files: Sequence[TextFile], tally: Tally) -> Iterator[Document]:
+def _fitting(llm: LLM, files: Sequence[TextFile], counts: WarmCounts) -> Iterator[WarmDocument]:
     for one in files:
         try:
             ids = llm.documents.ids_alone(one.name, one.text)
         except InputError as error:
-            _fail(tally, one.name, str(error))
+            _fail(counts, one.name, str(error))
         else:
-            yield Document(one, ids)
+            yield WarmDocument(one, ids)
 
 
-def _fail(tally: Tally, name: str, why: str) -> None:
-    tally.failed[name] = why
+def _fail(counts: WarmCounts, name: str, why: str) -> None:
+    counts.failed[name] = why
     print(f"kvilt: {why}", file=sys.stderr)
 
 
-def _groups(documents: Sequence[Document], most_tokens: int) -> Iterator[list[Document]]:
-    """A few at a time, with so many tokens at the most, but for one that has more by itself."""
-    group: list[Document] = []
+def _groups(documents: Sequence[WarmDocument], most_tokens: int) -> Iterator[list[WarmDocument]]:
+    """Groups of a few documents with at most `most_tokens` tokens; a longer document is a group of its own."""
+    group: list[WarmDocument] = []
     for one in documents:
         if group and (len(group) == AT_ONCE or sum(len(each.ids) for each in (*group, one)) > most_tokens):
             yield group
@@ -136,8 +136,8 @@ def _groups(documents: Sequence[Document], most_tokens: int) -> Iterator[list[Do
         yield group
 
 
-def _warm(llm: LLM, store: Store, documents: Sequence[Document], own: dict[str, Any], tally: Tally) -> None:
-    """All of them, no more between two waits than the store's queue holds."""
+def _warm(llm: LLM, store: Store, documents: Sequence[WarmDocument], own: dict[str, Any], counts: WarmCounts) -> None:
+    """Compute all documents; the store is flushed before its queue is full."""
     started_s, before = time.perf_counter(), 0
     most_tokens = store.limits.queue_bytes // sum(layer_bytes(form, 1) for form in llm.documents.chunks.form)
     with tracked("warming", sum(len(one.ids) for one in documents)) as show:
@@ -148,9 +148,9 @@ def _warm(llm: LLM, store: Store, documents: Sequence[Document], own: dict[str, 
 
             results = llm.warm([one.ids for one in some], on_progress=note, **own)
             store.flush()
-            tally.done += zip([one.file for one in some], results, strict=True)
+            counts.done += zip([one.file for one in some], results, strict=True)
             before += sum(one.tokens for one in results)
-            tally.seconds = time.perf_counter() - started_s
+            counts.seconds = time.perf_counter() - started_s
 
 
 def _counted(store: Store, name: str) -> dict[str, int]:
@@ -159,22 +159,22 @@ def _counted(store: Store, name: str) -> dict[str, int]:
     return {": ".join(one["labels"].values()): int(one["value"]) for one in series if one["value"]}
 
 
-def _tell(ask: Ask, tally: Tally) -> None:
-    found = [one.tokens for _, one in tally.done if one.found]
-    computed = [one.tokens for _, one in tally.done if not one.found]
-    if ask.json:
-        print(json.dumps(_as_json(tally), ensure_ascii=False))
+def _tell(request: WarmRequest, counts: WarmCounts) -> None:
+    found = [one.tokens for _, one in counts.done if one.found]
+    computed = [one.tokens for _, one in counts.done if not one.found]
+    if request.json:
+        print(json.dumps(_as_json(counts), ensure_ascii=False))
         return
-    for document, one in tally.done:
+    for document, one in counts.done:
         print(f"{'found' if one.found else 'computed':<8} {one.tokens:>7,} tokens  {document.name}")
-    for why, count in tally.lost.items():
+    for why, count in counts.lost.items():
         print(f"kvilt: {_some(count)} not taken by the store ({why})", file=sys.stderr)
-    for tier, count in tally.evicted.items():  # older ones, or, where the budget is small, the first of these
+    for tier, count in counts.evicted.items():  # older records, or with a small budget the first of these
         print(f"kvilt: {_some(count)} removed from the {tier} tier to make room; give it more", file=sys.stderr)
-    speed = f" ({sum(computed) / tally.seconds:.0f} tok/s)" if computed and tally.seconds else ""
+    speed = f" ({sum(computed) / counts.seconds:.0f} tok/s)" if computed and counts.seconds else ""
     said = [f"{len(computed)} computed, {sum(computed):,} tokens{speed}", f"{len(found)} found already"]
-    if tally.failed:
-        said.append(f"{len(tally.failed)} failed")
+    if counts.failed:
+        said.append(f"{len(counts.failed)} failed")
     print(" · ".join(said), file=sys.stderr)
 
 
@@ -182,22 +182,24 @@ def _some(count: int) -> str:
     return "1 document was" if count == 1 else f"{count} documents were"
 
 
-def _as_json(tally: Tally) -> dict[str, Any]:
+def _as_json(counts: WarmCounts) -> dict[str, Any]:
     documents = [
-        {"name": document.name, "id": one.id, "tokens": one.tokens, "found": one.found} for document, one in tally.done
+        {"name": document.name, "id": one.id, "tokens": one.tokens, "found": one.found} for document, one in counts.done
     ]
-    stored = {"not_stored": tally.lost, "evicted": tally.evicted}
-    return {"documents": documents, "failed": tally.failed, **stored, "seconds": tally.seconds}
+    stored = {"not_stored": counts.lost, "evicted": counts.evicted}
+    return {"documents": documents, "failed": counts.failed, **stored, "seconds": counts.seconds}
 
 
 def _tenant(key_file: str | None) -> str:
-    """For whose requests: a server finds documents by the key they were stored for."""
+    """The tenant of the key in a file: a server finds documents by the key that they were stored for."""
     if key_file is None:
         return ""
     try:
         from ..server.auth import tenant_of_key
     except ImportError as error:
-        raise Unsupported(f"keys are a server's; it needs {error.name}: pip install 'kvilt[server]'") from None
+        raise Unsupported(
+            f"API keys belong to the server, which needs {error.name}: pip install 'kvilt[server]'"
+        ) from None
     from .serve import read_keys
 
     keys = read_keys(key_file)

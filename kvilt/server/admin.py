@@ -23,19 +23,19 @@ from .service import Service
 
 
 class Health(ResponseModel):
-    """How the server is."""
+    """The state of the server."""
 
     status: Literal["ok", "draining", "hung"]
 
 
 class Version(ResponseModel):
-    """Which kvilt this is."""
+    """The version of kvilt."""
 
     version: str
 
 
 class PrefixCacheReset(ResponseModel):
-    """Something was forgotten."""
+    """The prefix cache was emptied."""
 
     cleared: bool
 
@@ -53,7 +53,7 @@ class LoadLora(RequestModel):
 
 
 class UnloadLora(RequestModel):
-    """An adapter that nobody new may use; requests in progress go on to their end."""
+    """An adapter to unload; requests in progress keep it until they end."""
 
     lora_name: Name
     lora_int_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -79,7 +79,7 @@ router = APIRouter(route_class=StrictRoute, tags=["admin"])
     "/reset_prefix_cache", response_model=None, responses={200: {"model": PrefixCacheReset}, **error_responses()}
 )
 async def reset_prefix_cache(service: ServiceDep, caller: CallerDep) -> Response:
-    """Forget every prefix, of every key, as before a measurement; handles and requests in progress keep their KV."""
+    """Empty the prefix cache of all keys, as before a measurement; handles and requests in progress keep their KV."""
     check_admin(caller)
     await service.llm.offload.run(OWNER, service.llm.executor.prefixes.clear)
     return json_response({"cleared": True})
@@ -90,14 +90,14 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": LoraCard}, **BODY_ER
 
 @router.post("/v1/load_lora_adapter", response_model=None, responses=_ANSWERS)
 async def load(body: LoadLora, service: ServiceDep, caller: CallerDep) -> Response:
-    """Load an adapter; its name is then a model's."""
+    """Load an adapter; requests then use its name as the model."""
     check_admin(caller)
     return json_response(_card(await service.llm.offload.run(OWNER, _load, service, body)))
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None, responses=_ANSWERS)
 async def unload(body: UnloadLora, service: ServiceDep, caller: CallerDep) -> Response:
-    """Unload an adapter; requests that run on it go on to their end."""
+    """Unload an adapter; requests in progress keep it until they end."""
     check_admin(caller)
     adapters = service.llm.executor.adapters
     try:
@@ -122,7 +122,7 @@ def _load(service: Service, body: LoadLora) -> AdapterInfo:
         _check_path(body.lora_path)
         lora_id = adapters.load(inside / body.lora_path, body.lora_name, inside)
         return adapters.find(lora_id)
-    except ModelNotFound:  # its message has the whole path
+    except ModelNotFound:  # its message contains the whole path
         message = "lora_path: there is no adapter in such a folder"
         raise HTTPError(404, message, param="lora_path", code="lora_not_found") from None
     except HTTPError:
@@ -157,14 +157,14 @@ _STATES = {200: {"model": Health}, 403: {"model": Error}, 503: {"model": Health}
 
 @health_router.get("/health", response_model=None, responses=_STATES)  # type: ignore[arg-type]
 async def health(service: ServiceDep) -> Response:
-    """Whether the process does its work: 503 while a step hangs."""
+    """Whether the engine makes progress: 503 while a step hangs."""
     healthy = service.llm.healthy
     return json_response({"status": "ok" if healthy else "hung"}, 200 if healthy else 503)
 
 
 @health_router.get("/ready", response_model=None, responses=_STATES)  # type: ignore[arg-type]
 async def ready(service: ServiceDep) -> Response:
-    """Whether new requests are taken: 503 while the server shuts down or a step hangs."""
+    """Whether new requests are accepted: 503 while the server shuts down or a step hangs."""
     if not service.llm.healthy:
         return json_response({"status": "hung"}, 503)
     open_ = service.llm.accepting and not service.draining
@@ -173,7 +173,7 @@ async def ready(service: ServiceDep) -> Response:
 
 @health_router.get("/version", response_model=None, responses={200: {"model": Version}, **error_responses()})
 async def version() -> Response:
-    """Which kvilt this is."""
+    """The version of kvilt."""
     return json_response({"version": __version__})
 
 
@@ -184,6 +184,6 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"sche
     "/metrics", response_class=PlainTextResponse, response_model=None, responses=_TEXT | error_responses()
 )
 async def metrics(service: ServiceDep, caller: CallerDep) -> Response:
-    """Everything that is counted, for Prometheus. Where keys are set, it is the owner's: it tells of all keys."""
+    """All metrics in the Prometheus format. Where keys are set, the admin key is needed: metrics cover all keys."""
     check_metrics(caller, service.config)
     return Response(service.exposition(), 200, media_type=CONTENT_TYPE)

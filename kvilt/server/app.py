@@ -22,7 +22,7 @@ from .metrics import CONTENT_TYPE
 from .openai import chat, completions, models, tokenizer
 from .service import Service
 
-# Paths are matched in this order: the routes of kv come with the more specific ones first.
+# Also the order in which paths are matched.
 _ROUTERS = (
     chat.router,
     completions.router,
@@ -56,12 +56,12 @@ def _served(page: StaticFiles, path: str) -> Any:
 
 
 async def _refuse(_request: Request, error: Exception) -> Response:
-    """Where no route was found: errors inside routes are theirs."""
+    """Errors of the router; a route maps its own errors."""
     return http_error_of(error).response()
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, which FastAPI writes but for the keys and its own kind of validation error."""
+    """FastAPI's OpenAPI document with our API keys, and without FastAPI's own validation errors."""
     if app.openapi_schema is None:
         made = get_openapi(
             title=app.title, version=app.version, routes=app.routes, description="An OpenAI-compatible API."
@@ -88,14 +88,14 @@ def make_metrics_app(service: Service) -> ASGIApp:
             answer = _answer(service, scope)
         except Exception as error:
             answer = http_error_of(error).response()
-        answer.headers["connection"] = "close"  # bodies are not read
+        answer.headers["connection"] = "close"  # request bodies are not read
         await answer(scope, receive, send)
 
     return app
 
 
 def _answer(service: Service, scope: Scope) -> Response:
-    check_host(Headers(scope=scope), service.config)  # a page could rebind its name to this port, too
+    check_host(Headers(scope=scope), service.config)  # DNS rebinding is possible on this port, too
     if scope["path"] != "/metrics":
         raise HTTPError(404, "this port serves /metrics alone", code="not_found")
     if scope["method"] not in ("GET", "HEAD"):
@@ -117,8 +117,8 @@ _KINDS = {
 
 
 class StaticFiles:
-    """All files of a folder, by the paths they have in a browser. Read when the server starts, so no path is resolved
-    later, whatever a request asks for."""
+    """The static files of one folder, by URL path. They are listed when the server starts, so a request never resolves
+    a path."""
 
     def __init__(self, folder: Path = WEB) -> None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix in _KINDS]
@@ -128,7 +128,7 @@ class StaticFiles:
 
     @property
     def paths(self) -> list[str]:
-        """What can be asked for."""
+        """All URL paths."""
         return list(self._files)
 
     def __contains__(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who may ask: the names this server answers to, the pages that may call it, and keys compared in constant time."""
+"""Authentication: allowed Host names, allowed origins, and API keys compared in constant time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever a key belongs to. KV is shared, and handles are seen, only by the same tenant; quotas are the key's."""
+    """The owner of an API key. KV and handles belong to a tenant; quotas belong to the key."""
 
     tenant: str = ""
     is_admin: bool = False
 
     def salted(self, salt: str | None) -> Caller:
-        """The part of a key that only requests with this salt are: KV and handles of its own, quotas of the key."""
+        """The same key with a cache salt: a tenant with its own KV and handles, under the quotas of the key."""
         if salt is None:
             return self
         return replace(self, tenant=part_of(self.tenant, _tenant_hash(f"salt {self.tenant} {salt}".encode())))
 
 
 def check_host(headers: Mapping[str, str], config: ServeConfig) -> None:
-    """Refuse names that are not this server's: a page that rebinds its own name to our address is found out here.
+    """Refuse Host names that are not this server's. This stops DNS rebinding by web pages.
 
-    An address cannot be rebound, so addresses are fine.
+    An IP address cannot be rebound, so every address is accepted.
     """
     given = headers.get("host", "")
     name = _host_name(given)
@@ -47,7 +47,7 @@ def check_host(headers: Mapping[str, str], config: ServeConfig) -> None:
 
 
 def check_origin(headers: Mapping[str, str], config: ServeConfig) -> str | None:
-    """The origin of the page that asks, if it may; None where no page asks."""
+    """The Origin header of a web page, refused unless it is allowed; None for other clients."""
     origin = headers.get("origin")
     if origin is None:
         return None
@@ -68,7 +68,7 @@ def check_origin(headers: Mapping[str, str], config: ServeConfig) -> str | None:
 
 
 class APIKeys:
-    """The keys of a server; none are kept as they were written."""
+    """The API keys and the admin key of a server, kept as digests only."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._keys = [_digest(key) for key in config.api_keys]
@@ -76,11 +76,11 @@ class APIKeys:
 
     @property
     def needed(self) -> bool:
-        """Whether a caller must show one."""
+        """Whether requests must carry a key."""
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Whoever asks, or a refusal. Every key is looked at, whichever fits."""
+        """The owner of the key in these headers. Every key is compared, so that the time does not tell which fits."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         shown = _digest(given.strip() if scheme.lower() == "bearer" else "")
         fits = [hmac.compare_digest(shown, key) for key in self._keys]
@@ -94,18 +94,18 @@ class APIKeys:
 
 
 def tenant_of_key(key: str) -> str:
-    """Whose KV requests with this key find."""
+    """The tenant of a key, under which its KV is stored."""
     return _tenant_hash(_digest(key))
 
 
 def check_admin(caller: Caller) -> None:
-    """Refuse everybody but the owner."""
+    """Refuse every caller without the admin key."""
     if not caller.is_admin:
         raise HTTPError(403, "this route needs the admin key, which is set with --admin-key", code="admin_only")
 
 
 def check_metrics(caller: Caller, config: ServeConfig) -> None:
-    """Refuse what all keys do to everybody but the owner; without keys there is one tenant, which sees itself."""
+    """Require the admin key for metrics where API keys are set: metrics count the requests of all keys."""
     if config.api_keys and not caller.is_admin:
         raise HTTPError(
             403,
@@ -115,7 +115,7 @@ def check_metrics(caller: Caller, config: ServeConfig) -> None:
 
 
 def _digest(key: str) -> bytes:
-    """Equal lengths, so that comparing takes the same time for all keys."""
+    """A digest of fixed length, so that comparing takes the same time for all keys."""
     return hashlib.sha256(b"kvilt key " + key.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -1,4 +1,4 @@
-"""How a server is reached, whom it lets in and how much it takes from them: frozen, checked by name."""
+"""The frozen configuration of a server: addresses, keys, limits. Wrong values are refused by name."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]{1,260}")
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Everything about a server but its model."""
+    """The configuration of a server without its model."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    names: tuple[str, ...] = ("kvilt",)  # what the model is called in requests; the first is shown
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody is let in
+    names: tuple[str, ...] = ("kvilt",)  # of the model in requests; answers show the first
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is needed
     admin_key: str | None = field(default=None, repr=False)  # none: admin routes are closed
     allowed_hosts: tuple[str, ...] = ()  # names of this machine besides localhost and addresses; "*": any
-    cors_origins: tuple[str, ...] = ()  # pages that may ask besides localhost's; "*": any
-    metrics_port: int | None = None  # /metrics without a key; 0: any free one; none: beside all other routes alone
+    cors_origins: tuple[str, ...] = ()  # allowed besides those of localhost; "*": any
+    metrics_port: int | None = None  # a second port for /metrics, without a key; 0: any free one
     metrics_host: str = "127.0.0.1"
-    kv_dir: Path | None = None  # where KV handles are saved; none: nowhere
-    lora_dir: Path | None = None  # where adapters may be loaded from while it runs; none: nowhere
+    kv_dir: Path | None = None  # where KV handles are saved; none: saving is off
+    lora_dir: Path | None = None  # where adapters are loaded from at run time; none: loading is off
     max_body_bytes: int = 8 << 20
     max_connections: int = 2048
-    header_timeout_s: float = 15.0  # from the first byte of a request, or from connecting, to its last header
-    body_timeout_s: float = 60.0  # from there to the end of the body
-    write_timeout_s: float = 30.0  # for a client to take what it was sent
+    header_timeout_s: float = 15.0  # from the connection, or the first byte of a request, to its last header
+    body_timeout_s: float = 60.0  # from the last header to the end of the body
+    write_timeout_s: float = 30.0  # for a client to read what was sent
     idle_timeout_s: float = 30.0  # between requests of one connection
-    keep_alive_s: float = 15.0  # silence in a stream before a comment is sent
-    grace_s: float = 30.0  # for requests in progress when the server is told to end
+    keep_alive_s: float = 15.0  # without an event in a stream, until a comment is sent
+    grace_s: float = 30.0  # for requests in progress when the server shuts down
     max_prompts: int = 1024  # in one request
     max_messages: int = 2048
     max_tools: int = 128
     max_documents: int = 1024
     max_saved: int = 64  # files of one key
-    max_saved_bytes: int = 8 << 30  # once a key's files have so many, no more are saved
+    max_saved_bytes: int = 8 << 30  # of all files of one key
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
@@ -70,7 +70,7 @@ class ServeConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether the server listens on a loopback address only."""
         if self.host == "localhost":
             return True
         try:

@@ -1,4 +1,4 @@
-"""A server's life: listening, an orderly end when it is told to, and an end in any case when it is told twice."""
+"""The uvicorn servers: they listen, drain on the first signal, and stop at once on the second."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUIET: dict[str, Any] = {
 
 
 class MetricsServer(uvicorn.Server):
-    """/metrics on a port of its own, for as long as the server it belongs to."""
+    """Serves /metrics on a second port for as long as the main server runs."""
 
     def __init__(self, service: Service, port: int) -> None:
         config = dataclasses.replace(service.config, max_connections=_METRICS_CONNECTIONS)
@@ -50,17 +50,17 @@ class MetricsServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are for the server."""
+        """Leave signals to the main server."""
         yield
 
     @property
     def port(self) -> int:
-        """Where it listens, once it does."""
+        """The port, once the server listens."""
         return _port(self)
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server, which ends when what is in progress has ended."""
+    """The main server. When it is told to stop, it waits for the requests in progress."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
@@ -81,7 +81,7 @@ class HTTPServer(uvicorn.Server):
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen until it ends, on both ports if there are two."""
+        """Listen until the server stops, also on the metrics port if there is one."""
         watching = asyncio.ensure_future(self.service.loop_monitor.run())
         beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
         try:
@@ -94,12 +94,12 @@ class HTTPServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """The first signal drains, the second ends."""
+        """Drain on the first signal, stop at once on the second."""
         loop = asyncio.get_running_loop()
         try:
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self.end)
-        except (NotImplementedError, RuntimeError, ValueError):  # not in the main thread: whoever runs us ends us
+        except (NotImplementedError, RuntimeError, ValueError):  # not in the main thread: the caller stops the server
             yield
             return
         try:
@@ -109,7 +109,7 @@ class HTTPServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def end(self) -> None:
-        """Begin to end; said twice, end now."""
+        """Start to drain; a second call stops at once."""
         if self._ending is None:
             self.service.draining = True
             self._ending = asyncio.ensure_future(self._drain())
@@ -118,17 +118,17 @@ class HTTPServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
     async def _drain(self) -> None:
-        """New requests are refused from here on; those in progress have their time."""
+        """Wait for the requests in progress, at most `grace_s`; new requests are refused meanwhile."""
         _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
         if not await self.service.idle(self.service.config.grace_s):
             _log.error("some requests took longer than that; they are ended")
-            await self.service.llm.aclose()  # whoever waits is told
+            await self.service.llm.aclose()  # open requests get an error
             await self.service.idle(_LAST_WORDS_S)
         self.should_exit = True
 
     @property
     def port(self) -> int:
-        """Where it listens, once it does."""
+        """The port, once the server listens."""
         return _port(self)
 
 
@@ -138,7 +138,7 @@ def _port(server: uvicorn.Server) -> int:
 
 
 async def serve(llm: AsyncLLM, config: ServeConfig, on_ready: Callable[[HTTPServer], None] = lambda _: None) -> None:
-    """Serve a model until a signal ends it; then let go of the model."""
+    """Serve a model until a signal stops the server; then close the model."""
     _raise_file_limit(config)
     async with llm:
         listener = HTTPServer(Service(llm, config))
@@ -156,7 +156,7 @@ async def _tell(listener: HTTPServer, on_ready: Callable[[HTTPServer], None]) ->
 
 
 def _raise_file_limit(config: ServeConfig) -> None:
-    """Every connection is a file: take as many as the system gives, and say if they are too few."""
+    """Raise the limit of open files to fit the connections; log a warning if the system allows fewer."""
     try:
         import resource
     except ImportError:  # not on this system

@@ -32,16 +32,16 @@ SERVER_METRICS = (
 )
 TICK_S = 0.005
 WINDOW_S = 60.0
-_PARTS = 12  # of the window: the longest pause is forgotten by parts
+_PARTS = 12  # of the window: each part has its own longest pause
 
 
 class EventLoopMonitor:
-    """A task that sleeps and notes how late it wakes."""
+    """A task that sleeps and measures how late it wakes: the time for which something blocked the event loop."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._longest: deque[tuple[float, float]] = deque(maxlen=_PARTS)  # begin of a part, its longest pause
+        self._longest: deque[tuple[float, float]] = deque(maxlen=_PARTS)  # start of a part, its longest pause
 
     def longest_s(self) -> float:
         """The longest pause of the last minute."""
@@ -49,7 +49,7 @@ class EventLoopMonitor:
         return max((pause_s for began_s, pause_s in self._longest if began_s >= since_s), default=0.0)
 
     def note(self, pause_s: float) -> None:
-        """A pause that has just ended."""
+        """Record a pause that has just ended."""
         now_s = self._clock()
         self._metrics.observe(LOOP_PAUSE_SECONDS, pause_s)
         if not self._longest or now_s - self._longest[-1][0] >= WINDOW_S / _PARTS:
@@ -58,11 +58,11 @@ class EventLoopMonitor:
             self._longest[-1] = (self._longest[-1][0], pause_s)
 
     def publish(self) -> None:
-        """Set the gauge, before it is read."""
+        """Set the gauge to the current value."""
         self._metrics.set(LOOP_PAUSE_MAX_SECONDS, self.longest_s())
 
     async def run(self) -> None:
-        """Watch the loop that this runs in until it is cancelled."""
+        """Watch the event loop that runs this task, until it is cancelled."""
         while True:
             due_s = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -71,7 +71,7 @@ class EventLoopMonitor:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OURS = "kvilt_"
-# What vLLM counts too, less its prefix; some come with later parts of kvilt, and are told as soon as they are counted.
+# Metrics that vLLM has too, without its prefix. Each gets an alias as soon as kvilt declares it.
 _THEIRS = frozenset(
     {
         "num_requests_running",
@@ -95,13 +95,13 @@ _THEIRS = frozenset(
 
 
 def prometheus_text(metrics: Metrics, model: str) -> str:
-    """The text format; aliases carry the model's name, as they do there."""
+    """The Prometheus text format, with aliases under vLLM's names; aliases have vLLM's label `model_name`."""
     values = metrics.snapshot()
     lines: list[str] = []
     for declaration in metrics.declarations:
         name, series = declaration.name, values[declaration.name]["series"]
         if not series and not declaration.labels and not isinstance(declaration, Histogram):
-            series = [{"labels": {}, "value": 0}]  # nothing was counted, and dashboards want to see that
+            series = [{"labels": {}, "value": 0}]  # dashboards expect a zero before the first count
         lines += _metric(name, declaration, series, {})
         if (theirs := name.removeprefix(_OURS)) in _THEIRS:
             lines += _metric(f"vllm:{theirs}", declaration, series, {"model_name": model})

@@ -1,4 +1,4 @@
-"""What all routes share: the model, the settings, and the count of requests in progress."""
+"""What all routes share: the model, the configuration, and the count of requests in progress."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the same seed may give other tokens."""
+        """OpenAI's `system_fingerprint`: it changes when the same seed may give other tokens."""
         identity = self.llm.executor.pool.identity()
         return "fp_" + hashlib.sha256(f"{identity.model} {identity.numerics}".encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> str | None:
-        """Refuse requests for another model; the adapter that a name stands for, None: the model itself."""
+        """The adapter that a model name stands for; None is the model itself. Other names are refused."""
         if name is None or name in self.config.names:
             return None
         try:
@@ -75,18 +75,18 @@ class Service:
             ) from None
 
     def check_new_name(self, name: str) -> None:
-        """Refuse an adapter the name of the model itself, which requests could not tell from it."""
+        """Refuse to load an adapter under the name of the model: requests could not tell the two apart."""
         if name in self.config.names:
             raise HTTPError(
                 400, f"lora_name: {name[:64]!r} is the model's own name", param="lora_name", code="bad_name"
             )
 
     def saving(self, caller: Caller) -> asyncio.Lock:
-        """Held while a key saves a file: one at a time, so that none is counted before it is there."""
+        """A lock for saving files, one for each key. It makes the count of saved files exact."""
         return self._saving.setdefault(owner_of(caller.tenant), asyncio.Lock())
 
     def exposition(self) -> str:
-        """Everything that is counted, of all keys together, for Prometheus."""
+        """All metrics, of all keys together, in the Prometheus text format."""
         self.loop_monitor.publish()
         for kind, (running, waiting) in self.llm.offload.load().items():
             self.metrics.set(OFFLOAD_RUNNING, running, kind=kind)
@@ -97,7 +97,7 @@ class Service:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """While a request is served."""
+        """Count a request as in progress."""
         self._in_progress += 1
         self._idle.clear()
         try:
@@ -108,7 +108,7 @@ class Service:
                 self._idle.set()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in progress; False if that took too long."""
+        """Wait until no request is in progress; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -124,18 +124,18 @@ def service_of(request: Request) -> Service:
 
 
 def caller_of(request: Request) -> Caller:
-    """Whoever asks; the edge found that out."""
+    """The caller, as the middleware authenticated it."""
     caller: Caller = request.scope["kvilt.caller"]
     return caller
 
 
 def new_id(kind: str) -> str:
-    """An id in the form clients know: a prefix and what nobody can guess."""
+    """A fresh id in the form that clients know: a prefix and a random part."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
 def answer_header(service: Service, kind: str, name: str, lora: str | None = None) -> dict[str, Any]:
-    """How every answer of a kind begins."""
+    """The fields that every answer begins with."""
     return {
         "id": name,
         "object": kind,

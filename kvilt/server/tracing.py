@@ -1,6 +1,6 @@
-"""OpenTelemetry spans, one for each request, where its API is installed; nothing where it is not.
+"""OpenTelemetry spans, one for each request. Without the OpenTelemetry API installed, these functions do nothing.
 
-Whoever wants them sets up the SDK, as `opentelemetry-instrument kvilt serve` does.
+The SDK is set up outside of kvilt, for example by `opentelemetry-instrument kvilt serve`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ else:
 
 @contextmanager
 def request_span(scope: Scope, headers: Mapping[str, str], request_id: str) -> Iterator[Any]:
-    """A span around a request, a child of the caller's if it sent one; routes add to it under `kvilt.span`."""
+    """A span around a request, a child of the client's span if the headers name one. Routes find it as `kvilt.span`."""
     if not traced:
         yield None
         return
@@ -38,7 +38,7 @@ def request_span(scope: Scope, headers: Mapping[str, str], request_id: str) -> I
 
 
 def end_span(one: Any, route: str, status: int) -> None:
-    """How a request ended."""
+    """Set the route and the status of a request that has ended."""
     if one is None:
         return
     one.update_name(route)
@@ -49,7 +49,7 @@ def end_span(one: Any, route: str, status: int) -> None:
 
 
 def trace_request(scope: Scope, operation: str, model: str, params: SamplingParams) -> None:
-    """What a model was asked for; names are those of OpenTelemetry's conventions for generative AI."""
+    """Set the model and the sampling params, under the names of OpenTelemetry's conventions for generative AI."""
     one = scope.get("kvilt.span")
     if one is None:
         return
@@ -61,7 +61,7 @@ def trace_request(scope: Scope, operation: str, model: str, params: SamplingPara
 
 
 def trace_usage(scope: Scope, usage: Mapping[str, Any]) -> None:
-    """What an answer took."""
+    """Set the token counts of an answer."""
     one = scope.get("kvilt.span")
     if one is None:
         return

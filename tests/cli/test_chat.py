@@ -24,9 +24,9 @@ from tiny import write_tiny
 from kvilt import LLM, SamplingParams
 from kvilt.cli import chat, chat_session
 from kvilt.cli import chat_commands as commands
-from kvilt.cli.chat_input import Pipe, is_open, unquoted
+from kvilt.cli.chat_input import PipeInput, is_open, unquoted
 from kvilt.cli.chat_screen import Screen, printable
-from kvilt.cli.chat_session import Session
+from kvilt.cli.chat_session import ChatSession
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, InputError, ModelNotFound, TemplateError
 from kvilt.executor.load import load_executor
@@ -238,7 +238,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def session(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatSession]:
     """A session with a tiny random model, whose home is a new folder; other models fail as they do in real life."""
     monkeypatch.setenv("KVILT_HOME", str(tmp_path / "home"))
 
@@ -250,21 +250,21 @@ def session(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return LLM(load_executor(folder, RunConfig(kv_memory=1 << 22)), tokenizer)
 
     monkeypatch.setattr(chat_session, "load", load)
-    opened = Session.open("tiny", {"max_tokens": 6, "temperature": 0.0}, {}, "")
+    opened = ChatSession.open("tiny", {"max_tokens": 6, "temperature": 0.0}, {}, "")
     yield opened
     opened.close()
     assert opened.llm.executor.pool.usage().used == 0
 
 
-def talk(session: Session, *lines: str) -> bool:
-    return chat._converse(session, Screen(), Pipe([line.encode() for line in lines]))
+def talk(session: ChatSession, *lines: str) -> bool:
+    return chat._converse(session, Screen(), PipeInput([line.encode() for line in lines]))
 
 
 Do = Callable[[str], str]
 
 
 @pytest.fixture
-def do(session: Session) -> Do:
+def do(session: ChatSession) -> Do:
     def run(line: str) -> str:
         command = commands.parse(line)
         assert command is not None
@@ -273,7 +273,7 @@ def do(session: Session) -> Do:
     return run
 
 
-def test_branches_are_gone_back_to_and_stay(session: Session, do: Do) -> None:
+def test_branches_are_gone_back_to_and_stay(session: ChatSession, do: Do) -> None:
     assert talk(session, "one")
     answer = session.conversation.turns
     assert "0 tokens computed" in do("/fork a")
@@ -289,7 +289,7 @@ def test_branches_are_gone_back_to_and_stay(session: Session, do: Do) -> None:
     assert do("/load a").startswith("loaded a · 2 turns")
 
 
-def test_a_branch_comes_before_a_saved_chat_of_the_same_name(session: Session, do: Do) -> None:
+def test_a_branch_comes_before_a_saved_chat_of_the_same_name(session: ChatSession, do: Do) -> None:
     talk(session, "one")
     do("/save a")
     talk(session, "two")
@@ -299,7 +299,7 @@ def test_a_branch_comes_before_a_saved_chat_of_the_same_name(session: Session, d
     assert do("/load a").startswith("loaded a · 2 turns")
 
 
-def test_saved_chats_lie_in_a_folder_of_their_owner(session: Session, do: Do, tmp_path: Path) -> None:
+def test_saved_chats_lie_in_a_folder_of_their_owner(session: ChatSession, do: Do, tmp_path: Path) -> None:
     talk(session, "one")
     do("/save a")
     folder = tmp_path / "home" / "chats"
@@ -307,7 +307,7 @@ def test_saved_chats_lie_in_a_folder_of_their_owner(session: Session, do: Do, tm
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.iterdir())
 
 
-def test_a_damaged_chat_leaves_the_current_one_alone(session: Session, do: Do, tmp_path: Path) -> None:
+def test_a_damaged_chat_leaves_the_current_one_alone(session: ChatSession, do: Do, tmp_path: Path) -> None:
     talk(session, "one")
     do("/save a")
     (tmp_path / "home" / "chats" / "a.json").write_text("{}")
@@ -319,7 +319,7 @@ def test_a_damaged_chat_leaves_the_current_one_alone(session: Session, do: Do, t
     assert len(session.conversation.turns) == 3
 
 
-def test_the_system_message_begins_a_new_chat(session: Session, do: Do) -> None:
+def test_the_system_message_begins_a_new_chat(session: ChatSession, do: Do) -> None:
     assert "/system TEXT" in do("/system")
     talk(session, "one")
     do("/system Answer in rhymes.\nAlways.")
@@ -332,7 +332,7 @@ def test_the_system_message_begins_a_new_chat(session: Session, do: Do) -> None:
     assert session.conversation.messages == []
 
 
-def test_another_model_begins_a_new_chat_and_a_wrong_name_changes_nothing(session: Session, do: Do) -> None:
+def test_another_model_begins_a_new_chat_and_a_wrong_name_changes_nothing(session: ChatSession, do: Do) -> None:
     do("/system Be kind.")
     talk(session, "one")
     do("/fork a")
@@ -349,7 +349,7 @@ def test_another_model_begins_a_new_chat_and_a_wrong_name_changes_nothing(sessio
 
 
 def test_a_model_without_a_chat_template_is_refused(
-    session: Session, do: Do, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    session: ChatSession, do: Do, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
     plain = LLM(session.llm.executor, tokenizer)
@@ -366,7 +366,7 @@ def _no_template(_: LLM) -> None:
     raise TemplateError("this model has no chat template")
 
 
-def test_where_kv_cannot_be_kept_the_chat_says_what_it_costs(session: Session, do: Do) -> None:
+def test_where_kv_cannot_be_kept_the_chat_says_what_it_costs(session: ChatSession, do: Do) -> None:
     do("/model window")
     session.sampling |= {"max_tokens": 80, "ignore_eos": True}
     talk(session, "one", "two")
@@ -375,7 +375,7 @@ def test_where_kv_cannot_be_kept_the_chat_says_what_it_costs(session: Session, d
     assert undone.endswith(f"its KV could not be kept: the next answer computes {lost} tokens again")
 
 
-def test_a_full_context_and_a_cut_answer_are_named(session: Session, do: Do) -> None:
+def test_a_full_context_and_a_cut_answer_are_named(session: ChatSession, do: Do) -> None:
     session.sampling |= {"max_tokens": 3, "ignore_eos": True}
     talk(session, "one")
     assert chat_session.numbers(session).endswith("cut off by --max-tokens")
@@ -390,7 +390,7 @@ def test_a_full_context_and_a_cut_answer_are_named(session: Session, do: Do) -> 
 
 
 @pytest.mark.parametrize("command", ["/save", "/fork", "/save a/b", "/fork ..", "/load .x", "/undo", "/save one", "/x"])
-def test_a_command_that_cannot_be_done_is_refused_in_a_sentence(session: Session, do: Do, command: str) -> None:
+def test_a_command_that_cannot_be_done_is_refused_in_a_sentence(session: ChatSession, do: Do, command: str) -> None:
     with pytest.raises(InputError):
         do(command)
 
@@ -425,7 +425,7 @@ def test_three_quotes_hold_lines_together(text: str, still_open: bool, inside: s
 
 
 def test_a_pipe_brings_lines_whatever_bytes_they_are() -> None:
-    pipe = Pipe([b"one\r\n", b'"""two\n', b"three\n", b'"""\n', b"f\xffr\n", b'"""open'])
+    pipe = PipeInput([b"one\r\n", b'"""two\n', b"three\n", b'"""\n', b"f\xffr\n", b'"""open'])
     assert [pipe.read() for _ in range(4)] == ["one", '"""two\nthree\n"""', "f\ufffdr", '"""open']
     with pytest.raises(EOFError):
         pipe.read()
@@ -445,7 +445,7 @@ def test_ctrl_c_during_an_answer_calls_stop_and_is_itself_again_afterwards(monke
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_loop_is_ended_and_the_line_below_says_so(session: Session) -> None:
+def test_a_loop_is_ended_and_the_line_below_says_so(session: ChatSession) -> None:
     session.sampling = {"logit_bias": {100: 100.0}, "temperature": 0.0, "max_tokens": 90, "repetition_detection": True}
     assert talk(session, "one")
     assert session.conversation.last is not None
@@ -453,7 +453,7 @@ def test_a_loop_is_ended_and_the_line_below_says_so(session: Session) -> None:
     assert "the answer repeated itself and was ended" in chat_session.numbers(session)
 
 
-def test_another_model_draws_by_its_own_settings(session: Session, do: Do) -> None:
+def test_another_model_draws_by_its_own_settings(session: ChatSession, do: Do) -> None:
     session.sampling = {"max_tokens": 6}
     assert "kvilt's defaults" in do("/stats")
     do("/model window")

@@ -18,7 +18,7 @@ from tiny import write_tiny
 import kvilt
 from kvilt import LLM, SamplingParams
 from kvilt.cli import conversation as module
-from kvilt.cli.chat_record import Turn, chat_path, ids_of, read_record, saved_chats
+from kvilt.cli.chat_record import ChatTurn, chat_path, ids_of, read_record, saved_chats
 from kvilt.cli.conversation import Conversation
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, ContextOverflow, InputError, TemplateError
@@ -131,7 +131,7 @@ def test_generated_ids_are_kept_where_their_text_would_be_cut_another_way(llm: L
     prompt = llm.chat_template.encode(tokenizer, [{"role": "user", "content": GERMANY}])
     odd = [token for letter in "Berlin" for token in tokenizer.encode(letter, add_special=False)]
     assert odd != tokenizer.encode("Berlin", add_special=False)
-    with Conversation(llm, turns=[Turn(GERMANY, "Berlin", 0, (*prompt, *odd))]) as chat:
+    with Conversation(llm, turns=[ChatTurn(GERMANY, "Berlin", 0, (*prompt, *odd))]) as chat:
         ask(chat, JAPAN, SamplingParams(max_tokens=2))
         assert chat.ids[: len(prompt) + len(odd) + 1] == [*prompt, *odd, tokenizer.id_of("<|im_end|>")]
 
@@ -142,7 +142,7 @@ def test_a_turn_ends_with_the_token_that_the_template_writes(llm: LLM) -> None:
     other, own = tokenizer.id_of("<|endoftext|>"), tokenizer.id_of("<|im_end|>")
     assert {other, own} <= llm.stop_ids
     for end in (other, own):
-        with Conversation(llm, turns=[Turn(GERMANY, "Rome", 0, (*prompt, 51, end))]) as chat:
+        with Conversation(llm, turns=[ChatTurn(GERMANY, "Rome", 0, (*prompt, 51, end))]) as chat:
             ask(chat, JAPAN, SamplingParams(max_tokens=2))
             assert other not in chat.ids
             assert chat.ids[len(prompt) : len(prompt) + 2] == [51, own]

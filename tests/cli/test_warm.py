@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from kvilt.cli.main import app
 from kvilt.cli.options import STORE
-from kvilt.cli.store import check, opened
+from kvilt.cli.store import check_store_options, open_store
 from kvilt.cli.texts import TextFile, read_documents
-from kvilt.cli.warm import Document, _groups
+from kvilt.cli.warm import WarmDocument, _groups
 from kvilt.errors import InputError, ParamError
 from kvilt.llm.warmup import AT_ONCE
 
@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_costs_no_computation(files: Path, tmp_path: Pat
 
 def test_no_more_is_computed_at_once_than_the_stores_queue_holds() -> None:
     sizes = [3, 3, 3, 1, 1, 1, 1, 1, 99, 1]
-    documents = [Document(TextFile(str(at), ""), [0] * size) for at, size in enumerate(sizes)]
+    documents = [WarmDocument(TextFile(str(at), ""), [0] * size) for at, size in enumerate(sizes)]
     groups = [[len(one.ids) for one in group] for group in _groups(documents, most_tokens=8)]
     assert groups == [[3, 3], [3, 1, 1, 1], [1, 1], [99], [1]]
     assert list(_groups([], 8)) == []
@@ -292,7 +292,7 @@ DEFAULTS = {name: option.default for name, option in STORE.options.items()}
 )
 def test_wrong_options_of_a_store_are_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ParamError, match=says) as caught:
-        check({**DEFAULTS, **options})
+        check_store_options({**DEFAULTS, **options})
     assert "hush" not in str(caught.value)
 
 
@@ -307,12 +307,15 @@ def test_the_store_that_options_describe(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv("KVILT_STORE_REDIS", "redis://:hush@127.0.0.1:1/0")
     options = {"store": str(tmp_path / "kv"), "store_codec": "int8", "store_secret_file": str(tmp_path / "secret")}
-    with opened({**DEFAULTS, **options, "store_memory": "1M"}) as store:
+    with open_store({**DEFAULTS, **options, "store_memory": "1M"}) as store:
         assert store is not None
-        assert [lane.tier.name for lane in store._lanes] == ["disk", "redis"]  # one that is down is still asked later
+        assert [channel.tier.name for channel in store._channels] == [
+            "disk",
+            "redis",
+        ]  # one that is down is still asked later
     monkeypatch.delenv("KVILT_STORE_REDIS")
-    with opened({**DEFAULTS, "store_memory": "1M"}) as store:
+    with open_store({**DEFAULTS, "store_memory": "1M"}) as store:
         assert store is not None
         assert list(store.usage()) == ["memory"]
-    with opened(DEFAULTS) as store:
+    with open_store(DEFAULTS) as store:
         assert store is None

@@ -18,12 +18,12 @@ from ...llm.offload import OWNER, PARSE, Offload
 from .errors import ClientDisconnected, HTTPError
 from .strict_json import MAX_VALUES, InvalidJSON, TooManyValues, read_json
 
-_SMALL = 1 << 12  # bytes of a body that is read at once: it takes less than a thread
-_READ = b"{}"  # stands for a body that was read
+_SMALL = 1 << 12  # bytes of a body that is parsed on the event loop: a thread would cost more
+_READ = b"{}"  # in place of a body that was parsed already
 
 
 class LimitedBody:
-    """A request's `receive` that refuses bodies which are too long or come too slowly."""
+    """An ASGI `receive` that refuses bodies that are too large or too slow."""
 
     def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
         self._receive = receive
@@ -34,7 +34,7 @@ class LimitedBody:
 
     async def __call__(self) -> Message:
         if self.whole:
-            return await self._receive()  # only the end of the connection is left to hear of
+            return await self._receive()  # only the disconnect can still come
         try:
             async with asyncio.timeout(max(0.0, self._until_s - time.monotonic())):
                 message = await self._receive()
@@ -52,14 +52,14 @@ _CLOSE = {"connection": "close"}
 
 
 def body_too_large(limit: int) -> HTTPError:
-    """A body over the limit."""
+    """The error for a body over the limit."""
     return HTTPError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=_CLOSE)
 
 
 class StrictRequest(Request):
     """A request whose body is read and checked before FastAPI sees it, off the event loop unless it is small."""
 
-    body_bytes = 0  # as they came
+    body_bytes = 0  # as received
 
     async def read(self) -> None:
         """Wait for the whole body."""
@@ -69,7 +69,7 @@ class StrictRequest(Request):
             raise ClientDisconnected() from None
 
     async def check(self, shape: TypeAdapter[Any] | None, offload: Offload, owner: str) -> None:
-        """Check the body against the route's shape; afterwards the request holds the value alone."""
+        """Validate the body as the route's model; afterwards the request holds the validated value only."""
         body = await self.body()
         if shape is None or not body:
             return
@@ -81,7 +81,7 @@ class StrictRequest(Request):
 
 
 def _validated(body: bytes, shape: TypeAdapter[Any]) -> Any:
-    """A body as the value that a route takes; FastAPI passes it on as it is."""
+    """A body as the validated value, which FastAPI passes to the route unchanged."""
     try:
         return shape.validate_python(parse_json(body))
     except ValidationError as error:
@@ -90,7 +90,7 @@ def _validated(body: bytes, shape: TypeAdapter[Any]) -> Any:
 
 
 def parse_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON body; refuses what parsers disagree on: twice the same key, NaN, numbers out of range."""
+    """The value of a JSON body. Duplicate keys, NaN and numbers out of range are refused: parsers disagree on them."""
     try:
         return read_json(body.decode(), max_values)
     except UnicodeDecodeError:
@@ -106,12 +106,12 @@ def _unreadable(why: str) -> HTTPError:
 
 
 _log = logging.getLogger(__name__)
-LARGE_BYTES = 1 << 18  # of a body: smaller ones leave what the next one uses
-PAUSE_S = 1.0  # between a large request and giving back, so that many cost one
+LARGE_BYTES = 1 << 18  # of a body: what smaller ones leave is used again by the next request
+PAUSE_S = 1.0  # between a large request and the trim, so that many requests cost one trim
 
 
 def system_trim() -> Callable[[], None] | None:
-    """What gives free memory back; None where the C library has no such call."""
+    """glibc's malloc_trim, which returns free memory to the system; None where the C library has no such call."""
     try:
         trim = ctypes.CDLL(None).malloc_trim  # glibc; without the interpreter's lock
     except (OSError, AttributeError, TypeError):
@@ -121,7 +121,7 @@ def system_trim() -> Callable[[], None] | None:
 
 
 class MemoryTrimmer:
-    """Gives memory back soon after large requests, at most once in a while."""
+    """Returns free memory to the system after large requests, at most once in `pause_s`."""
 
     def __init__(self, offload: Offload, trim: Callable[[], None] | None = None, pause_s: float = PAUSE_S) -> None:
         self._offload = offload
@@ -131,7 +131,7 @@ class MemoryTrimmer:
         self._again = False
 
     def ended(self, body_bytes: int) -> None:
-        """A request with such a body has ended."""
+        """Note that a request with a body of this size has ended."""
         if self._trim is None or body_bytes < LARGE_BYTES:
             return
         if self._task is None or self._task.done():

@@ -1,7 +1,7 @@
-"""Errors as clients see them: one function from any exception to a status and the OpenAI shape.
+"""Errors as clients see them: one function maps any exception to a status and a body in the OpenAI format.
 
-What a client reads comes from kvilt's own errors or from here, never from a traceback, so no path and no address is in
-it.
+Messages come from kvilt's own errors or from this module, never from a traceback, so they contain no path and no
+address.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class HTTPError(HTTPException):
-    """A request that is not served, as it is told to the client."""
+    """An error response: its status, and the fields of its body."""
 
     def __init__(
         self,
@@ -70,27 +70,27 @@ class HTTPError(HTTPException):
 
     @property
     def type(self) -> str:
-        """The kind of error, in OpenAI's words."""
+        """OpenAI's name for this kind of error."""
         return _TYPES.get(self.status_code, INVALID if self.status_code < 500 else SERVER)
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI shape."""
+        """The JSON body in the OpenAI format."""
         own = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**own, **self.more}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The whole response."""
         return Response(orjson.dumps(self.body()), self.status_code, self.headers, "application/json")
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected, so no answer is needed."""
 
 
 def http_error_of(error: BaseException) -> HTTPError:
-    """What a client is told of an error. The only place where errors become statuses."""
+    """The error response for an exception. No other place maps exceptions to statuses."""
     if isinstance(error, BaseExceptionGroup):
-        return http_error_of(error.exceptions[0])  # of several tasks: they say the same, or the first says why
+        return http_error_of(error.exceptions[0])  # of several tasks: the first one is the cause
     match error:
         case HTTPError():
             return error
@@ -134,12 +134,12 @@ def http_error_of(error: BaseException) -> HTTPError:
 
 
 def draining_error() -> HTTPError:
-    """The server is about to end."""
+    """The error while the server shuts down."""
     return HTTPError(503, "this server is shutting down; ask again", code="draining", headers={"retry-after": "5"})
 
 
 def internal_error() -> HTTPError:
-    """All that a client learns of a mistake of ours."""
+    """The error for a bug of kvilt: details are in the log only."""
     return HTTPError(500, "something went wrong inside the server; its log has the request's id", code="internal_error")
 
 
@@ -156,16 +156,16 @@ def _handle(error: HandleError) -> HTTPError:
 
 
 def _http(error: HTTPException) -> HTTPError:
-    """What the router says by itself."""
+    """Errors that the router raises itself."""
     words = {404: "there is no such route", 405: "this route does not take this method"}
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     return HTTPError(error.status_code, words.get(error.status_code, "the request cannot be read"), headers=headers)
 
 
 def _invalid(error: RequestValidationError) -> HTTPError:
-    """The first field that is wrong, by its name."""
+    """The first invalid field, by its name."""
     first = error.errors()[0]
-    # The first part of the place says body, query or path; tags of unions say which kind was meant, and help too.
+    # The first part of `loc` is body, query or path. Tags of unions stay in the name: they say which member was meant.
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     if first["type"] == "extra_forbidden":
         return HTTPError(400, f"the field {param} is not supported; leave it out", param=param, code="unknown_field")

@@ -1,6 +1,6 @@
-"""The outermost layer: ids, Host, Origin, keys, limits on bodies and on slow readers, the access log.
+"""The outermost ASGI layer: request ids, Host, Origin, keys, limits on bodies and slow clients, the access log.
 
-Plain ASGI, so that nothing is parsed or allocated for a request before it may come in. Refuses to know routes.
+It is plain ASGI, so that nothing is parsed or allocated for a request before it is admitted. It knows no routes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _access = logging.getLogger("kvilt.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-# Answered without a key: what says that the process lives, and files that are the same for everybody.
+# Served without a key: liveness and readiness. Static files need no key either.
 _KEYLESS_PATHS = frozenset({"/health", "/ready"})
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -46,15 +46,15 @@ _SECURITY_HEADERS = [
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request on its way through."""
+    """One request while it is handled."""
 
     scope: Scope
     headers: Headers
     id: str
     began_s: float = field(default_factory=time.perf_counter)
     origin: str | None = None
-    status: int = 0  # 0: nothing was answered
-    body: LimitedBody | None = None  # None: not let in
+    status: int = 0  # 0: no response was started
+    body: LimitedBody | None = None  # None: the request was not admitted
     span: Any = None
 
     @property
@@ -64,7 +64,7 @@ class RequestContext:
 
 
 class RequestMiddleware:
-    """Wraps an ASGI application."""
+    """Admits requests to an ASGI application, adds headers, and logs them."""
 
     def __init__(self, app: ASGIApp, service: Service, is_file: Callable[[str], bool]) -> None:
         """`is_file` says which paths are static files, which need no key."""
@@ -111,7 +111,7 @@ class RequestMiddleware:
             await self._app(context.scope, context.body, send)
 
     def _check_admission(self, context: RequestContext) -> Response | None:
-        """Let a request in by returning None; otherwise the answer, or a refusal."""
+        """None admits the request; a response answers it here; an HTTPError refuses it."""
         scope, headers = context.scope, context.headers
         check_host(headers, self._config)
         context.origin = check_origin(headers, self._config)
@@ -133,13 +133,13 @@ class RequestMiddleware:
             raise body_too_large(self._config.max_body_bytes)
         if not context.sends_body:
             return
-        # A page may send text/plain to any server without asking; JSON it may not.
+        # Browsers let a page send text/plain to any server without a preflight request, but not JSON.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise HTTPError(415, "the body must be JSON, sent as application/json", code="unsupported_media_type")
 
     def _wrap_send(self, context: RequestContext, send: Send) -> Send:
-        """`send` with our headers, for clients that read."""
+        """`send` with our headers and a deadline for the client to read."""
 
         async def send_out(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -161,18 +161,18 @@ class RequestMiddleware:
             more += [(b"access-control-allow-origin", context.origin.encode()), (b"vary", b"Origin")]
             more.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
         if self._service.draining or (context.sends_body and not (context.body and context.body.whole)):
-            more.append((b"connection", b"close"))  # nobody will read the rest of a body, however slowly it comes
+            more.append((b"connection", b"close"))  # the rest of the body will not be read
         return more
 
     def _record(self, context: RequestContext) -> None:
-        """One line of the log and two numbers for each request."""
+        """Write the access log and the metrics of a request."""
         took_s = time.perf_counter() - context.began_s
         route = getattr(context.scope.get("route"), "path", "other")
         method = context.scope["method"] if context.scope["method"] in _METHODS else "other"
         self._metrics.add(HTTP_REQUESTS, route=route, method=method, status=str(context.status or 499))
         self._metrics.observe(HTTP_SECONDS, took_s, route=route)
         end_span(context.span, route, context.status or 499)
-        # %r: what a client wrote must not begin a line of its own.
+        # %r, so that a path cannot start a line of the log.
         path = context.scope.get("raw_path", b"")[:256].decode("ascii", "backslashreplace")
         client = (context.scope.get("client") or ("-",))[0]
         _access.info(
@@ -195,10 +195,10 @@ _PREFLIGHT = {
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own id if it is harmless, else a fresh one."""
+    """The client's own id if it has safe characters only, else a fresh one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def _nothing() -> None:
-    """For servers that cannot cut a connection off."""
+    """In place of `kvilt.abort` where the server offers none."""

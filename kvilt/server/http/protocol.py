@@ -1,6 +1,6 @@
-"""Connections: uvicorn's HTTP protocol with limits on how many there are, how long they take and how much they send.
+"""uvicorn's HTTP protocol with limits: the number of connections, deadlines, bytes of headers, pipelined requests.
 
-A refusal is written between responses, never inside of one. Refuses to know routes.
+An error is written between responses, never inside of one. This module knows no routes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from ..config import ServeConfig
 from .errors import HTTPError
 
-_MAX_HEADER_BYTES = 1 << 16  # also of trailers, and of whatever stands between two pieces of a chunked body
+_MAX_HEADER_BYTES = 1 << 16  # also of trailers, and of the framing between two pieces of a chunked body
 _MAX_PIPELINED = 16  # requests that wait for the answer of an earlier one
 _MAX_PIPELINED_BODY_BYTES = 1 << 16  # of each of them
-# Little is kept for a reader who does not read, here and in the system, so that its request is held early. What is on
-# its way to a reader far off does not count, so this slows nobody down.
+# Small buffers, here and in the kernel: a client that does not read makes its request wait early. Bytes in flight to a
+# distant client do not count, so small buffers do not slow it down.
 _WRITE_BUFFER_BYTES = 1 << 12
 _UNSENT_BYTES = 1 << 12
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
 
 
 def protocol_class(settings: ServeConfig) -> type[HttpToolsProtocol]:
-    """uvicorn makes its protocols itself, so the settings come with the class."""
+    """A protocol class with these settings: uvicorn constructs its protocols itself."""
 
     class ConfiguredProtocol(LimitedHTTPProtocol):
         limits = settings
@@ -37,7 +37,7 @@ def protocol_class(settings: ServeConfig) -> type[HttpToolsProtocol]:
 
 
 class _PipelineOverrun(Exception):
-    """Raised in a callback of the parser, which stops there."""
+    """Raised in a callback of the parser to stop it."""
 
 
 class LimitedHTTPProtocol(HttpToolsProtocol):
@@ -48,19 +48,19 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._deadline: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None  # the request that is answered, or was last
-        self._pending_error: HTTPError | None = None  # written when everything before it is answered
+        self._running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
+        self._pending_error: HTTPError | None = None  # written when all earlier requests are answered
         self._header_bytes = 0
         self._in_headers = True
         self._request_started = False  # a request has begun and is not complete
-        self._upgrading = False  # the parser stops behind these headers, and is replaced
+        self._upgrading = False  # the parser stops after these headers and is replaced
         self._bytes_since_body = 0  # since the last piece of a body
 
     @property
     def _responding(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
-    # What the transport tells.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,7 +75,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
-        # uvicorn tells the newest request alone, which may be one that only waits.
+        # uvicorn tells only the newest request, which may be a pipelined one that still waits.
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -108,7 +108,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _feed_without_upgrade(self, rest: bytes) -> None:
-        """Read a request again without its wish for another protocol, which a server may leave unheard."""
+        """Parse the request again without its Upgrade headers, which a server may ignore."""
         method, version = self.parser.get_method(), self.parser.get_http_version()
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
@@ -121,7 +121,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         lines += [b"%s: %s" % (name, _drop_upgrade(value) if name == b"connection" else value) for name, value in kept]
         self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
 
-    # What the parser tells.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -129,7 +129,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         self.scope["kvilt.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # a trailer would change the headers of a request that is let in already
+        if self._in_headers:  # a trailer would change the headers of a request that was already checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -143,7 +143,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         if waits:
             if len(self.pipeline) > _MAX_PIPELINED:
                 self._abort_pipeline()
-            self.flow.resume_reading()  # only a connection that is read from tells that the client has gone
+            self.flow.resume_reading()  # without reading, a disconnect is not noticed
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -159,7 +159,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_headers, self._header_bytes, self._request_started, self._bytes_since_body = True, 0, False, 0
 
-    # What uvicorn tells.
+    # Callbacks of uvicorn.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -168,12 +168,12 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._abort_later()  # closing waits for the reader, and a reader may never read
+            self._abort_later()  # close() waits until the client has read everything, which may be never
             return
         if left := self.transport.get_write_buffer_size():
             self.loop.call_later(self.limits.write_timeout_s, self._check_reader, left)
         if self._responding:
-            return  # the next one that waited
+            return  # with the next pipelined request
         if self._pending_error is not None:
             self._write_error(self._pending_error)
         elif self._in_headers and self._request_started:
@@ -186,7 +186,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(HTTPError(400, msg, code="invalid_http"))
 
-    # Clocks and refusals.
+    # Deadlines and errors.
 
     def _start_header_deadline(self) -> None:
         self._deadline = self.loop.call_later(self.limits.header_timeout_s, self._headers_timeout)
@@ -200,7 +200,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         self._refuse(HTTPError(408, "the headers did not come in time", code="slow_headers"))
 
     def _check_reader(self, before: int) -> None:
-        """Cut a reader off who took nothing of its answer since the last look."""
+        """Abort the connection if the client has read nothing since the last check."""
         if self.transport.is_closing() or not (left := self.transport.get_write_buffer_size()):
             return
         if left >= before:
@@ -217,21 +217,21 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
 
     def _refuse(self, error: HTTPError) -> None:
-        """Refuse what comes next on this connection, behind the answers to what came before."""
+        """Answer the next request on this connection with an error, after the answers to earlier requests."""
         if self.transport.is_closing() or self._pending_error is not None:
             return
         self._pending_error = error
-        own = not self._in_headers and self.cycle is self._running  # what is being answered is itself wrong
+        own = not self._in_headers and self.cycle is self._running  # the error is about the request being answered
         if not self._in_headers and not own:
-            self.pipeline.popleft()  # it will never be complete
+            self.pipeline.popleft()  # this request will never be complete
         if own or not self._responding:
             self._write_error(error)
 
     def _write_error(self, error: HTTPError) -> None:
-        """The last words on this connection."""
+        """Write an error and close the connection."""
         if self._running is not None and not self._running.response_complete:
             if self._running.response_started:
-                self.transport.abort()  # words inside of a response would be taken for a part of it
+                self.transport.abort()  # an error inside of a response would read as a part of it
                 return
             self._running.disconnected = True
             self._running.message_event.set()
@@ -245,5 +245,5 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
 
 
 def _drop_upgrade(connection: bytes) -> bytes:
-    """A Connection header without what belongs to an upgrade."""
+    """A Connection header without its upgrade tokens."""
     return b", ".join(part for part in connection.split(b",") if part.strip().lower() not in _UPGRADES)

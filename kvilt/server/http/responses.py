@@ -16,12 +16,12 @@ from .errors import ClientDisconnected
 
 
 def json_response(payload: dict[str, Any], status: int = 200) -> Response:
-    """An answer that is not kept by anybody on the way."""
+    """A JSON response that proxies and browsers must not cache."""
     return json_bytes(orjson.dumps(payload), status)
 
 
 def json_bytes(body: bytes, status: int = 200) -> Response:
-    """The same of what is JSON already."""
+    """The same for a body that is JSON already."""
     return Response(body, status, {"cache-control": "no-store"}, "application/json")
 
 
@@ -31,12 +31,12 @@ COMMENT = b": keep-alive\n\n"
 
 
 def sse_event(payload: dict[str, Any]) -> bytes:
-    """One event."""
+    """One server-sent event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves."""
+    """The result of `work`, which is cancelled when the client disconnects."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -51,13 +51,13 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """A stream of events. `chunks` is closed at the end, whoever ended it."""
+    """A stream of events. `chunks` is closed at the end, also after a disconnect or an error."""
 
     media_type = "text/event-stream"
 
@@ -68,7 +68,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._sent_s = time.monotonic()
         self._over = False
-        # Proxies must not wait for more before they pass on what they have.
+        # A proxy must not buffer events.
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,16 +85,16 @@ class EventStream(Response):
             async for chunk in chunks:
                 self._sent_s = time.monotonic()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._over = True  # a comment behind the end would be an error
+        self._over = True  # a comment after the end would be an error
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pulse(self, send: Send) -> None:
-        """Comments while there is silence, so that nobody between us and the client gives up."""
+        """Send comments while no event comes, so that no proxy closes the connection."""
         while not self._over:
             quiet_s = time.monotonic() - self._sent_s
             if quiet_s >= self._keep_alive_s:
                 self._sent_s = time.monotonic()
-                with suppress(ClientDisconnected):  # whoever writes notices that too
+                with suppress(ClientDisconnected):  # `_write` notices it too
                     await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
             else:
                 await asyncio.sleep(self._keep_alive_s - quiet_s)

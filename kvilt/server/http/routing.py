@@ -1,4 +1,4 @@
-"""What every route needs: its service, its caller, and the refusals that the OpenAPI document names."""
+"""What every route needs: its service, its caller, strict JSON, and the errors that the OpenAPI document lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .responses import cancel_on_disconnect
 from .schema import Error
 
 
-# FastAPI calls what is not async in threads of its own, each time.
+# These are async because FastAPI runs every other dependency in a thread of its own.
 async def _service(request: Request) -> Service:
     return service_of(request)
 
@@ -33,7 +33,7 @@ CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 async def salted_caller(caller: CallerDep, cache_salt: Salt | None = None) -> Caller:
-    """Whose handles these are: those of a key, or of a salt of a key."""
+    """The owner of handles: the key, or the key with a cache salt."""
     return caller.salted(cache_salt)
 
 
@@ -55,7 +55,7 @@ _REASONS = {
 
 
 def error_responses(*more: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route: those of every route, and these."""
+    """The errors of a route for the OpenAPI document: those of every route, and `more`."""
     always = (401, 403, 500, 503)
     return {status: {"model": Error, "description": _REASONS[status]} for status in sorted({*always, *more})}
 
@@ -65,14 +65,14 @@ BODY_ERRORS = error_responses(400, 404, 408, 413, 415, 429)
 
 
 class NoResponse(Response):
-    """The answer to a client that has gone."""
+    """The response to a client that has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send nothing."""
 
 
 class StrictRoute(APIRoute):
-    """A route that reads JSON strictly, ends with its client, and turns errors into refusals."""
+    """A route that parses JSON strictly, stops when its client disconnects, and maps exceptions to error responses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

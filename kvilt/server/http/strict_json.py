@@ -1,8 +1,8 @@
-"""JSON texts read in linear time and bounded memory, refusing everything on which parsers disagree.
+"""A JSON parser with linear time and bounded memory that refuses everything on which parsers disagree.
 
-Each step consumes characters, nesting and values are counted while they are read, and no call into C looks at more than
-one piece of a text. So the reader never holds the interpreter for long, and can be ended between any two tokens.
-Refuses to know HTTP.
+Each step consumes characters, and nesting and values are counted while they are read. No call into C reads more than
+one piece of the text, so the parser never holds the interpreter's lock for long and can be stopped between any two
+tokens. It knows no HTTP.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-define
 from typing import Any
 
 MAX_DEPTH = 64
-MAX_KEYS = 4096  # of one object: an unknown one is an error of its own
+MAX_KEYS = 4096  # of one object: each unknown key would be an error of its own
 MAX_VALUES = 1 << 18
 _MAX_DIGITS = 20
 _MAX_REAL_CHARS = 1100  # the longest exact decimal form of a double is shorter
 _FIRST_PIECE, _LAST_PIECE = 1 << 9, 1 << 16  # characters of a long string that are read at once
 _ESCAPE_CHARS = 6  # of the longest escape
-# Repeats are possessive: no position is visited twice, and none is remembered.
+# Repeats are possessive: the matcher never goes back, so no position is visited twice.
 _TOKEN = re.compile(
     r"[ \t\n\r]*+(?:"
     r'"(?P<text>[^"\\\x00-\x1f]{0,256}+)"'
     r"|(?P<number>-?(?:0|[1-9][0-9]*+)(?P<real>(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?))"
     r'|(?P<mark>[\[\]{},:"]|[A-Za-z]{1,9}+)|(?P<end>\Z))'
 )
-# Token ids, which come in lists of thousands: many of them at once.
+# Token ids come in lists of thousands, so many numbers are matched at once.
 _WHOLE_NUMBERS = re.compile(r"(?:[ \t\n\r]*+(?:0|[1-9][0-9]{0,17}+)[ \t\n\r]*+,){1,4096}+")
 _WORDS = {"true": True, "false": False, "null": None}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class InvalidJSON(ValueError):
-    """A text that is no JSON, or JSON that two parsers would read differently."""
+    """The text is no JSON, or JSON that two parsers would read differently."""
 
 
 class TooManyValues(InvalidJSON):
-    """A text with more values than are allowed."""
+    """The text has more values than are allowed."""
 
 
 def read_json(text: str, max_values: int = MAX_VALUES) -> Any:
@@ -45,7 +45,7 @@ def read_json(text: str, max_values: int = MAX_VALUES) -> Any:
 
 
 class _Reader:
-    """Reads one text from its beginning to its end."""
+    """Parses one text."""
 
     def __init__(self, text: str, max_values: int) -> None:
         self._text = text
@@ -107,7 +107,7 @@ class _Reader:
             token = self._next()
 
     def _whole_numbers(self) -> list[int]:
-        """Those that a list begins with, each with its comma."""
+        """The whole numbers that a list begins with, each followed by a comma."""
         numbers: list[int] = []
         while (run := _WHOLE_NUMBERS.match(self._text, self._at)) is not None:
             found = run[0].split(",")[:-1]
@@ -132,7 +132,7 @@ class _Reader:
             token = self._next()
 
     def _key(self, token: re.Match[str], made: dict[str, Any]) -> str:
-        """A name that the object does not have yet, and the colon behind it."""
+        """A key that is new to the object, and the colon after it."""
         key = token["text"]
         if key is None:
             if token["mark"] != '"':
@@ -147,7 +147,7 @@ class _Reader:
         return str(key)
 
     def _long_text(self) -> str:
-        """The rest of a string that is long or has escapes, in pieces of growing size."""
+        """The rest of a long string, or of one with escapes, in pieces of growing size."""
         pieces: list[str] = []
         size = _FIRST_PIECE
         while True:
@@ -161,7 +161,7 @@ class _Reader:
                 self._at += error.pos
                 raise self._wrong(error.msg) from None
             pieces.append(text)
-            if whole or end < len(piece):  # a quote of the text itself ended it
+            if whole or end < len(piece):  # the closing quote was inside this piece
                 self._at += end
                 return _checked("".join(pieces))
             self._at += end - 1
@@ -172,7 +172,7 @@ class _Reader:
 
 
 def _before_escape(piece: str) -> int:
-    """Where to cut a piece so that no escape is cut: before one that may go on behind the end."""
+    """Where to cut a piece so that no escape sequence is cut in two."""
     last = piece.rfind("\\", len(piece) - _ESCAPE_CHARS)
     if last < 0:
         return len(piece)
@@ -181,7 +181,7 @@ def _before_escape(piece: str) -> int:
 
 
 def _checked(text: str) -> str:
-    """A string without NUL and halves of surrogate pairs; halves that met again at a cut are joined."""
+    """Refuse NUL and half surrogate pairs; halves from two sides of a cut are joined."""
     if "\0" in text:
         raise InvalidJSON("it holds a NUL, which is no text")
     if not text.isascii() and _SURROGATE.search(text):

@@ -20,12 +20,12 @@ from ..http.errors import HTTPError
 
 
 def handle_json(info: HandleInfo) -> dict[str, Any]:
-    """A handle as clients see it."""
+    """A handle as JSON."""
     return dataclasses.asdict(info)
 
 
 async def keep_kv(llm: AsyncLLM, done: Completion, tenant: str) -> dict[int, dict[str, Any]]:
-    """A handle for each sample of a completion, as a field of its choice; takes the KV over."""
+    """Make a handle for each sample of a completion, as a field of its choice. Takes ownership of the KV."""
     caches = {i: sample.kv for i, sample in enumerate((done, *done.alternatives)) if sample.kv is not None}
     kept = {}
     try:
@@ -46,15 +46,15 @@ _log = logging.getLogger(__name__)
 
 
 def sweep_saved(config: ServeConfig) -> None:
-    """Remove what a server that was killed while it saved has left; called when one starts."""
+    """Remove unfinished files of a server that was killed while saving; called when a server starts."""
     if config.kv_dir is not None and (count := sweep(config.kv_dir, _SAVED)):
         _log.warning("%d files were left in the folder of saved KV by a server that was killed; they are gone", count)
 
 
 class SavedKVFolder:
-    """The files of one key, or of one salt of it; how many there may be counts for the whole key.
+    """The saved files of one key and cache salt; the limits are for the whole key.
 
-    No path is ever made from anything but a checked name.
+    Paths are made from checked names only.
     """
 
     def __init__(self, config: ServeConfig, caller: Caller) -> None:
@@ -70,7 +70,7 @@ class SavedKVFolder:
         self._prefix = f"{self._owner}{part}." if part else self._owner  # names have no dots
 
     def place(self, name: str) -> Path:
-        """Where a file is written; refuses one more than a key may have."""
+        """The path to write a file to; refused over the limits of the key."""
         path = self._path(name)
         others = self._saved()
         others.pop(path.name, None)
@@ -82,7 +82,7 @@ class SavedKVFolder:
         return path
 
     def find(self, name: str) -> Path:
-        """Where a file is read; only a plain file counts."""
+        """The path of a saved file; only a regular file is accepted."""
         path = self._path(name)
         if path.is_symlink() or not path.is_file():
             raise HTTPError(404, f"nothing was saved as {name!r}", param="name", code="kv_file_not_found")
@@ -99,7 +99,7 @@ class SavedKVFolder:
         self.find(name).unlink(missing_ok=True)
 
     def _saved(self) -> dict[str, int]:
-        """Every file of the key, whatever its salts, and its size in bytes."""
+        """Every file of the key, of all salts, and its size in bytes."""
         sizes: dict[str, int] = {}
         if self._folder.is_dir():
             with os.scandir(self._folder) as entries:

@@ -64,12 +64,12 @@ _MEASURED = ("mean_kl", "kl_bound", "agreement")
     "/v1/kv/certificates", response_model=None, responses={200: {"model": BlendCertificateList}, **error_responses()}
 )
 async def certificates(service: ServiceDep) -> Response:
-    """What blending costs, for each recipe that was asked for; those of all keys together."""
+    """Measured quality of blending for each requested recipe, over all keys together."""
     return json_response({"object": "list", "data": [_shown(one) for one in service.llm.certificates()]})
 
 
 def _shown(known: Certificate) -> dict[str, Any]:
-    """A certificate without its single comparisons, which are of other keys' prompts."""
+    """A certificate without its single comparisons: they come from prompts of other keys."""
     measured = {name: getattr(known, name) for name in _MEASURED}
     return {
         **{name: getattr(known, name) for name in _SAME},
@@ -85,7 +85,7 @@ _LOOK = error_responses(400, 404, 410)
 
 @router.post("/v1/kv", response_model=None, responses=_KEPT)
 async def create(body: CreateRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """Compute the KV of a prompt or of messages, and name it."""
+    """Compute the KV of a prompt or of messages, and keep it as a handle."""
     lora = service.check_model(body.model)
     messages, tools = await service.llm.offload.run(PROMPT, _conversation, body, owner=owner_of(caller.tenant))
     made = await service.llm.kv.create(
@@ -113,7 +113,7 @@ async def owned(service: ServiceDep, caller: SaltedCallerDep) -> Response:
 
 @router.get("/v1/kv/state", response_model=None, responses={200: {"model": KVState}, **_LOOK})
 async def state(service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """What the KV memory holds for the caller at this moment; those who ask again at once wait half a second."""
+    """What the KV memory holds for the caller now; a caller gets at most two snapshots a second."""
     return json_bytes(await service.snapshots.get(caller.tenant))
 
 
@@ -153,26 +153,26 @@ async def delete(handle: str, service: ServiceDep, caller: SaltedCallerDep) -> R
 
 @router.post("/v1/kv/{handle}/fork", response_model=None, responses=_KEPT)
 async def fork(handle: str, body: ForkRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """A second handle on the same content; costs next to nothing."""
+    """A second handle on the same content; the pages are shared."""
     return json_response(handle_json(await service.llm.kv.fork(handle, tenant=caller.tenant, ttl_s=body.ttl_s)))
 
 
 @router.post("/v1/kv/{handle}/truncate", response_model=None, responses=_KEPT)
 async def truncate(handle: str, body: TruncateRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """Forget everything from a token on."""
+    """Drop the tokens of a handle from a position on."""
     return json_response(handle_json(await service.llm.kv.truncate(handle, body.length, tenant=caller.tenant)))
 
 
 @router.post("/v1/kv/{handle}/pin", response_model=None, responses=_KEPT)
 async def pin(handle: str, body: PinRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """Keep a handle longer, and its KV before that of others."""
+    """Keep a handle longer, and evict its KV after that of other handles."""
     return json_response(handle_json(await service.llm.kv.pin(handle, body.ttl_s, tenant=caller.tenant)))
 
 
 @router.post("/v1/kv/{handle}/save", response_model=None, responses={200: {"model": SavedKV}, **GENERATION_ERRORS})
 async def save(handle: str, body: SaveRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """Write a handle's KV to a file; a client that leaves does not stop it half way."""
-    await service.llm.kv.info(handle, tenant=caller.tenant)  # before a file is thought of
+    """Write a handle's KV to a file; a disconnect does not stop the write."""
+    await service.llm.kv.info(handle, tenant=caller.tenant)  # an unknown handle is refused before files are looked at
     return json_response(await asyncio.shield(_save(handle, body.name, service, caller)))
 
 

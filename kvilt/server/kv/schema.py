@@ -1,4 +1,4 @@
-"""Requests and answers of the routes of KV handles."""
+"""Requests and answers of the KV routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..openai.fields import Documents, Ids, LoraScale, Messages, SafeName, Tool,
 
 
 class KVHandle(ResponseModel):
-    """The handle that `kv_out` asked for."""
+    """A KV handle."""
 
     id: str
     tokens: int
@@ -23,7 +23,7 @@ class KVHandle(ResponseModel):
 
 
 class CreateRequest(RequestModel):
-    """KV to compute and keep: of a prompt, or of messages as a conversation begins with them."""
+    """KV to compute and keep: of a prompt, or of the first messages of a conversation."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | Ids | None = None
@@ -33,7 +33,7 @@ class CreateRequest(RequestModel):
 
 
 class ChunksRequest(RequestModel):
-    """Documents to compute and store, for the model or for an adapter that is named as it."""
+    """Documents to compute and store, for the model or for an adapter that is named as the model."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     documents: Annotated[Documents, Field(min_length=1)]
@@ -45,7 +45,7 @@ class StoredChunk(ResponseModel):
 
     id: str
     tokens: int
-    found: bool  # it was there already; else it was computed
+    found: bool  # true: it was stored before; false: it was computed now
 
 
 class ChunkList(ResponseModel):
@@ -62,13 +62,13 @@ class ForkRequest(RequestModel):
 
 
 class TruncateRequest(RequestModel):
-    """Forget everything from `length` on."""
+    """Drop the tokens from `length` on."""
 
     length: Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class PinRequest(RequestModel):
-    """Keep a handle at least so long, and its KV before that of others."""
+    """Keep a handle for at least this time, and evict its KV after that of other handles."""
 
     ttl_s: TtlS
 
@@ -108,25 +108,25 @@ class SavedKVList(ResponseModel):
 
 
 class Deleted(ResponseModel):
-    """What is gone."""
+    """The id of what was deleted."""
 
     id: str
     deleted: bool
 
 
 class PagePoolState(ResponseModel):
-    """The page pool, of which every key has a part."""
+    """The page pool, which all keys share."""
 
     total: int
     used: int
     free: int
-    kept: int  # of those free, with KV that may be found again
-    shared: int  # of those used, seen by more than one cache
+    kept: int  # of the free ones: still hold KV that the prefix cache can find
+    shared: int  # of the used ones: in more than one cache
     page_tokens: int
     used_bytes: int
 
 
-class SampleState(ResponseModel):
+class RunningSample(ResponseModel):
     """One answer in progress."""
 
     request: str
@@ -142,54 +142,54 @@ class SampleState(ResponseModel):
 
 
 class PrefixState(ResponseModel):
-    """The beginning of some texts, whose KV is known: a run of tokens up to where texts part."""
+    """A node of the prefix tree: tokens with cached KV, up to where sequences differ."""
 
     id: str
     parent: str | None
     adapter: str
     start: int
     tokens: int
-    text: str  # how it begins
+    text: str  # of the first tokens
     pages: int
     hits: int
     caches: int
 
 
 class KVHandleState(KVHandle):
-    """A handle, and the last prefix that it shares; null while none of its pages is known."""
+    """A handle and the last prefix that it shares; null while the prefix cache has none of its pages."""
 
     prefix: str | None
 
 
 class KVState(ResponseModel):
-    """What the KV memory holds for a key; the pages are those of all."""
+    """What the KV memory holds for a key; `pages` are those of all keys."""
 
     pages: PagePoolState
-    samples: list[SampleState]
+    samples: list[RunningSample]
     prefixes: list[PrefixState]
     handles: list[KVHandleState]
     omitted: int  # samples, prefixes and handles beyond 512 of each
 
 
 class BlendCertificate(ResponseModel):
-    """What a quality gate knows of a recipe; null is what it does not know yet."""
+    """Measured quality of a recipe; null is not measured yet."""
 
     model: str  # fingerprint of its weights
     adapter: str
     strategy: str
-    asked: str  # the recipe by its name, as requests ask for it
+    asked: str  # the recipe as requests name it
     asked_ratio: float
-    ratio: float  # what is blended with
-    falls_back: bool  # prompts are computed as a whole
-    count: int  # comparisons at this ratio, ever
-    compared: int  # the latest of them, which the rest is about
+    ratio: float  # that is used now
+    falls_back: bool  # prompts are prefilled whole
+    count: int  # comparisons at this ratio, in all
+    compared: int  # the latest of them, which the numbers below are over
     mean_kl: float | None
     kl_bound: float | None
     agreement: float | None
 
 
 class BlendCertificateList(ResponseModel):
-    """Of every recipe that was asked for."""
+    """The certificates of all requested recipes."""
 
     object: str
     data: list[BlendCertificate]

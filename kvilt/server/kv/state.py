@@ -23,7 +23,7 @@ MOST_SHOWN = 512  # samples, prefixes and handles, of each
 
 
 def kv_state_json(llm: AsyncLLM, tenant: str) -> bytes:
-    """A tenant's part of the KV memory, and how full all of it is, as JSON."""
+    """A tenant's part of the KV memory, and the use of the whole page pool, as JSON."""
     view = llm.view(tenant, MOST_SHOWN)
     state = {
         "pages": dataclasses.asdict(view.pages),
@@ -36,11 +36,11 @@ def kv_state_json(llm: AsyncLLM, tenant: str) -> bytes:
 
 
 def _leaf(llm: AsyncLLM, tenant: str, view: EngineView, handle: HandleInfo) -> str | None:
-    """The last known prefix that a handle begins with: those of the same branch share its pages."""
+    """The longest cached prefix that a handle begins with, which shares its pages."""
     try:
         ids = llm.kv.tokens(handle.id, tenant=tenant)
     except HandleError:
-        return None  # gone since it was seen
+        return None  # deleted since the view was made
     size, found = view.pages.page_tokens, None
     for branch in view.prefixes:  # parents come first
         if branch.parent == found and tuple(ids[branch.start : branch.start + size]) == branch.tokens[:size]:
@@ -49,19 +49,23 @@ def _leaf(llm: AsyncLLM, tenant: str, view: EngineView, handle: HandleInfo) -> s
 
 
 def _prefix(llm: AsyncLLM, branch: PrefixBranch) -> dict[str, Any]:
-    """A branch with its beginning as text; all of its tokens would be too many."""
+    """A branch of the prefix tree with the text of its first tokens."""
     first = [token for token in branch.tokens[:_SHOWN_TOKENS] if isinstance(token, int)]
     rest = {name: getattr(branch, name) for name in ("id", "parent", "adapter", "start", "pages", "hits", "caches")}
     return {**rest, "tokens": len(branch.tokens), "text": llm.tokenizer.decode(first, skip_special=False)}
 
 
 EVERY_S = 0.5  # between two snapshots of one key
-REST = 24  # so many times as long as a snapshot took, none is made
-_MOST_REMEMBERED = 64  # keys whose next turn is remembered, before those whose turn has come are forgotten
+REST = 24  # after a snapshot, none is made for this many times its duration: at most 1/25 of a processor
+_MOST_REMEMBERED = 64  # keys with a due time, before past due times are dropped
 
 
 class ThrottledSnapshots:
-    """Snapshots by tenant. Each answers only those who asked before it was begun."""
+    """Snapshots by tenant, one at a time, in a thread. A snapshot answers only the calls made before it was started.
+
+    Callers of one tenant share a snapshot. One key gets at most one snapshot in `EVERY_S`. This class does not know
+    what a snapshot holds.
+    """
 
     def __init__(
         self,
@@ -71,16 +75,16 @@ class ThrottledSnapshots:
         cost: Callable[[], float] = time.thread_time,
         offload: Offload | None = None,
     ) -> None:
-        """`build` runs in a thread; `cost` is what that thread has used of a processor so far."""
+        """`build` runs in a thread; `cost` is the processor time of that thread so far."""
         self._build = build
         self._clock = clock
         self._sleep = sleep
         self._cost = cost
         self._offload = offload or Offload()
         self._turn = asyncio.Lock()
-        self._free_s = 0.0  # when the next one may be made
-        self._due_s: dict[str, float] = {}  # by owner: when its next one may be
-        self._coming: dict[str, asyncio.Task[bytes]] = {}  # by tenant: not begun yet
+        self._free_s = 0.0  # when the next snapshot may be made
+        self._due_s: dict[str, float] = {}  # by owner: when its next snapshot may be made
+        self._coming: dict[str, asyncio.Task[bytes]] = {}  # by tenant: not started yet
 
     async def get(self, tenant: str) -> bytes:
         """A snapshot for a tenant, made after this call."""
@@ -101,7 +105,7 @@ class ThrottledSnapshots:
             try:
                 await self._wait(self._free_s)
             finally:
-                del self._coming[tenant]  # who asks from here on wants a later one
+                del self._coming[tenant]  # later calls need a later snapshot
             made, took_s = await self._offload.run(INSPECT, self._timed, tenant)
             self._free_s = self._clock() + REST * took_s
             return made
@@ -109,7 +113,7 @@ class ThrottledSnapshots:
             self._turn.release()
 
     def _next(self, owner: str) -> float:
-        """When an owner's next snapshot may be made; the one after it is later still."""
+        """Reserve the time of an owner's next snapshot."""
         now_s = self._clock()
         if len(self._due_s) > _MOST_REMEMBERED:
             self._due_s = {one: due_s for one, due_s in self._due_s.items() if due_s > now_s}
@@ -128,6 +132,6 @@ class ThrottledSnapshots:
 
 
 def _retrieve_error(made: asyncio.Task[bytes]) -> None:
-    """Whoever waited may have left: an error is no news then."""
+    """Mark an error as retrieved: the caller that waited for it may have disconnected."""
     if not made.cancelled():
         made.exception()

@@ -37,7 +37,7 @@ from .usage import OnUsage, chat_logprobs, completion_usage, running_usage
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request, ready to be asked."""
+    """A checked chat request with everything that the model needs."""
 
     body: ChatRequest
     caller: Caller
@@ -46,7 +46,7 @@ class PreparedChat:
     tools: list[dict[str, Any]] | None
     params: SamplingParams
     message_format: MessageFormat
-    lora: str | None = None  # the adapter that was asked for as a model
+    lora: str | None = None  # the adapter that the request named as its model
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of `AsyncLLM.stream_chat`."""
@@ -58,7 +58,7 @@ class PreparedChat:
 
 
 def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> PreparedChat:
-    """Check a request and work out what it asks for; may take a while."""
+    """Check a request and prepare its prompt and params; slow, so it runs off the event loop."""
     lora = service.check_model(body.model)
     _check(service, body)
     messages = template_messages(body.messages)
@@ -96,7 +96,7 @@ def _check(service: Service, body: ChatRequest) -> None:
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model hears of."""
+    """The tools that the prompt lists."""
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
     match body.tool_choice:
         case None | "auto":
@@ -112,7 +112,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
 
 
 def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) -> dict[str, Any]:
-    """The grammar of answers that must call a tool."""
+    """The grammar that forces a tool call."""
     match body.tool_choice:
         case "required":
             names = None
@@ -129,14 +129,14 @@ def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) 
 def _rendered(
     service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, documents: int
 ) -> RenderedChat | None:
-    """The prompt after its template where the parser wants to see its end; its ids are made of the same rendering."""
+    """The rendered prompt where the parser needs its end; the token ids are made from the same rendering."""
     if service.parser.thinking is None:
         return None
     return service.llm.render_chat(messages, tools, documents)
 
 
 async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
+    """The whole answer to a request without `stream`."""
     builders = [prepared.message_format.builder() for _ in range(prepared.params.n)]
     async with await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords()) as stream:
         async for delta in stream:
@@ -157,7 +157,7 @@ def _answer(
     done: Completion,
     kept: dict[int, dict[str, Any]],
 ) -> dict[str, Any]:
-    """All samples as choices; with logprobs it may take a while."""
+    """All samples as choices; slow with logprobs."""
     choices = []
     for index, (builder, sample) in enumerate(zip(builders, (done, *done.alternatives), strict=True)):
         logprobs = None if sample.logprobs is None else chat_logprobs(service.llm.tokenizer, sample.logprobs)
@@ -171,7 +171,7 @@ def _answer(
 
 
 class ChatStream:
-    """A request's answers as chunks."""
+    """The answers to a streaming request as server-sent events."""
 
     def __init__(self, service: Service, prepared: PreparedChat, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answers have ended."""
@@ -188,7 +188,7 @@ class ChatStream:
         self._generated = 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Every chunk, and the end."""
+        """Every chunk, then [DONE]."""
         try:
             for index in range(len(self._builders)):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
@@ -207,7 +207,7 @@ class ChatStream:
         yield DONE
 
     def _delta_chunk(self, delta: Delta, **more: Any) -> bytes | None:
-        """A delta as a chunk; None where it has nothing to say."""
+        """A delta as a chunk; None where it adds nothing."""
         if delta.reading is not None:
             self._progress = delta.reading
             shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}

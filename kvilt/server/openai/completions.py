@@ -30,23 +30,23 @@ DEFAULT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class PreparedCompletion:
-    """A completion request, ready to be asked."""
+    """A checked completion request with everything that the model needs."""
 
     body: CompletionRequest
     caller: Caller
     name: str
     ids: Sequence[Sequence[int]]  # of each prompt
-    texts: Sequence[str]  # what echo shows of each
+    texts: Sequence[str]  # of each prompt, for echo
     params: SamplingParams
-    lora: str | None = None  # the adapter that was asked for as a model
+    lora: str | None = None  # the adapter that the request named as its model
 
     def keywords(self, index: int) -> dict[str, Any]:
-        """The terms of one prompt."""
+        """The keywords of `AsyncLLM.generate` and `AsyncLLM.stream` for one prompt."""
         return request_terms(self.body, self.caller, f"{self.name}-{index}", self.lora)
 
 
 def prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> PreparedCompletion:
-    """Check a request and work out what it asks for; may take a while."""
+    """Check a request, tokenize its prompts and prepare its params; slow, so it runs off the event loop."""
     lora = service.check_model(body.model)
     prompts = _listed(body)
     _check(service, body, len(prompts))
@@ -66,7 +66,7 @@ def _wants_prompt_logprobs(body: CompletionRequest) -> bool:
 
 
 def _listed(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts as a list, which one prompt of token ids is already."""
+    """The prompts as a list; a list of token ids is one prompt."""
     given = body.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
@@ -94,9 +94,9 @@ def _check(service: Service, body: CompletionRequest, prompts: int) -> None:
 def _read(
     service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> tuple[list[list[int]], list[str]]:
-    """Ids and texts of prompts; may take a while."""
+    """Token ids of the prompts, and their texts for echo."""
     llm = service.llm
-    begins = body.kv is None and not body.documents  # behind documents a prompt does not begin the text
+    begins = body.kv is None and not body.documents  # after documents a prompt does not start the text
     ids = [llm.prompt_ids(prompt, begins=begins) for prompt in prompts]
     if not body.echo:
         return ids, [""] * len(ids)
@@ -105,7 +105,7 @@ def _read(
 
 
 async def complete_text(service: Service, prepared: PreparedCompletion) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
+    """The whole answer to a request without `stream`."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_one(service, prepared, index)) for index in range(len(prepared.ids))]
     done = [task.result() for task in tasks]
@@ -118,7 +118,7 @@ async def complete_text(service: Service, prepared: PreparedCompletion) -> dict[
 def _answer(
     service: Service, prepared: PreparedCompletion, done: Sequence[Completion], kept: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """All samples as choices; with logprobs it may take a while."""
+    """All samples as choices; slow with logprobs."""
     choices = []
     for place, completion in enumerate(done):
         for index, sample in enumerate((completion, *completion.alternatives)):
@@ -157,7 +157,7 @@ def _reason(reason: str | None) -> str | None:
 
 
 async def open_streams(service: Service, prepared: PreparedCompletion) -> list[AsyncStream]:
-    """A stream for each prompt; refusals come here, before anything is sent."""
+    """A stream for each prompt. Errors are raised here, before the response starts."""
     streams: list[AsyncStream] = []
     try:
         for index, ids in enumerate(prepared.ids):
@@ -174,7 +174,7 @@ async def open_streams(service: Service, prepared: PreparedCompletion) -> list[A
 
 
 class CompletionStream:
-    """A request's answers as chunks."""
+    """The answers to a streaming request as server-sent events."""
 
     def __init__(
         self, service: Service, prepared: PreparedCompletion, streams: Sequence[AsyncStream], on_usage: OnUsage
@@ -190,11 +190,11 @@ class CompletionStream:
         self._running = bool(options and options.continuous_usage_stats)
         self._read: dict[int, ReadingProgress] = {}
         self._generated = 0
-        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; those that have not begun
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; a choice is in it once it has begun
+        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; until its first delta
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; from its first delta on
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Every chunk, and the end."""
+        """Every chunk, then [DONE]."""
         ends = []
         try:
             async for place, delta in merge_streams(self._streams):
@@ -213,7 +213,7 @@ class CompletionStream:
         yield DONE
 
     async def _prepare_logprobs(self, place: int, delta: Delta) -> None:
-        """Before the first token of a choice: the logprobs of a prompt that it echoes, which may take a while."""
+        """Before the first token of a choice that echoes its prompt: the prompt's logprobs, off the event loop."""
         index = place * self._prepared.params.n + delta.index
         body = self._prepared.body
         if delta.reading is None and body.echo and body.logprobs is not None and index not in self._logprobs:
@@ -228,7 +228,7 @@ class CompletionStream:
         return logprob_lists
 
     def _delta_chunk(self, place: int, delta: Delta, **more: Any) -> bytes | None:
-        """A delta as a chunk; None where it has nothing to say."""
+        """A delta as a chunk; None where it adds nothing."""
         if delta.reading is not None:
             self._read[place] = delta.reading
             shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}
@@ -245,7 +245,7 @@ class CompletionStream:
         return self._chunk({**choice, **more})
 
     def _begun(self, place: int, index: int) -> str:
-        """What a choice begins with: the prompt, if it is echoed, when its first delta comes."""
+        """The text before the first delta of a choice: the prompt if it is echoed, else nothing."""
         if index in self._logprobs:
             return ""
         self._logprobs[index] = (

@@ -34,7 +34,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
 
 
 def _few(value: object) -> object:
-    """A mapping that is too large is not looked at entry by entry: each would be an error of its own."""
+    """Refuse a mapping that is too large as a whole, before its entries are validated one by one."""
     if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed, not {len(value)}")
     return value
@@ -56,7 +56,7 @@ class JsonSchemaSpec(RequestModel):
 
 
 class TextFormat(RequestModel):
-    """Anything."""
+    """Any text."""
 
     type: Literal["text"]
 
@@ -102,7 +102,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(RequestModel):
-    """The same as `response_format` under the names that vLLM's clients use; one of them."""
+    """The same as `response_format` under vLLM's names; exactly one of them."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: Text | None = None
@@ -111,15 +111,15 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
 
 
-class StreamOptions(RequestModel):
-    """What a stream tells besides text."""
+class StreamOptionsParam(RequestModel):
+    """What a stream reports besides text."""
 
     include_usage: bool | None = Field(None, description="A last chunk with the counts of tokens.")
     continuous_usage_stats: bool | None = Field(None, description="The counts so far in every chunk.")
 
 
 class Document(RequestModel):
-    """A text that stands in the prompt; a title is its first line."""
+    """A text that is part of the prompt; a title becomes its first line."""
 
     text: Annotated[str, Field(min_length=1)] | None = None
     content: Annotated[str, Field(min_length=1)] | None = Field(None, description="Another name for text.")
@@ -136,7 +136,7 @@ def _kind(value: object) -> str:
     return "text" if isinstance(value, str) else "document"
 
 
-# The server's own limit is lower; this one ends the checking of a flood.
+# The server's own limit is lower; this one stops validation early.
 Documents = Annotated[
     list[
         Annotated[
@@ -151,7 +151,7 @@ Layer = Annotated[int, Field(ge=0, lt=2**16)]
 
 
 class BlendOptions(RequestModel):
-    """How documents are blended: which of them, and the fields of a recipe, each of which has a default."""
+    """How documents are blended: whether to discover them, and the fields of a recipe. Every field has a default."""
 
     discover: bool | None = Field(
         None, description="Blend known documents that the prompt holds without naming them; the server's own default."
@@ -173,7 +173,7 @@ class BlendOptions(RequestModel):
 
 
 class GenerationRequest(RequestModel):
-    """How tokens are drawn, and when to stop."""
+    """The fields that chat and completions share: sampling, stop conditions, formats, streams, KV, documents."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="1 by default.")
@@ -212,7 +212,7 @@ class GenerationRequest(RequestModel):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionsParam | None = None
     return_progress: bool | None = Field(
         None, description="In a stream: chunks that say how much of the prompt is read."
     )
@@ -238,7 +238,7 @@ CallId = Annotated[str, Field(max_length=256)]
 
 
 class TextPart(RequestModel):
-    """A piece of a message; other kinds than text are refused."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -303,7 +303,7 @@ class ToolMessage(RequestModel):
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-# The server's own limit is lower; this one ends the checking of a flood.
+# The server's own limit is lower; this one stops validation early.
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 

@@ -1,4 +1,4 @@
-"""One answer of a chat as it is spoken: text in, the parts of a message out, whole or as deltas."""
+"""Builds the message of a chat answer from generated text: content, reasoning and tool calls, whole or as deltas."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How the answers of a model are read."""
+    """How generated text is parsed into messages."""
 
     parser: Parser
-    tools: Sequence[Mapping[str, Any]] = ()  # those that may be called
-    parallel: bool = True  # whether more than one call is let through
-    prompt: str | None = None  # as rendered; tells whether reasoning is open already
+    tools: Sequence[Mapping[str, Any]] = ()  # that may be called
+    parallel: bool = True  # whether more than one call is passed on
+    prompt: str | None = None  # as rendered; says whether reasoning is already open
     markers: Mapping[int, str] = field(default_factory=dict)  # special tokens that the parser must see, by id
 
     def builder(self) -> MessageBuilder:
-        """For one answer."""
+        """A builder for one answer."""
         return MessageBuilder(self.parser.new(self.tools, self.prompt), self.parallel, self.markers)
 
 
 class MessageBuilder:
-    """Reads one answer."""
+    """Builds the message of one answer."""
 
     def __init__(self, reader: AnswerReader, parallel: bool, markers: Mapping[int, str]) -> None:
         self._reader = reader
@@ -48,7 +48,7 @@ class MessageBuilder:
         self._calls: dict[int, _Call] = {}
 
     def add(self, delta: Delta) -> dict[str, Any]:
-        """What a delta adds to the message, in the form of a stream; empty if nothing is certain yet."""
+        """Add generated text; returns the delta of the message, empty while the parser needs more text."""
         mark = self._markers.get(delta.token, "") if delta.token is not None else ""
         pieces = self._reader.feed(mark + delta.text)
         if delta.finish_reason is not None:
@@ -98,5 +98,5 @@ class MessageBuilder:
 
 
 def special_markers(parser: Parser, special: Mapping[str, int]) -> dict[int, str]:
-    """The parser's markers that are special tokens in a vocabulary: their text never appears, so it is put back."""
+    """The parser's markers that are special tokens: detokenizing drops their text, so the builder puts it back."""
     return {special[mark]: mark for mark in parser.markers if mark in special}

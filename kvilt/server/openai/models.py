@@ -36,7 +36,7 @@ router = APIRouter(route_class=StrictRoute, tags=["models"])
 
 @router.get("/v1/models", response_model=None, responses={200: {"model": ModelList}, **error_responses()})
 async def models(service: ServiceDep) -> Response:
-    """All models, each under every name it answers to, and the adapters that are loaded."""
+    """The model under each of its names, and the loaded adapters."""
     adapters = [one.name for one in service.llm.executor.adapters.all()]
     return json_response(
         {"object": "list", "data": [_card(service, name) for name in (*service.config.names, *adapters)]}

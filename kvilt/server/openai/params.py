@@ -29,7 +29,7 @@ from .fields import (
     ToolCallParam,
 )
 
-# Fields that mean the same here and there.
+# Fields with the same name and meaning in SamplingParams.
 _SAME = (
     "top_p",
     "min_p",
@@ -51,7 +51,7 @@ _SAME = (
 
 
 def sampling_params(body: GenerationRequest, **more: Any) -> SamplingParams:
-    """How tokens are drawn; `more` are fields that the two kinds of request spell differently."""
+    """The sampling params of a request; `more` are the fields that chat and completions spell differently."""
     fields = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     fields["temperature"] = 1.0 if body.temperature is None else body.temperature
     if body.top_k is not None:
@@ -62,7 +62,7 @@ def sampling_params(body: GenerationRequest, **more: Any) -> SamplingParams:
 
 
 def grammar_params(body: GenerationRequest) -> dict[str, Any]:
-    """What the text must be, under the name that sampling has for it."""
+    """The grammar of a request, as a keyword of SamplingParams."""
     found = {**_format(body), **_structured(body)}
     if len(found) > 1 or (_format(body) and _structured(body)):
         raise ParamError("structured_outputs", "asks for a second grammar; give one")
@@ -100,7 +100,7 @@ def _structured(body: GenerationRequest) -> dict[str, Any]:
 
 
 def request_terms(body: GenerationRequest, caller: Caller, name: str, lora: str | None = None) -> dict[str, Any]:
-    """How a request is served."""
+    """The keywords of a request besides prompt and sampling: adapter, id, tenant, KV handle, documents."""
     if body.lora_scale is not None and lora is None:
         raise ParamError("lora_scale", "is for adapters; name one as the model")
     return {
@@ -115,18 +115,18 @@ def request_terms(body: GenerationRequest, caller: Caller, name: str, lora: str 
 
 
 def wants_progress(body: GenerationRequest) -> bool:
-    """Whether a stream must hear how far its prompt is read: to say so, or to count while it runs."""
+    """Whether a stream needs the progress of its prompt, to show it or to count tokens while it runs."""
     options = body.stream_options
     return bool(body.stream and (body.return_progress or (options and options.continuous_usage_stats)))
 
 
 def prompt_progress(reading: ReadingProgress) -> dict[str, int]:
-    """How far a prompt is read, under the names that llama.cpp's clients know."""
+    """The progress of a prompt, under llama.cpp's names."""
     return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """A conversation as templates take it: contents as one text, arguments of calls as objects."""
+    """Messages as chat templates take them: content as one text, arguments of tool calls as objects."""
     return [_message(message) for message in messages]
 
 
@@ -150,7 +150,7 @@ def _text(content: Content | None) -> str:
 
 
 def _call(call: ToolCallParam) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they want them as an object."""
+    """A tool call with its arguments as an object: templates write the JSON themselves."""
     arguments: Any = call.function.arguments
     try:
         parsed = json.loads(arguments)
@@ -161,7 +161,7 @@ def _call(call: ToolCallParam) -> dict[str, Any]:
 
 
 def document_texts(documents: Sequence[str | Document] | None) -> list[str]:
-    """What stands in the prompt; a title is the first line of its document, and so of its identity."""
+    """The texts of documents. A title becomes the first line, so it is part of the document's identity."""
     return [one if isinstance(one, str) else _document_text(one) for one in documents or ()]
 
 
@@ -172,7 +172,7 @@ def _document_text(document: Document) -> str:
 
 
 def blend_recipe(body: GenerationRequest) -> Recipe | None:
-    """How the documents are blended; None: as the model does without being told."""
+    """How the documents are blended; None: the model's default."""
     if body.blend is None:
         return None
     try:
@@ -182,19 +182,19 @@ def blend_recipe(body: GenerationRequest) -> Recipe | None:
 
 
 def _recipe_fields(blend: BlendOptions) -> dict[str, Any]:
-    """The fields of a recipe that a request has."""
+    """The fields of the recipe that the request sets."""
     return blend.model_dump(exclude_none=True, exclude={"discover"})
 
 
 def blend_terms(body: GenerationRequest) -> dict[str, Any]:
-    """The keywords of documents, named or to be found, where there are any."""
+    """The keywords for documents that are given or discovered, if there are any."""
     if body.documents:
         return {"documents": document_texts(body.documents), "recipe": blend_recipe(body)}
     return {} if body.blend is None else {"discover": body.blend.discover, "recipe": blend_recipe(body)}
 
 
 def check_documents(service: Service, body: GenerationRequest) -> None:
-    """Refuse what cannot be, before any of it is read."""
+    """Refuse impossible combinations before any document is tokenized."""
     check_document_count(service.config, len(body.documents or ()))
     if body.documents and body.kv is not None:
         raise ParamError("kv", "documents stand in a prompt of their own; leave out kv, or the documents")
@@ -208,19 +208,19 @@ def check_documents(service: Service, body: GenerationRequest) -> None:
 
 
 def wants_discovery(body: GenerationRequest) -> bool:
-    """Whether a request says that documents in its prompt are to be found."""
+    """Whether the request asks to discover known documents in its prompt."""
     return body.blend is not None and body.blend.discover is True
 
 
 def _has_effect(body: GenerationRequest, blend: BlendOptions, service: Service) -> bool:
-    """Whether it matters what is said of documents, where none are named."""
+    """Whether the blend options of a request without documents have an effect."""
     if blend.discover is False:
         return not _recipe_fields(blend)
     return body.kv is None and (blend.discover or service.llm.config.discover)
 
 
 def check_document_count(config: ServeConfig, documents: int) -> None:
-    """Refuse too many."""
+    """Refuse too many documents."""
     most = config.max_documents
     if documents > most:
         said = f"documents: {documents} were sent and {most} are allowed"

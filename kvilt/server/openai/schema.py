@@ -19,7 +19,7 @@ class ChosenFunction(RequestModel):
 
 
 class ChosenTool(RequestModel):
-    """This tool and no other."""
+    """Forces a call of this tool."""
 
     type: Literal["function"]
     function: ChosenFunction
@@ -38,20 +38,15 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
-# The server's own limit is lower; these end the checking of a flood.
+# The server's own limit is lower; these stop validation early.
 Texts = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
-Many = Annotated[list[Ids], Field(min_length=1, max_length=10_000, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
     """A prompt to continue, or several."""
 
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    )
+    prompt: str | Ids | Texts | IdLists
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
         None, description="16 by default; 0 only beside echo, to score the prompt."
     )
@@ -60,7 +55,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class PromptTokensDetails(ResponseModel):
-    """How much of a prompt was not computed."""
+    """Prompt tokens that were cached, computed and blended."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -68,7 +63,7 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    """What became of drafts."""
+    """Accepted and rejected draft tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -101,7 +96,7 @@ class ToolCall(ResponseModel):
 
 
 class AnswerMessage(ResponseModel):
-    """What the model said."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str | None
@@ -119,7 +114,7 @@ class TopToken(ResponseModel):
 
 
 class TokenLogprob(TopToken):
-    """A drawn token, and likely ones in its place."""
+    """A sampled token, and the most likely tokens at its position."""
 
     top_logprobs: list[TopToken]
 

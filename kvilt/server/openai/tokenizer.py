@@ -19,7 +19,7 @@ from .usage import token_text
 
 
 class TokenizeRequest(RequestModel):
-    """A prompt, or messages, to cut into tokens."""
+    """A prompt or messages to tokenize."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | None = None
@@ -40,20 +40,20 @@ class Tokens(ResponseModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Tokens to put together."""
+    """Tokens to detokenize."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Detokenized(ResponseModel):
-    """The text of tokens, special ones written out."""
+    """The text of tokens, with special tokens written out."""
 
     prompt: str
 
 
 class TokenizerInfo(ResponseModel):
-    """What there is to know of the tokenizer."""
+    """The tokenizer: vocabulary, special tokens, chat template, parsers."""
 
     vocab_size: int
     max_model_len: int
@@ -71,7 +71,7 @@ router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
 @router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **BODY_ERRORS})
 async def tokenize(body: TokenizeRequest, service: ServiceDep, caller: CallerDep) -> Response:
-    """The tokens of a prompt, or of messages as a conversation shows them."""
+    """The tokens of a prompt, or of messages in the chat template."""
     service.check_model(body.model)
     return await service.llm.offload.run(TOKENIZE, _tokens, service, body, owner=caller.tenant)
 
@@ -93,7 +93,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> Response:
 
 @router.post("/detokenize", response_model=None, responses={200: {"model": Detokenized}, **BODY_ERRORS})
 async def detokenize(body: DetokenizeRequest, service: ServiceDep, caller: CallerDep) -> Response:
-    """The text of tokens, as many as a prompt may have."""
+    """The text of tokens, at most as many as fit the context."""
     service.check_model(body.model)
     return await service.llm.offload.run(TOKENIZE, _text, service, body, owner=caller.tenant)
 
@@ -109,7 +109,7 @@ def _text(service: Service, body: DetokenizeRequest) -> Response:
 
 @router.get("/tokenizer_info", response_model=None, responses={200: {"model": TokenizerInfo}, **error_responses()})
 async def tokenizer_info(service: ServiceDep) -> Response:
-    """What there is to know of the tokenizer."""
+    """The tokenizer: vocabulary, special tokens, chat template, parsers."""
     tokenizer, parser = service.llm.tokenizer, service.parser
     return json_response(
         {

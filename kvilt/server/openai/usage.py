@@ -16,14 +16,14 @@ OnUsage = Callable[[Mapping[str, Any]], None]
 
 
 def completion_usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The counts of all answers to some prompts; a prompt counts once, whatever its answers share."""
+    """The token counts of completions; a prompt counts once for all of its samples."""
     samples = [sample for done in completions for sample in (done, *done.alternatives)]
     counts = usage_json([done.usage for done in completions], sum(len(sample.token_ids) for sample in samples))
     return {**counts, "completion_tokens_details": _drafts([sample.usage for sample in samples])}
 
 
 def usage_json(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
-    """Counts of tokens as OpenAI has them, with where the prompt's KV came from."""
+    """OpenAI's usage object, with kvilt's counts of where the prompt's KV came from."""
     prompt = sum(one.prompt_tokens for one in prompts)
     own = {
         name: sum(getattr(one, name) for one in prompts)
@@ -44,18 +44,18 @@ def usage_json(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
 
 
 def _drafts(samples: Sequence[Usage]) -> dict[str, int]:
-    """What became of drafts, under OpenAI's names for predicted outputs."""
+    """Accepted and rejected draft tokens, under OpenAI's names for predicted outputs."""
     drafted, accepted = sum(one.drafted_tokens for one in samples), sum(one.accepted_tokens for one in samples)
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def running_usage(progress: Sequence[ReadingProgress], generated: int) -> dict[str, Any]:
-    """The counts while a stream runs."""
+    """The token counts so far of a stream that runs."""
     return usage_json([one.usage for one in progress], generated)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; one that is no text of its own as its bytes."""
+    """A token as text; a token that is no valid UTF-8 as `bytes:` and its bytes."""
     spelled = tokenizer.shown_bytes(token)
     try:
         return spelled.decode()
@@ -64,12 +64,12 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def json_logprob(logprob: float) -> float:
-    """A logprob that JSON can write."""
+    """A logprob as a finite number, because JSON has no infinity."""
     return logprob if math.isfinite(logprob) else LOWEST
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Logprobs as chat has them."""
+    """Logprobs in the format of chat completions."""
     return {"content": [_entry(tokenizer, entry) for entry in entries], "refusal": None}
 
 
@@ -90,28 +90,28 @@ def _likely(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The lists of one choice, given out piece by piece."""
+    """Logprobs of one choice in the format of completions: four lists over its tokens, taken piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, at_start=False)
-        self._offset = 0  # characters of text before the next token
+        self._offset = 0  # characters before the next token
         self._fresh: dict[str, list[Any]] = _empty()
 
     def add_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
-        """The tokens of an echoed prompt, whose first has no logprob; a handle's before them are not shown."""
+        """Add the tokens of an echoed prompt. The first has no logprob; tokens of a KV handle are not shown."""
         self._detokenizer = Detokenizer(self._tokenizer)
         own = logprobs[len(logprobs) - len(ids) :] if logprobs else [None] * len(ids)
         for token, entry in zip(ids, own, strict=True):
             self._add(token, entry)
 
     def add_generated(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Tokens that were drawn."""
+        """Add generated tokens."""
         for entry in logprobs:
             self._add(entry.token, entry)
 
     def take_new(self) -> dict[str, list[Any]]:
-        """What was added since the last time."""
+        """The lists since the last call."""
         fresh, self._fresh = self._fresh, _empty()
         return fresh
 
@@ -123,7 +123,7 @@ class CompletionLogprobs:
         self._offset += len(self._detokenizer.add(token))
 
     def _likely(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the one that was taken, by their texts; of two with one text, the likelier."""
+        """The top tokens and the sampled one by their texts; of two tokens with one text, the more likely."""
         pairs = [(entry.token, entry.logprob), *reversed([*zip(entry.top_ids, entry.top_logprobs, strict=True)])]
         return {token_text(self._tokenizer, token): json_logprob(logprob) for token, logprob in pairs}
 

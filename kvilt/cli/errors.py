@@ -1,4 +1,4 @@
-"""What goes wrong, in one sentence and an exit code: 2 for a value the user can correct, 1 for the rest."""
+"""Errors in a terminal: one sentence and an exit code, 2 for a value that the user can correct, 1 for the rest."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Run a command's body; a known error becomes a sentence on stderr instead of a traceback."""
     try:
         yield
     except KviltError as error:
-        _leave(str(error), USAGE if isinstance(error, InputError) else FAILURE)
+        _exit(str(error), USAGE if isinstance(error, InputError) else FAILURE)
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _exit("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our pipe has gone; keep Python from complaining again when it flushes at exit.
+        # The reader of our pipe has closed it. Python must not report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILURE) from None
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        _leave(f"{error.strerror or error}{where}", FAILURE)
+        _exit(f"{error.strerror or error}{where}", FAILURE)
 
 
-def _leave(sentence: str, code: int) -> None:
+def _exit(sentence: str, code: int) -> None:
     print(f"kvilt: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
