@@ -24,7 +24,8 @@ from kvilt.executor.executor import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.row import RowImage
 from kvilt.ops.contract import KeysValues
-from kvilt.store.codecs import Codec, codec_named
+from kvilt.store.codec_registry import codec_named
+from kvilt.store.codecs import Codec
 from kvilt.store.layer import LayerKV
 
 CODECS = ("raw", "zstd", "int8", "k8v4")

@@ -24,7 +24,7 @@ from kvilt.quant.unpack import UNPACKED_FORMATS, to_float
 from kvilt.text.tokenizer import from_metadata
 from kvilt.weights.gguf import GGUFFile
 from kvilt.weights.gguf_lora import open_gguf_lora
-from kvilt.weights.source import Checkpoint
+from kvilt.weights.source import GGUF, Checkpoint
 
 from .driver import main
 from .target import Finding, Target, file_in_memory, label
@@ -168,7 +168,7 @@ def _read_tensors(file: GGUFFile, nbytes: int) -> None:
 
 def _use(file: GGUFFile, path: Path) -> str:
     """What loading a model does with the metadata before it reads weights."""
-    checkpoint = Checkpoint(path, "gguf", file.metadata, MappingProxyType({}), file)
+    checkpoint = Checkpoint(path, GGUF, file.metadata, MappingProxyType({}), file)
     said = []
     for name, read in (("spec", lambda: read_spec(checkpoint)), ("tokenizer", lambda: _tokenize(file.metadata))):
         try:

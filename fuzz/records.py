@@ -19,7 +19,7 @@ from kvilt.errors import BlobError, KviltError
 from kvilt.kv.identity import Identity
 from kvilt.kv.owner import owner_of
 from kvilt.store.address import Address, chunk_address
-from kvilt.store.codecs import codec_named
+from kvilt.store.codec_registry import codec_named
 from kvilt.store.layer import LayerKV
 from kvilt.store.record import MAGIC, PREFIX, SEAL_BYTES, digest, pack, peek, read_content, read_header, read_layer
 

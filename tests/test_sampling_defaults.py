@@ -17,15 +17,16 @@ from kvilt import SamplingParams
 from kvilt.cli.sampling import describe_params, given_params, sampling_params, with_short_seed
 from kvilt.errors import ParamError
 from kvilt.llm.generation import MEASURED, SamplingDefaults, sampling_defaults
+from kvilt.weights.source import gguf_generation
 
 
 def of_hf(**said: Any) -> SamplingDefaults:
-    return sampling_defaults(SimpleNamespace(kind="hf", config={}, generation=said))  # type: ignore[arg-type]
+    return sampling_defaults(SimpleNamespace(generation=said))  # type: ignore[arg-type]
 
 
 def of_gguf(**said: Any) -> SamplingDefaults:
     keys = {f"general.sampling.{name}": value for name, value in said.items()}
-    return sampling_defaults(SimpleNamespace(kind="gguf", config=keys, generation={}))  # type: ignore[arg-type]
+    return sampling_defaults(SimpleNamespace(generation=gguf_generation(keys)))  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_that_says_nothing_gets_what_was_measured() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, StoreMiss
+from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
-from ..store.address import DTYPES, Form
+from ..store.address import Form
 from ..store.loading import Loading
 from ..store.store import Store
 from .interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask

@@ -20,7 +20,7 @@ from ..bench.serve_plot import check_plot
 from ..blend.recipe import MEND
 from ..errors import ParamError
 from ..llm import LLM, load
-from ..store.codecs import codec_named
+from ..store.codec_registry import codec_named
 from .blend_cases import read_cases, read_questions
 from .progress import bars, tracked
 

@@ -220,9 +220,9 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
         return CheckpointFacts(
             kind="checkpoint",
             path=str(checkpoint.path),
-            container=_container(checkpoint),
+            container=checkpoint.format.label(checkpoint.config),
             name=_text(checkpoint.config.get("general.name") or checkpoint.config.get("_name_or_path")),
-            architecture=_architecture(checkpoint),
+            architecture=checkpoint.architecture,
             model=_model_facts(spec) if spec else None,
             problem=problem,
             parameters=sum(prod(tensor.shape) for tensor in tensors),
@@ -247,21 +247,8 @@ def _spec(checkpoint: Checkpoint) -> tuple[ModelSpec | None, str | None]:
         return None, str(error)
 
 
-def _container(checkpoint: Checkpoint) -> str:
-    if checkpoint.kind == "hf":
-        return "safetensors"
-    parts = checkpoint.config.get("split.count", 1)
-    return f"GGUF in {parts} parts" if parts > 1 else "GGUF"
-
-
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _architecture(checkpoint: Checkpoint) -> str:
-    if checkpoint.kind == "gguf":
-        return str(checkpoint.config["general.architecture"])
-    return str(checkpoint.config["architectures"][0])
 
 
 def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
@@ -351,7 +338,7 @@ def _context_bytes(layout: KVLayout, context: int) -> int:
 
 def _tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
     try:
-        if checkpoint.kind == "gguf":
+        if checkpoint.format.tokenizer_inside:
             vocabulary = read_vocabulary(checkpoint.config)
             kind = f"{_TOKENIZERS[vocabulary.kind]} ({vocabulary.pre})"
             return TokenizerFacts(kind, len(vocabulary.tokens), vocabulary.template is not None)

@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 
 from ..config import available_memory_bytes, env_store_redis, parse_bytes
 from ..errors import ParamError
+from ..store.codec_registry import CODECS
 
 if TYPE_CHECKING:
     from ..store.store import Store
     from ..store.tier import Tier
 
-_LOSSY = ("int8", "k8v4")
-_CODECS = ("raw", "zstd", *_LOSSY)
 _DISK, _REDIS = "20G", "8G"
 _MEMORY_SHARE = 8  # the memory tier gets 1/8 of the free memory
 _SCHEMES = ("redis", "rediss", "unix")
@@ -36,7 +35,7 @@ def open_store(options: dict[str, Any], memory: bool = True) -> Iterator[Store |
     from ..store.store import Store
 
     codec, secret = options["store_codec"], _secret(options["store_secret_file"])
-    lossy = codec in _LOSSY
+    lossy = CODECS[codec].lossy
     budget = _memory(options["store_memory"]) if memory else None
     with Store(
         budget,
@@ -60,8 +59,8 @@ def check_store_options(options: dict[str, Any]) -> None:
     for name in ("store_memory", "store_disk", "store_redis_memory"):
         if options[name] is not None:
             parse_bytes(options[name], name)
-    if options["store_codec"] not in _CODECS:
-        raise ParamError("store_codec", f"must be one of {', '.join(_CODECS)}, not {options['store_codec']!r}")
+    if options["store_codec"] not in CODECS:
+        raise ParamError("store_codec", f"must be one of {', '.join(CODECS)}, not {options['store_codec']!r}")
     if options["store_disk"] is not None and options["store"] is None:
         raise ParamError("store_disk", "limits the folder of --store; name that too")
     if options["store_redis_memory"] is not None and _redis_url(options) is None:

@@ -10,6 +10,7 @@ import torch
 
 from ..config import RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
+from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
 from ..models.assemble import Progress, assemble, read_spec
@@ -41,7 +42,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
-    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
     decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or available_memory_bytes() // 4

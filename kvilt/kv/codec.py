@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ..errors import BlobError
 from ..ops.contract import KeysValues, PageShape
+from .dtypes import DTYPES
 from .identity import Identity
 from .layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
 from .row import EMBEDDED, HASH_BYTES, RowImage, maker_parts
@@ -35,9 +35,6 @@ _PREFIX = struct.Struct("<8sIQ")
 _MAX_HEADER_BYTES = 1 << 26
 _MAX_TOKENS = 1 << 40
 _MAX_EXTENT = 1 << 20
-_DTYPES = MappingProxyType(
-    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
-)
 _IDENTITY_FIELDS = ("model", "adapter", "origin", "salt")
 
 
@@ -198,9 +195,9 @@ def _read_layout(found: Any) -> KVLayout:
 def _read_group(found: Any) -> LayerGroup:
     if not isinstance(found, dict):
         raise BlobError("layout", "a layer group is not an object")
-    layers, dtype = _list(found, "layers", "layout."), _DTYPES.get(str(found.get("dtype")))
+    layers, dtype = _list(found, "layers", "layout."), DTYPES.get(str(found.get("dtype")))
     if dtype is None:
-        raise BlobError("layout.dtype", f"not one of {', '.join(_DTYPES)}")
+        raise BlobError("layout.dtype", f"not one of {', '.join(DTYPES)}")
     if not layers or not all(_count(layer, _MAX_EXTENT) for layer in layers):
         raise BlobError("layout.layers", "not numbers of layers")
     heads, key_dim, value_dim = (_extent(found, name) for name in ("kv_heads", "key_dim", "value_dim"))

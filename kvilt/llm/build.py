@@ -155,7 +155,7 @@ def run_config(**options: Any) -> RunConfig:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if checkpoint.kind == "gguf":
+    if checkpoint.format.tokenizer_inside:
         return tokenizers.from_metadata(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return tokenizers.from_file(Path(folder) / "tokenizer.json")

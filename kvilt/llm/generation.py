@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import ParamError
@@ -20,19 +19,7 @@ _log = logging.getLogger(__name__)
 # For checkpoints without settings: see "Defaults" in docs/sampling.md for the measurement.
 MEASURED = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 
-# Name in the file -> field of SamplingParams.
-_HF: Mapping[str, str] = MappingProxyType(
-    {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
-)
-_GGUF: Mapping[str, str] = MappingProxyType(
-    {
-        "general.sampling.temp": "temperature",
-        "general.sampling.top_k": "top_k",
-        "general.sampling.top_p": "top_p",
-        "general.sampling.min_p": "min_p",
-        "general.sampling.penalty_repeat": "repetition_penalty",
-    }
-)
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +32,9 @@ class SamplingDefaults:
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     """The checkpoint's own settings, if it has any that are sound; a setting that is not sound is left out, loudly."""
-    gguf = checkpoint.kind == "gguf"
-    said, names = (checkpoint.config, _GGUF) if gguf else (checkpoint.generation, _HF)
-    fields = {field: value for name, field in names.items() if (value := _value(said, name, field)) is not None}
-    if said.get("do_sample") is False and not gguf:
+    said = checkpoint.generation
+    fields = {field: value for field in _FIELDS if (value := _value(said, field)) is not None}
+    if said.get("do_sample") is False:
         fields["temperature"] = 0.0
     if not fields:
         return SamplingDefaults()
@@ -56,16 +42,16 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     return SamplingDefaults(SamplingParams.of(None, **{"temperature": 1.0, **fields}), "the model's own settings")
 
 
-def _value(said: Mapping[str, Any], name: str, field: str) -> float | int | None:
+def _value(said: Mapping[str, Any], field: str) -> float | int | None:
     """One setting, if the checkpoint has it and it is one."""
-    value: float | int | None = said.get(name)
+    value: float | int | None = said.get(field)
     if value is None:
         return None
     try:
         value = _tidy(field, value)
         SamplingParams.of(None, **{field: value})
     except ParamError as error:
-        _log.warning("the checkpoint's setting %s is left out: %s", name, error)
+        _log.warning("the checkpoint's setting %s is left out: %s", field, error)
         return None
     return value
 

@@ -19,14 +19,13 @@ from ..weights.gguf_lora import GGUFAdapter
 from ..weights.peft import ModuleTensors, PeftFolder
 from .decoder import Decoder
 from .families.family import CheckpointDialect
-from .families.registry import FAMILIES
+from .families.registry import FAMILIES, pairs_qk
 from .layers import Linear
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import EMBEDDING, HEAD, EmbeddedRows, part_of
 
 _MAPS = ("q", "k", "v", "out", "gate", "up", "down")
 _BLOCK = 4096  # rows of an embedding that are compared at a time, and of a map whose lengths are measured
-_PAIRED = frozenset({"llama", "smollm3"})  # llama.cpp's converter puts q and k of these in neighbouring pairs
 
 OpenAdapter = PeftFolder | GGUFAdapter
 Alone = AbstractContextManager[object]  # held while weights are looked at: no step runs meanwhile
@@ -223,7 +222,7 @@ def _reordered(name: str, up: Tensor, spec: ModelSpec, kind: str) -> Tensor:
     """Outputs in the order of this model's checkpoint: some GGUF files have q and k in neighbouring pairs."""
     ropes = [layer.attention.rope for layer in spec.layers]
     paired = any(isinstance(rope, RopeSpec) and rope.pairing == "interleaved" for rope in ropes)
-    given = kind == "gguf" and spec.family in _PAIRED
+    given = pairs_qk(spec.family, kind)
     part = part_of(name)
     if part not in ("q", "k") or paired == given:
         return up

@@ -11,11 +11,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 
 import torch
 
 from ..errors import InputError
+from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.owner import owner_of, part_of
@@ -23,9 +23,6 @@ from ..kv.row import EMBEDDED, HASH_BYTES, Token
 
 FORMAT = 1  # of records; part of every key, so that a reader never finds records of another format
 KEY_BYTES = 32
-DTYPES = MappingProxyType(
-    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
-)
 
 
 class Kind(StrEnum):

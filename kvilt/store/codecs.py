@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BlobError, ParamError, StoreError
-from .address import DTYPES, LayerForm
+from ..errors import BlobError, StoreError
+from ..kv.dtypes import DTYPES
+from .address import LayerForm
 from .layer import LayerKV, layer_bytes, part_bytes
 
 GROUP = 32  # values of a head that share a step in k8v4
@@ -175,20 +176,3 @@ def unplanes(data: bytes, width: int) -> bytearray:
     made = bytearray(len(data))
     np.frombuffer(made, np.uint8).reshape(-1, width)[:] = np.frombuffer(data, np.uint8).reshape(width, -1).T
     return made
-
-
-def codec_named(name: str) -> Codec:
-    """The codec of that name; Unsupported where what it needs is not installed."""
-    match name:
-        case "raw":
-            return Raw()
-        case "int8":
-            return Int8()
-        case "k8v4":
-            return K8V4()
-        case "zstd":
-            from .zstd import Zstd  # the only codec with a dependency
-
-            return Zstd()
-        case _:
-            raise ParamError("codec", f"must be one of raw, zstd, int8, k8v4, not {name!r}")

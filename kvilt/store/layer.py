@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .address import DTYPES, Form, LayerForm, dtype_name
+from ..kv.dtypes import DTYPES
+from .address import Form, LayerForm, dtype_name
 
 _NO_SCALES: Final = torch.empty(0)
 

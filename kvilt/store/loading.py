@@ -21,7 +21,8 @@ from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import Address, tokens_of
 from .channel import FIRST, TierChannel
-from .codecs import Codec, codec_named
+from .codec_registry import codec_named
+from .codecs import Codec
 from .counters import HITS, LOOKUP_S, MISSES, REFUSED
 from .layer import LayerKV
 from .memory import MemoryEntry

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from ..errors import BlobError, ParamError, StoreError, renamed
 from ..kv.cache import KVCache
+from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.prefix import EvictedPage
 from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
-from .address import DTYPES, Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
+from .address import Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
 from .channel import QueuedWrite, TierChannel
-from .codecs import Codec, Raw, codec_named
+from .codec_registry import codec_named
+from .codecs import Codec, Raw
 from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, new_metrics
 from .layer import LayerKV, check_layers, owned
 from .loading import Loading, LookupContext

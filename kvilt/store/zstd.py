@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..errors import BlobError, Unsupported
-from .address import DTYPES, LayerForm
+from ..kv.dtypes import DTYPES
+from .address import LayerForm
 from .codecs import Data, Raw, check_size, planes, unplanes
 from .layer import LayerKV, layer_bytes
 

@@ -199,7 +199,7 @@ def heard(ears: Sequence[Ear]) -> list[Any]:
 
 
 KINDS = {
-    "grammar": {"Matcher.fill", "Matcher.accept", "Matcher.fork", "SampleState.fork"},
+    "grammar": {"Matcher.fill", "Matcher.accept", "Matcher.fork", "SamplingState.fork"},
     "scored": {"Scoring.want", "Scoring.tell", "PrefixIndex.insert"},
     "documents": {"Blending.begin", "Blending.next", "Blending.took", "Blending.report"},
     "drafts": {"NgramDrafter.begin", "PrefixIndex.fork"},
@@ -220,7 +220,7 @@ def test_a_fault_at_any_callback_of_a_step_ends_its_own_request_alone(
         day.run()
         assert (heard([day.asked]), heard(day.others)) == (right, alone), "spies change nothing"
         found = dict(faults.calls)
-        assert found.keys() >= {"SampleState.advance", "Ear.hear", "KVCache.commit", *KINDS[kind]}, found
+        assert found.keys() >= {"SamplingState.advance", "Ear.hear", "KVCache.commit", *KINDS[kind]}, found
         number = 0
         for method, times in sorted(found.items()):
             for at in sorted({1, (times + 1) // 2, times}):
@@ -245,7 +245,7 @@ def test_an_interrupt_is_no_fault_of_a_request(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     with closing(Store(Budget(1 << 24))) as store:
-        faults = Faults(method="SampleState.advance", at=2, error=error)
+        faults = Faults(method="SamplingState.advance", at=2, error=error)
         faults.install(monkeypatch)
         day = begin(executor, "scored", faults, ChunkCache(executor, store))
         with pytest.raises(error):

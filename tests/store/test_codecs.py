@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvilt.errors import BlobError, InputError, ParamError, StoreError
 from kvilt.store.address import DTYPES, LayerForm
-from kvilt.store.codecs import codec_named
+from kvilt.store.codec_registry import codec_named
 from kvilt.store.layer import LayerKV, owned
 
 FORMS = st.builds(

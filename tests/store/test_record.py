@@ -13,7 +13,8 @@ import pytest
 
 from kvilt.errors import BlobError
 from kvilt.store.address import Address, chunk_address
-from kvilt.store.codecs import Raw, codec_named
+from kvilt.store.codec_registry import codec_named
+from kvilt.store.codecs import Raw
 from kvilt.store.layer import LayerKV
 from kvilt.store.record import MAGIC, PREFIX, pack, peek, read_content, read_header, read_layer
 

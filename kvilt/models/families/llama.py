@@ -32,7 +32,7 @@ def from_mistral(checkpoint: Checkpoint) -> ModelSpec:
 LLAMA = Family(
     "llama",
     (
-        CheckpointDialect("gguf", ("llama",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("gguf", ("llama",), from_gguf, GGUF_NAMES, GGUF_IGNORED, pairs_qk=True),
         # Llama has no windows: a config converted from Mistral's may still carry the field, which then means nothing.
         CheckpointDialect("hf", ("LlamaForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
         CheckpointDialect("hf", ("MistralForCausalLM",), from_mistral, HF_NAMES, HF_IGNORED),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import Unsupported, WeightError
+from ...errors import Unsupported
 from ...weights.source import Checkpoint
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
@@ -27,7 +27,7 @@ class Recognised:
 
 def recognise(checkpoint: Checkpoint) -> Recognised:
     """The family a checkpoint says it is of."""
-    architecture = _architecture(checkpoint)
+    architecture = checkpoint.architecture
     for family in FAMILIES:
         for dialect in family.dialects:
             if dialect.kind == checkpoint.kind and architecture in dialect.architectures:
@@ -36,12 +36,6 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     raise Unsupported(f"the architecture {architecture!r} is not supported; kvilt runs {', '.join(known)}")
 
 
-def _architecture(checkpoint: Checkpoint) -> str:
-    if checkpoint.kind == "gguf":
-        field, value = "general.architecture", checkpoint.config.get("general.architecture")
-    else:
-        field, named = "architectures", checkpoint.config.get("architectures")
-        value = named[0] if isinstance(named, list) and named else None
-    if not isinstance(value, str):
-        raise WeightError(field, "the checkpoint does not say what architecture it is")
-    return value
+def pairs_qk(family: str, kind: str) -> bool:
+    """Whether this family's checkpoints of a kind have the rows of q and k in neighbouring pairs."""
+    return any(d.pairs_qk for f in FAMILIES if f.name == family for d in f.dialects if d.kind == kind)

@@ -43,7 +43,7 @@ def _without_rope(spec: ModelSpec, bare: list[bool]) -> ModelSpec:
 SMOLLM3 = Family(
     "smollm3",
     (
-        CheckpointDialect("gguf", ("smollm3",), from_gguf, GGUF_NAMES, GGUF_IGNORED),
+        CheckpointDialect("gguf", ("smollm3",), from_gguf, GGUF_NAMES, GGUF_IGNORED, pairs_qk=True),
         CheckpointDialect("hf", ("SmolLM3ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
     ),
 )
