@@ -19,7 +19,7 @@ def chat(
     """Chat until the input ends; False if a command or question from a pipe failed."""
     given_params(sampling)
     if show_drafts and config.get("draft") is None:
-        raise ParamError("show_drafts", "needs a drafter beside it; add --draft ngram or a draft model")
+        raise ParamError("show_drafts", "needs a drafter; add --draft ngram or a draft model")
     screen = Screen(show_drafts)
     with closing(ChatSession.open(model, sampling, config, system)) as session:
         if screen.interactive:

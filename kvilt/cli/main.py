@@ -47,10 +47,10 @@ def run(
     lora: Annotated[str, typer.Option(metavar="PATH", help="A LoRA adapter's PEFT folder.")] = "",
     lora_scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
     document: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A text that the prompt is about; may be repeated.")
+        list[str] | None, typer.Option(metavar="FILE", help="A text file for the prompt to refer to; may be repeated.")
     ] = None,
     blend_ratio: Annotated[
-        float | None, typer.Option(help="Share of the documents' tokens that is computed again; default 0.15.")
+        float | None, typer.Option(help="Share of the documents' tokens to recompute; default 0.15.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
@@ -84,14 +84,14 @@ def run(
 def chat(
     model: opt.Model = opt.DEFAULT_MODEL,
     system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
-    saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Go on with a chat that was saved.")] = "",
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour what was drafted and accepted.")] = False,
+    saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Continue a saved chat.")] = "",
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour accepted draft tokens.")] = False,
     *,
     sampling: dict[str, Any],
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Talk with a model; /help inside lists what can be done with the chat's KV."""
+    """Chat with a model; /help lists the commands."""
     with exit_on_error():
         from .chat import chat as run_chat
 
@@ -110,7 +110,7 @@ def serve(
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP, for every client that speaks the OpenAI API."""
+    """Serve a model over HTTP with an OpenAI-compatible API."""
     with exit_on_error():
         from .serve import serve as listen
 
@@ -122,11 +122,9 @@ def serve(
 def warm(
     files: Annotated[list[str], typer.Argument(help="Text files, one document each; '-' reads a pipe.")],
     model: opt.Model = opt.DEFAULT_MODEL,
-    split: Annotated[
-        str | None, typer.Option(metavar="LINE", help="A line that stands between the documents of a file.")
-    ] = None,
+    split: Annotated[str | None, typer.Option(metavar="LINE", help="The line between two documents of a file.")] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A file with the key of a server for whose requests they are.")
+        str | None, typer.Option(metavar="FILE", help="A file with the API key that the documents are stored for.")
     ] = None,
     lora: Annotated[str, typer.Option(metavar="PATH", help="A LoRA adapter's PEFT folder.")] = "",
     lora_scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
@@ -135,7 +133,7 @@ def warm(
     store: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Compute documents ahead of questions about them, and store their KV where others find it."""
+    """Compute the KV of documents in advance, and store it for other processes."""
     with exit_on_error():
         from .warm import WarmRequest
         from .warm import warm as compute
@@ -151,7 +149,7 @@ def pull(
         str, typer.Argument(help="A model's name, like smollm2, or hf:org/name[:file].")
     ] = opt.DEFAULT_MODEL,
 ) -> None:
-    """Fetch a model into the cache folder, once, and print where it is."""
+    """Fetch a model into the cache folder, unless it is there, and print its path."""
     with exit_on_error():
         from .pull import fetch
 
@@ -187,20 +185,20 @@ def blend_report(
     questions: Annotated[str | None, typer.Option(metavar="FILE", help="More of them, one on each line.")] = None,
     documents: Annotated[int, typer.Option(help="Text files for each question, in a random order.")] = 10,
     strategies: Annotated[str, typer.Option(help="Separated by commas.")] = "query,head,deviation",
-    ratios: Annotated[str, typer.Option(help="Percents of the documents to compute again.")] = "5,15,30",
+    ratios: Annotated[str, typer.Option(help="Percentages of the documents' tokens to recompute.")] = "5,15,30",
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions.")] = None,
-    context: Annotated[int | None, typer.Option(help="Cut documents alike until prompts fit.")] = None,
-    codec: Annotated[str, typer.Option(help="What stored documents go through: raw, zstd, int8 or k8v4.")] = "raw",
+    context: Annotated[int | None, typer.Option(help="Cut all documents to one length until prompts fit.")] = None,
+    codec: Annotated[str, typer.Option(help="Codec of stored documents: raw, zstd, int8 or k8v4.")] = "raw",
     mend: Annotated[float | None, typer.Option(help="How far tokens follow computed ones around them.")] = None,
     behind: Annotated[bool, typer.Option(help="Compute documents behind the system text.")] = False,
     seed: Annotated[int, typer.Option(help="For the order of documents.")] = 0,
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="Keep results, and go on where it ends.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Append results to a file, and continue it.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curve, too: out.png, out.svg.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Also plot to a file: out.png, out.svg.")] = None,
     *,
     config: dict[str, Any],
 ) -> None:
-    """What blending your documents saves, and how far its answers part from whole prefills."""
+    """Compare blending of your documents with whole prefills: time to first token and quality."""
     with exit_on_error():
         from .blend_report import BlendQuestions, ReportOutput, report
 
@@ -228,7 +226,7 @@ def bench(
     *,
     config: dict[str, Any],
 ) -> None:
-    """Tokens per second of prefill, decode and batches, and how near they come to the machine's limits."""
+    """Tokens per second of prefill, decode and batches, and their share of the machine's limits."""
     if context.invoked_subcommand is not None:
         return
     with exit_on_error():
@@ -259,11 +257,11 @@ def bench_serve(
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: the first token within this.")] = None,
     slo_itl_ms: Annotated[float | None, typer.Option(help="Goodput: later tokens within this on average.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw it, too: out.png, out.svg.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Also plot to a file: out.png, out.svg.")] = None,
     *,
     load: dict[str, Any],
 ) -> None:
-    """Latency and throughput of any server that speaks the OpenAI API."""
+    """Latency and throughput of any server with an OpenAI-compatible API."""
     with exit_on_error():
         from ..bench.serve_client import ServerTarget
         from ..bench.serve_load import LoadPlan
@@ -280,7 +278,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shape and format.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What a checkpoint or a saved KV cache is, without loading it."""
+    """Show the contents of a checkpoint or a saved KV cache, without loading it."""
     with exit_on_error():
         from .inspect import inspect as look
 
@@ -303,7 +301,7 @@ def lora_merge(
     model: opt.Model = opt.DEFAULT_MODEL,
     scale: Annotated[float, typer.Option(help="How strongly the adapter acts.")] = 1.0,
 ) -> None:
-    """Write a checkpoint with an adapter in its weights; for safetensors of floats, not for packed GGUF files."""
+    """Merge an adapter into a checkpoint's weights; for float safetensors, not for quantized GGUF files."""
     with exit_on_error():
         from .lora import merge
 

@@ -52,20 +52,22 @@ SAMPLING = OptionGroup(
     "Sampling",
     MappingProxyType(
         {
-            "max_tokens": Option(int, 512, "Most tokens to generate."),
-            "min_tokens": Option(int, 0, "Fewest tokens to generate."),
+            "max_tokens": Option(int, 512, "Maximum number of tokens to generate."),
+            "min_tokens": Option(int, 0, "Minimum number of tokens to generate."),
             # Where these are not given, the model's own settings hold, else kvilt's: see cli/sampling.py.
             "temperature": Option(float | None, None, "0 is greedy; default: the model's own, else kvilt's."),
-            "top_k": Option(int | None, None, "Keep the k likeliest tokens; 0 is off."),
-            "top_p": Option(float | None, None, "Keep the likeliest tokens up to this mass; 1 is off."),
-            "min_p": Option(float | None, None, "Keep tokens this likely against the best; 0 is off."),
-            "typical_p": Option(float | None, None, "Keep tokens of typical surprise; 1 is off."),
+            "top_k": Option(int | None, None, "Keep the k most likely tokens; 0 is off."),
+            "top_p": Option(float | None, None, "Keep the most likely tokens up to this total probability; 1 is off."),
+            "min_p": Option(float | None, None, "Keep tokens at least this likely relative to the best; 0 is off."),
+            "typical_p": Option(
+                float | None, None, "Keep the most typical tokens up to this total probability; 1 is off."
+            ),
             "repetition_penalty": Option(float | None, None, "Above 1 discourages repeats; 1 is off."),
-            "presence_penalty": Option(float, 0.0, "Discourages what was said."),
-            "frequency_penalty": Option(float, 0.0, "The same, by how often."),
-            "logprobs": Option(int | None, None, "With --json: log-probabilities, and the n likeliest tokens."),
-            "n": Option(int, 1, "Samples behind one prompt.", ("-n", "--n")),
-            "seed": Option(int | None, None, "Makes sampling repeatable; default: a fresh one."),
+            "presence_penalty": Option(float, 0.0, "Penalizes tokens that have occurred."),
+            "frequency_penalty": Option(float, 0.0, "Penalizes tokens by how often they have occurred."),
+            "logprobs": Option(int | None, None, "With --json: log-probabilities, also of the n most likely tokens."),
+            "n": Option(int, 1, "Samples for one prompt.", ("-n", "--n")),
+            "seed": Option(int | None, None, "Makes sampling repeatable; default: random."),
             "stop": Option(list[str], (), "Stop at this text; may be repeated."),
             "repetition_detection": Option(bool, True, "End an answer that repeats itself."),
         }
@@ -91,8 +93,8 @@ RUNTIME = OptionGroup(
         {
             "device": Option(str, "cpu", "Where to run: cpu."),
             "threads": Option(int | None, None, "CPU threads; default all."),
-            "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default a quarter of what is free."),
-            "lora_memory": Option(str | None, None, "Memory for adapters between steps; default 1G."),
+            "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
+            "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "max_context": Option(int | None, None, "Longest sequence in tokens."),
             "kv_dtype": Option(str, "auto", "float32, float16, bfloat16 or int8; auto: what the backend prefers."),
             "backend": Option(str, "auto", "auto or reference."),
@@ -104,19 +106,21 @@ STORE = OptionGroup(
     "Store of documents",
     MappingProxyType(
         {
-            "store": Option(str | None, None, "A folder where KV of documents is kept, also after the end."),
-            "store_memory": Option(str | None, None, "Memory for it, like 2G; default an eighth of what is free."),
-            "store_disk": Option(str | None, None, "Most bytes of the folder; default 20G."),
+            "store": Option(str | None, None, "A folder that keeps the KV of documents after the process ends."),
+            "store_memory": Option(
+                str | None, None, "Memory for the store, like 2G; default: an eighth of the free memory."
+            ),
+            "store_disk": Option(str | None, None, "Maximum size of the folder; default 20G."),
             "store_redis": Option(
                 str | None,
                 None,
                 "A shared Redis or Valkey, redis://host:port/0; with a password KVILT_STORE_REDIS.",
             ),
-            "store_redis_memory": Option(str | None, None, "Most bytes of it there; default 8G."),
+            "store_redis_memory": Option(str | None, None, "Maximum size in Redis; default 8G."),
             "store_codec": Option(str, "raw", "raw, zstd (exact), int8 or k8v4 (smaller, rounded)."),
-            "store_secret_file": Option(str | None, None, "A file whose content seals what others could write to."),
+            "store_secret_file": Option(str | None, None, "A file with a secret that authenticates stored records."),
             "behind": Option(
-                str | None, None, "The system text that your chats begin with: documents are computed behind it."
+                str | None, None, "The system text that your chats start with: documents are computed after it."
             ),
         }
     ),
@@ -127,7 +131,9 @@ DRAFTS = OptionGroup(
     MappingProxyType(
         {
             "draft": Option(str | None, None, "Draft ahead: ngram, or a smaller model with the same tokenizer."),
-            "draft_tokens": Option(int | None, None, "Most tokens to draft; default 16 for ngram, 8 for a model."),
+            "draft_tokens": Option(
+                int | None, None, "Maximum number of draft tokens; default 16 for ngram, 8 for a model."
+            ),
         }
     ),
 )
@@ -136,30 +142,36 @@ SERVER = OptionGroup(
     "Server",
     MappingProxyType(
         {
-            "host": Option(str, "127.0.0.1", "Where to listen; 0.0.0.0 is everywhere."),
-            "port": Option(int, 8000, "0 takes any free one."),
-            "served_model_name": Option(list[str], (), "What the model is called in requests; may be repeated."),
+            "host": Option(str, "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces."),
+            "port": Option(int, 8000, "Port to listen on; 0 takes any free port."),
+            "served_model_name": Option(list[str], (), "The model's name in requests; may be repeated."),
             "api_key": Option(
-                list[str], (), "A key that clients must send, seen by every user in the list of processes."
+                list[str], (), "A key that clients must send; every user sees it in the list of processes."
             ),
             "api_key_file": Option(str | None, None, "A file with keys, one on a line. Also KVILT_API_KEY."),
-            "admin_key": Option(str | None, None, "The owner's key, seen by every user in the list of processes."),
-            "admin_key_file": Option(str | None, None, "A file with the owner's key. Also KVILT_ADMIN_KEY."),
-            "metrics_port": Option(int | None, None, "Serve /metrics there without a key; 0 takes any free port."),
-            "metrics_host": Option(str, "127.0.0.1", "Where to listen for that."),
+            "admin_key": Option(str | None, None, "The admin key; every user sees it in the list of processes."),
+            "admin_key_file": Option(str | None, None, "A file with the admin key. Also KVILT_ADMIN_KEY."),
+            "metrics_port": Option(
+                int | None, None, "Serve /metrics on this port without a key; 0 takes any free port."
+            ),
+            "metrics_host": Option(str, "127.0.0.1", "Address of the metrics port."),
             "allowed_host": Option(list[str], (), "A host name of this server; may be repeated."),
-            "cors_origin": Option(list[str], (), "A page's origin that may ask; may be repeated."),
-            "kv_dir": Option(str | None, None, "The folder where KV handles are saved; default: in that of --store."),
+            "cors_origin": Option(list[str], (), "An origin of web pages that may send requests; may be repeated."),
+            "kv_dir": Option(
+                str | None, None, "The folder of saved KV handles; default: inside the folder of --store."
+            ),
             "lora": Option(list[str], (), "An adapter to load, as NAME=PATH; may be repeated."),
-            "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from while it runs."),
-            "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server ends."),
-            "max_body_bytes": Option(int, 8 << 20, "The largest body of a request."),
-            "max_connections": Option(int, 2048, "Connections that may be open."),
-            "keep_alive_s": Option(float, 15.0, "Silence in a stream before a comment is sent."),
-            "gate_every": Option(int, 50, "One in so many blended prompts is compared with a whole prefill; 0: none."),
-            "gate_max_kl": Option(float, 0.1, "Mean KL of the first token above which a recipe's ratio is raised."),
-            "gate_act": Option(bool, True, "Raise it, or only compare."),
-            "gate_path": Option(str | None, None, "The file that keeps what comparisons said."),
+            "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from at run time."),
+            "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server shuts down."),
+            "max_body_bytes": Option(int, 8 << 20, "Maximum size of a request body."),
+            "max_connections": Option(int, 2048, "Maximum number of open connections."),
+            "keep_alive_s": Option(float, 15.0, "Seconds without an event in a stream before a comment is sent."),
+            "gate_every": Option(int, 50, "Compare every n-th blended prompt with a whole prefill; 0: never."),
+            "gate_max_kl": Option(
+                float, 0.1, "Raise a recipe's ratio if the mean KL of the first token is above this."
+            ),
+            "gate_act": Option(bool, True, "Raise ratios, or only compare."),
+            "gate_path": Option(str | None, None, "The file that keeps the results of comparisons."),
             "log_level": Option(str, "info", "debug, info, warning or error."),
         }
     ),
@@ -169,14 +181,14 @@ ENGINE = OptionGroup(
     "Engine",
     MappingProxyType(
         {
-            "step_tokens": Option(int | None, None, "Tokens of one step."),
-            "shared_step_tokens": Option(int | None, None, "Tokens of one step while a key draws beside others."),
-            "max_rows": Option(int | None, None, "Samples in one step."),
-            "max_waiting": Option(int | None, None, "Requests that may wait."),
-            "max_handles": Option(int | None, None, "KV handles of one key."),
-            "handle_ttl_s": Option(float | None, None, "Seconds that a KV handle lives."),
+            "step_tokens": Option(int | None, None, "Maximum number of tokens in one step."),
+            "shared_step_tokens": Option(int | None, None, "The same while one key decodes beside others."),
+            "max_rows": Option(int | None, None, "Maximum number of samples in one step."),
+            "max_waiting": Option(int | None, None, "Maximum number of waiting requests."),
+            "max_handles": Option(int | None, None, "Maximum number of KV handles of one key."),
+            "handle_ttl_s": Option(float | None, None, "Lifetime of a KV handle in seconds."),
             "step_timeout_s": Option(float | None, None, "Seconds after which a step counts as hung."),
-            "discover": Option(bool, False, "Blend known documents that prompts hold without naming them."),
+            "discover": Option(bool, False, "Find stored documents in prompts, and blend them."),
         }
     ),
 )
@@ -186,13 +198,13 @@ LOAD = OptionGroup(
     MappingProxyType(
         {
             "workload": Option(str, "random", "random, shared-prefix or multi-turn."),
-            "requests": Option(int, 100, "Requests in all; a turn is a request."),
-            "prompt_tokens": Option(int, 128, "About how long a prompt, or a turn, is."),
-            "max_tokens": Option(int, 64, "Tokens of an answer."),
-            "clients": Option(int | None, None, "Clients that each wait for their answer; default 1."),
-            "rate": Option(float | None, None, "Instead: requests a second that come by chance (Poisson)."),
+            "requests": Option(int, 100, "Number of requests; a turn is a request."),
+            "prompt_tokens": Option(int, 128, "Approximate length of a prompt or a turn."),
+            "max_tokens": Option(int, 64, "Maximum tokens of an answer."),
+            "clients": Option(int | None, None, "Concurrent clients, each with one request at a time; default 1."),
+            "rate": Option(float | None, None, "Instead of clients: requests per second (Poisson arrivals)."),
             "turns": Option(int, 4, "Turns of a conversation, in multi-turn."),
-            "groups": Option(int, 4, "Prefixes, in shared-prefix: three quarters of a prompt are one of them."),
+            "groups": Option(int, 4, "Number of prefixes, in shared-prefix: each is three quarters of a prompt."),
             "seed": Option(int, 0, "Makes prompts and arrivals repeatable."),
         }
     ),

@@ -41,7 +41,7 @@ def serve(
     gate = gate_of(options)
     _log_to_stderr(options["log_level"])
     if not settings.is_local and not settings.api_keys:
-        print("warning: everybody who reaches this address may use the model; set --api-key", file=sys.stderr)
+        print("warning: every client that reaches this address can use the model; set --api-key", file=sys.stderr)
     if options["api_key"] or options["admin_key"]:
         print(f"warning: {VISIBLE_KEYS}", file=sys.stderr)
     adapters = [named_path(each) for each in options["lora"]]

@@ -62,7 +62,9 @@ def warm(request: WarmRequest, model: str, store: dict[str, Any], config: dict[s
     """Compute and store files; False if one of them failed."""
     check_store_options(store)
     if not is_persistent(store):
-        raise ParamError("store", "documents are kept for others to find; give --store PATH or --store-redis URL")
+        raise ParamError(
+            "store", "is missing: documents are stored for other processes; give --store PATH or --store-redis URL"
+        )
     _check_folder(store["store"])
     tenant, counts = _tenant(request.key_file), WarmCounts()
     files = list(_read(request, counts))  # before the model: files that cannot be read should not cost a load

@@ -97,7 +97,7 @@ def make_metrics_app(service: Service) -> ASGIApp:
 def _answer(service: Service, scope: Scope) -> Response:
     check_host(Headers(scope=scope), service.config)  # DNS rebinding is possible on this port, too
     if scope["path"] != "/metrics":
-        raise HTTPError(404, "this port serves /metrics alone", code="not_found")
+        raise HTTPError(404, "this port serves only /metrics", code="not_found")
     if scope["method"] not in ("GET", "HEAD"):
         raise HTTPError(405, "this route does not take this method")
     return Response(service.exposition(), 200, {"cache-control": "no-store"}, CONTENT_TYPE)

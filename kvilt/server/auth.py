@@ -62,7 +62,7 @@ def check_origin(headers: Mapping[str, str], config: ServeConfig) -> str | None:
         known = False
     if not known:
         raise HTTPError(
-            403, "pages of this origin may not ask; the owner can allow it with --cors-origin", code="unknown_origin"
+            403, "this origin is not allowed; the server's owner can add it with --cors-origin", code="unknown_origin"
         )
     return origin
 
@@ -109,7 +109,7 @@ def check_metrics(caller: Caller, config: ServeConfig) -> None:
     if config.api_keys and not caller.is_admin:
         raise HTTPError(
             403,
-            "/metrics tells what every key does: it needs the admin key, or a port of its own (--metrics-port)",
+            "/metrics covers all keys: it needs the admin key, or a port of its own (--metrics-port)",
             code="admin_only",
         )
 

@@ -121,7 +121,7 @@ class HTTPServer(uvicorn.Server):
         """Wait for the requests in progress, at most `grace_s`; new requests are refused meanwhile."""
         _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
         if not await self.service.idle(self.service.config.grace_s):
-            _log.error("some requests took longer than that; they are ended")
+            _log.error("requests that are still in progress are ended")
             await self.service.llm.aclose()  # open requests get an error
             await self.service.idle(_LAST_WORDS_S)
         self.should_exit = True

@@ -146,6 +146,6 @@ class MemoryTrimmer:
             try:
                 await self._offload.run(OWNER, trim)
             except Exception:
-                _log.exception("memory was not given back")
+                _log.exception("free memory was not returned to the system")
             if not self._again:
                 return

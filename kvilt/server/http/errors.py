@@ -110,12 +110,8 @@ def http_error_of(error: BaseException) -> HTTPError:
             return HTTPError(503, str(error), code="took_too_long", headers={"retry-after": "5", **_NO_RETRY})
         case Draining() | ModelClosed() | Cancelled():
             return draining_error()
-        case StepHung():
-            return HTTPError(503, str(error), code="step_hung", headers={"retry-after": "5"})
-        case CompilerFailed():
-            return HTTPError(503, str(error), code="compiler_unavailable", headers={"retry-after": "5"})
-        case PoolExhausted():
-            return HTTPError(503, str(error), code="kv_memory_full", headers={"retry-after": "5"})
+        case StepHung() | CompilerFailed() | PoolExhausted():
+            return HTTPError(503, str(error), code=_unavailable(error), headers={"retry-after": "5"})
         case NumericsError():
             return HTTPError(500, "the model computed no usable logits for this request", code="bad_logits")
         case GrammarError() | GrammarFailed():
@@ -129,18 +125,31 @@ def http_error_of(error: BaseException) -> HTTPError:
         case InputError() | TruncateError() | Unsupported() | KVError():
             return HTTPError(400, str(error), code="invalid_value")
         case _:
-            _log.error("a request failed in a way it should not", exc_info=error)
+            _log.error("a request failed with an unexpected error", exc_info=error)
             return internal_error()
 
 
 def draining_error() -> HTTPError:
     """The error while the server shuts down."""
-    return HTTPError(503, "this server is shutting down; ask again", code="draining", headers={"retry-after": "5"})
+    return HTTPError(
+        503, "this server is shutting down; try again later", code="draining", headers={"retry-after": "5"}
+    )
 
 
 def internal_error() -> HTTPError:
     """The error for a bug of kvilt: details are in the log only."""
-    return HTTPError(500, "something went wrong inside the server; its log has the request's id", code="internal_error")
+    return HTTPError(500, "internal error; the server's log has it under the request's id", code="internal_error")
+
+
+def _unavailable(error: StepHung | CompilerFailed | PoolExhausted) -> str:
+    """The code of an error that may be gone after a while."""
+    match error:
+        case StepHung():
+            return "step_hung"
+        case CompilerFailed():
+            return "compiler_unavailable"
+        case PoolExhausted():
+            return "kv_memory_full"
 
 
 def _handle(error: HandleError) -> HTTPError:

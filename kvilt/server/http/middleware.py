@@ -149,7 +149,7 @@ class RequestMiddleware:
                 async with asyncio.timeout(self._config.write_timeout_s):
                     await send(message)
             except TimeoutError:
-                _log.warning("request %s was given up: its reader does not read", context.id)
+                _log.warning("request %s was ended: its client does not read the response", context.id)
                 context.scope.get("kvilt.abort", _nothing)()
                 raise ClientDisconnected() from None
 

@@ -55,7 +55,7 @@ class _Reader:
     def read(self) -> Any:
         value = self._value(self._next(), 0)
         if self._next().lastgroup != "end":
-            raise self._wrong("something stands behind the value")
+            raise self._wrong("there is more text after the value")
         return value
 
     def _next(self) -> re.Match[str]:
@@ -139,7 +139,7 @@ class _Reader:
                 raise self._wrong("a name in double quotes is missing")
             key = self._long_text()
         if key in made:
-            raise InvalidJSON(f"the key {key[:64]!r} stands twice in one object")
+            raise InvalidJSON(f"the key {key[:64]!r} occurs twice in one object")
         if len(made) == MAX_KEYS:
             raise InvalidJSON(f"an object has more than {MAX_KEYS} keys")
         if self._next()["mark"] != ":":

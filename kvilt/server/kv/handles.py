@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 def sweep_saved(config: ServeConfig) -> None:
     """Remove unfinished files of a server that was killed while saving; called when a server starts."""
     if config.kv_dir is not None and (count := sweep(config.kv_dir, _SAVED)):
-        _log.warning("%d files were left in the folder of saved KV by a server that was killed; they are gone", count)
+        _log.warning("removed %d unfinished files of a server that was killed from the folder of saved KV", count)
 
 
 class SavedKVFolder:

@@ -82,11 +82,11 @@ def _check(service: Service, body: CompletionRequest, prompts: int) -> None:
         )
     check_documents(service, body)
     if (body.documents or wants_discovery(body)) and _wants_prompt_logprobs(body):
-        raise ParamError("echo", "cannot score a prompt behind documents, which are not computed as a whole")
+        raise ParamError("echo", "cannot score a prompt with documents, because they are not computed as a whole")
     if body.kv_out and prompts > 1:
         raise ParamError("kv_out", "keeps the KV of one prompt; send the prompts one by one")
     if body.max_tokens == 0 and not body.echo:
-        raise ParamError("max_tokens", "must be at least 1, but beside echo")
+        raise ParamError("max_tokens", "must be at least 1; 0 is possible with echo only")
     if body.stream_options is not None and not body.stream:
         raise ParamError("stream_options", "is for streams; set stream to true")
 

@@ -197,13 +197,13 @@ def check_documents(service: Service, body: GenerationRequest) -> None:
     """Refuse impossible combinations before any document is tokenized."""
     check_document_count(service.config, len(body.documents or ()))
     if body.documents and body.kv is not None:
-        raise ParamError("kv", "documents stand in a prompt of their own; leave out kv, or the documents")
+        raise ParamError("kv", "cannot be combined with documents; leave out one of them")
     if wants_discovery(body) and (body.documents or body.kv is not None):
         beside = "documents" if body.documents else "kv"
-        said = f"blend.discover: looks for documents in a plain prompt; leave it out, or {beside}"
+        said = f"blend.discover: cannot be combined with {beside}; leave out one of them"
         raise HTTPError(400, said, param="blend.discover", code="invalid_value")
     if body.blend is not None and not body.documents and not _has_effect(body, body.blend, service):
-        raise ParamError("blend", "says how documents are blended; give documents, or let it discover some")
+        raise ParamError("blend", "has no effect without documents; give documents, or set blend.discover")
     blend_recipe(body)
 
 

@@ -14,7 +14,7 @@ export class ApiError extends Error {
 }
 
 export class Api {
-  /** `keys` has `current()` and `ask(why)`, which resolves to a key, or to null if nobody gave one. */
+  /** `keys` has `current()` and `ask(why)`, which resolves to a key, or to null if the user gave none. */
   constructor(keys) {
     this.keys = keys;
   }

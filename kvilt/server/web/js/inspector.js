@@ -93,7 +93,7 @@ export class Inspector {
     this.pool.replaceChildren(...pool(state.pages));
     this.running.replaceChildren(...running(state.samples));
     this.runningTitle.hidden = state.samples.length === 0;
-    // Made anew only where something changed, and never under somebody's fingers.
+    // Built again only where something changed, and not while the user interacts with it.
     const seen = JSON.stringify([state.prefixes, state.handles.map(({ expires_in_s: left, ...one }) => [one, Math.round(left / 60)])]);
     if (seen === this.seen || this.tree_.querySelector('form')) return;
     this.seen = seen;

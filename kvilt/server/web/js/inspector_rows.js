@@ -43,11 +43,11 @@ export function forest(state, handle) {
 
 function prefix(one) {
   const end = one.start + one.tokens;
-  const who = one.caches === 0 ? 'kept, held by nobody' : one.caches === 1 ? 'held by one' : `shared by ${count(one.caches)}`;
+  const use = one.caches === 0 ? 'kept, in no cache' : one.caches === 1 ? 'in one cache' : `shared by ${count(one.caches)} caches`;
   return el('div', { class: 'entry prefix' },
     el('div', { class: 'entry-head' },
       el('span', { class: 'name' }, `tokens ${count(one.start)}–${count(end)}`),
-      el('span', { class: one.caches > 1 ? 'tag shared' : 'tag' }, who),
+      el('span', { class: one.caches > 1 ? 'tag shared' : 'tag' }, use),
       el('span', { class: 'tag' }, `${count(one.hits)} ${one.hits === 1 ? 'hit' : 'hits'}`)),
     el('p', { class: 'excerpt' }, one.text.replace(/\s+/g, ' ')));
 }

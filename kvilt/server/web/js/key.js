@@ -16,7 +16,7 @@ export class Keys {
     this.why = el('p', { class: 'why', role: 'alert' });
     this.form = el('form', { method: 'dialog' },
       el('h2', { id: 'key-title' }, 'This server asks for a key'),
-      el('p', {}, 'Whoever runs it can give you one. It is kept in this tab only, until you close it.'),
+      el('p', {}, 'The owner of the server can give you one. It is kept in this tab only, until you close it.'),
       el('div', { class: 'field' }, el('label', { for: 'key-input' }, 'API key'), this.input), this.why,
       el('div', { class: 'row' },
         el('button', { type: 'button', class: 'plain', on: { click: () => this.dialog.close() } }, 'Not now'),
@@ -39,7 +39,7 @@ export class Keys {
     session.set('key', null);
   }
 
-  /** A key from whoever sits here, or null. All who ask at once get the same answer. */
+  /** A key from the user, or null. Concurrent calls share one dialog. */
   ask(why) {
     this.asking ??= new Promise((resolve) => {
       this.answer = resolve;

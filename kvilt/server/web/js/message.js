@@ -100,7 +100,7 @@ export class Message {
     this.signature = signature;
   }
 
-  /** Buttons are made anew; whoever stood on one still stands on its successor. */
+  /** Build the buttons again; the focus moves from a button to its successor. */
   keepingFocus(change) {
     const label = this.bar.contains(document.activeElement) ? document.activeElement.getAttribute('aria-label') : null;
     change();

@@ -1,4 +1,4 @@
-// Light or dark: the system's choice until somebody makes another.
+// Light or dark: the system's choice until the user makes another.
 
 import { icon, set } from './dom.js';
 import { local } from './storage.js';

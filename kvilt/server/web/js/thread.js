@@ -1,4 +1,4 @@
-// The messages that are shown, and the place where one reads. Follows the end unless somebody scrolled away from it.
+// The shown messages and the scroll position. It follows the end unless the user has scrolled away from it.
 
 import { byId, el, icon } from './dom.js';
 import { Message } from './message.js';
