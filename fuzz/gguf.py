@@ -153,7 +153,7 @@ def _check(path: Path, nbytes: int) -> str:
 def _read_tensors(file: GGUFFile, nbytes: int) -> None:
     held = 0
     for name in file.names():
-        weight, stored = file.tensor(name), file.stored(name)
+        weight, stored = file.tensor(name), file.storage(name)
         held += stored.nbytes
         if isinstance(weight, QuantTensor):
             if weight.data.numel() != stored.nbytes:
@@ -207,7 +207,7 @@ def _compare(file: GGUFFile, path: Path) -> None:
     if theirs.keys() != set(file.names()):
         raise Finding(f"tensors {sorted(file.names())} and {sorted(theirs)}")
     for name, one in theirs.items():
-        if one.n_bytes != file.stored(name).nbytes or tuple(int(n) for n in reversed(one.shape)) != file.shape(name):
+        if one.n_bytes != file.storage(name).nbytes or tuple(int(n) for n in reversed(one.shape)) != file.shape(name):
             raise Finding(f"{name!r} is {file.shape(name)} here and {one.shape} there")
     for key, value in file.metadata.items():
         field = other.fields.get(key)

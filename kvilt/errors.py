@@ -248,7 +248,7 @@ class Draining(KviltError):
 
 
 class StepHung(KviltError):
-    """A step took so long that nobody waits for it any more."""
+    """A step took longer than `step_timeout_s`, and its requests were failed."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"a step took more than {limit_s:g} s and was given up; try again, with less at once")
@@ -264,7 +264,7 @@ class HandleError(InputError):
 
 
 class HandleUnknown(HandleError):
-    """There is no such handle, or it is somebody else's."""
+    """There is no such handle, or another tenant owns it."""
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle, "does not exist; create one first")

@@ -226,7 +226,7 @@ def test_the_stop_strings_of_a_request_are_compiled_once(llm: LLM, monkeypatch: 
 
 def test_prompts_that_cannot_fit_are_not_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core = llm.tokenizer.core
-    assert core.sizes.fewest("7", 1) == 1  # known from here on
+    assert core.sizes.min_tokens("7", 1) == 1  # known from here on
     monkeypatch.setattr(core, "core", None)  # whatever is tokenized fails
     long = "word " * 100_000
     for ask in (

@@ -70,10 +70,10 @@ class ChunkCache:
         self._finder.close()
 
     def _stored(self, scope: DocumentScope) -> Iterator[Sequence[Token]]:
-        return self._store.stored(Kind.CHUNK, self._identity(*scope))
+        return self._store.stored_tokens(Kind.CHUNK, self._identity(*scope))
 
     def _there(self, scope: DocumentScope, ids: Sequence[int]) -> bool:
-        return self._store.reach([chunk_address(self._identity(*scope), ids, self.form)]) == 1
+        return self._store.count_leading([chunk_address(self._identity(*scope), ids, self.form)]) == 1
 
     def _identity(self, tenant: str, maker: str) -> Identity:
         behind = hashlib.sha256(token_bytes(self.behind)).hexdigest() if self.behind else "nothing"

@@ -236,7 +236,7 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
 
 def _tensor_facts(source: TensorSource) -> Iterable[TensorFacts]:
     for name in source.names():
-        stored = source.stored(name)
+        stored = source.storage(name)
         yield TensorFacts(name, source.shape(name), stored.format, stored.nbytes)
 
 

@@ -369,7 +369,7 @@ class Handles:
     def _recall(self, notes: HandleNotes) -> None:
         """Know again what was noted, as far as its time is not over and an owner may have so many."""
         now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
-        notes.follow(self._note)
+        notes.attach(self._note)
         self._handles.update((note.name, noted(note, now_s, today_s)) for note in notes.read())
         self._sweep()
         for name, one in reversed(list(self._handles.items())):

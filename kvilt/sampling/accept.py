@@ -43,7 +43,7 @@ class AcceptedTokens:
 def accept(logits: Tensor, runs: Sequence[DraftRun], draw: Draw, at_once: bool = True) -> list[AcceptedTokens]:
     """Tokens of each run, at least one, up to the first that is no draft or ends the sample.
 
-    `at_once` looks at rows that may turn out to be nobody's, and fails if one of them cannot be drawn from. Without it
+    `at_once` looks at rows that may turn out to be unused, and fails if one of them cannot be drawn from. Without it
     a run fails only if its first token cannot be drawn; a later one is left for its sample to meet again.
     """
     drawn = [AcceptedTokens() for _ in runs]

@@ -82,7 +82,7 @@ class CompileQueue(Generic[Made]):
         return PendingGrammar(job.future, lambda: self._leave(job))
 
     def close(self) -> None:
-        """End all threads and processes; whoever waits hears of it."""
+        """End all threads and processes; waiting callers get an error."""
         with self._changed:
             self._closed = True
             jobs = list(self._queue)
@@ -91,7 +91,7 @@ class CompileQueue(Generic[Made]):
             self._changed.notify_all()
             workers = list(self._workers)
         for worker in workers:
-            worker.abandon()
+            worker.cancel()
         for job in jobs:
             job.future.set_exception(ModelClosed())
 
@@ -103,7 +103,7 @@ class CompileQueue(Generic[Made]):
             if self._pending.get(job.constraint) is job:
                 del self._pending[job.constraint]
             if job.worker is not None:
-                job.worker.abandon()
+                job.worker.cancel()
             elif job in self._queue:
                 self._queue.remove(job)
 

@@ -1,7 +1,7 @@
 """Trials: a grammar is compiled in a process that can be ended before it is compiled in this one.
 
 A worker is started when first needed, compiles one grammar at a time, and is ended where a grammar goes over a limit on
-time or memory or nobody waits for it any more. Refuses to know constraints and what the library's words mean.
+time or memory, or when its caller no longer waits. Refuses to know constraints and what the library's words mean.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class CompileLimits:
 
 
 class CompileCancelled(Exception):
-    """Nobody waits for this grammar any more."""
+    """The caller no longer waits for this grammar."""
 
 
 class CompileWorker:
-    """One process that compiles grammars. `try_out` belongs to one thread; `abandon` and `close` may come from any."""
+    """One process that compiles grammars. Call `try_compile` from one thread; `cancel` and `close` from any."""
 
-    def __init__(self, opening: bytes, bounds: CompileLimits, command: Sequence[str] | None = None) -> None:
-        """`opening` is what the process is told first: a vocabulary, and these bounds. `command` starts another one."""
+    def __init__(self, startup: bytes, limits: CompileLimits, command: Sequence[str] | None = None) -> None:
+        """`startup` is the first message to the process: vocabulary and limits. `command` replaces the program."""
         self._command = command
-        self._opening = opening
-        self._bounds = bounds
+        self._startup = startup
+        self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._trying = self._abandoned = False
+        self._trying = self._cancelled = False
 
     @property
     def pid(self) -> int | None:
@@ -59,19 +59,19 @@ class CompileWorker:
         process = self._process
         return None if process is None else process.pid
 
-    def try_out(self, grammar: str, where: str = "grammar") -> CompileResult:
+    def try_compile(self, grammar: str, where: str = "grammar") -> CompileResult:
         """Compile a grammar in the worker; GrammarTooLarge, about `where`, if that goes over a limit."""
         with self._lock:
-            self._trying, self._abandoned = True, False
+            self._trying, self._cancelled = True, False
         try:
             process = self._started()
-            answer = _exchange(process, library.frame(grammar.encode()), time.monotonic() + self._bounds.wall_s)
+            answer = _exchange(process, library.frame(grammar.encode()), time.monotonic() + self._limits.wall_s)
             if answer is None:
                 raise self._lost(process, where)
             verdict = CompileResult(**json.loads(answer))
         except TimeoutError:
             self.close()
-            raise _too_large(where, f"takes longer than {self._bounds.wall_s:g} s to compile") from None
+            raise _too_large(where, f"takes longer than {self._limits.wall_s:g} s to compile") from None
         except BaseException:
             self.close()
             raise
@@ -82,11 +82,11 @@ class CompileWorker:
             self.close()
         return verdict
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """End the trial that runs, if one does."""
         with self._lock:
             if self._trying:
-                self._abandoned = True
+                self._cancelled = True
                 self._kill()
 
     def close(self) -> None:
@@ -111,24 +111,24 @@ class CompileWorker:
         process = _spawn(self._command or _own_command())
         with self._lock:
             self._process = process
-            if self._abandoned:
+            if self._cancelled:
                 process.kill()
         try:
-            ready = _exchange(process, self._opening, time.monotonic() + _START_S)
+            ready = _exchange(process, self._startup, time.monotonic() + _START_S)
         except TimeoutError:
             ready = None
         if ready is None:
-            raise CompileCancelled if self._abandoned else CompilerFailed("did not start, or ended at once")
+            raise CompileCancelled if self._cancelled else CompilerFailed("did not start, or ended at once")
         return process
 
     def _lost(self, process: subprocess.Popen[bytes], where: str) -> Exception:
         """Why a process ended without an answer."""
-        if self._abandoned:
+        if self._cancelled:
             return CompileCancelled()
         process.wait()
         if process.returncode == -signal.SIGXCPU:
-            return _too_large(where, f"takes more than {self._bounds.cpu_s:g} s of computing to compile")
-        return _too_large(where, f"takes more than {self._bounds.memory_bytes >> 20} MiB to compile, or nests too deep")
+            return _too_large(where, f"takes more than {self._limits.cpu_s:g} s of computing to compile")
+        return _too_large(where, f"takes more than {self._limits.memory_bytes >> 20} MiB to compile, or nests too deep")
 
 
 def _too_large(where: str, what: str) -> GrammarTooLarge:

@@ -150,20 +150,22 @@ class Compiler:
 
     def _new_queue(self, vocabulary: Sequence[bytes]) -> CompileQueue[Grammar]:
         limits = self.limits
-        bounds = CompileLimits(limits.compile_s, limits.compile_wall_s, limits.compile_bytes)
+        worker_limits = CompileLimits(limits.compile_s, limits.compile_wall_s, limits.compile_bytes)
         settings = {
             "end_ids": self.end_ids,
             "limits": self._library_limits,
-            "cpu_s": bounds.cpu_s,
-            "memory_bytes": bounds.memory_bytes,
+            "cpu_s": worker_limits.cpu_s,
+            "memory_bytes": worker_limits.memory_bytes,
         }
-        opening = library.startup_message(vocabulary, settings)
-        return CompileQueue(lambda: CompileWorker(opening, bounds), self._tried, limits.compilers, limits.waiting)
+        startup = library.startup_message(vocabulary, settings)
+        return CompileQueue(
+            lambda: CompileWorker(startup, worker_limits), self._tried, limits.compilers, limits.waiting
+        )
 
     def _tried(self, constraint: Constraint, worker: CompileWorker) -> Grammar:
         """A grammar that the worker has compiled before; in a thread of the queue."""
         text, where = _checked_text(constraint), _name(constraint)
-        verdict = worker.try_out(text, where)
+        verdict = worker.try_compile(text, where)
         _check(verdict, where)
         return self._keep(Grammar(self, constraint, text, max(0, verdict.grown_bytes)))
 

@@ -101,7 +101,7 @@ class History:
         return (ids, counts) if bool(known.all()) else (ids[known], counts[known])
 
     def _as_array(self) -> npt.NDArray[np.int64]:
-        """All ids; brought up to date only here, so that histories nobody searches pay nothing."""
+        """All ids; brought up to date only here, so that a history that is never searched pays nothing."""
         length = len(self.ids)
         if length > len(self._array):
             self._array = np.concatenate(

@@ -78,7 +78,7 @@ class Address:
         parts = (self.key, len(codec).to_bytes(8, "little"), codec, _digest(b"salt", secret))
         return _digest(b"more", b"".join(parts))
 
-    def needing(self, firsts: tuple[int, ...]) -> Address:
+    def with_firsts(self, firsts: tuple[int, ...]) -> Address:
         """The same question with other demands on what must be there."""
         return replace(self, firsts=firsts)
 

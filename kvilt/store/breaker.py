@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Closed while all is well. Open, it lets nobody through; each failed question doubles the time to the next."""
+    """Closed while the tier works. Open, it rejects every call; each failed probe doubles the time to the next."""
 
     def __init__(
         self, clock: Callable[[], float], failures: int = 3, cooldown_s: float = 1.0, longest_s: float = 30.0
@@ -26,7 +26,7 @@ class CircuitBreaker:
     def closed(self) -> bool:
         return self._wait_s == 0.0
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         with self._lock:
             if self._wait_s and not self._asking:
                 return  # something that began before: it says nothing new
@@ -36,12 +36,12 @@ class CircuitBreaker:
                 self._wait_s = min(self._longest_s, 2 * self._wait_s or self._first_s)
                 self._due_s = self._clock() + self._wait_s
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         with self._lock:
             self._failed, self._wait_s, self._asking = 0, 0.0, False
 
-    def should_ask(self) -> bool:
-        """Whether the caller, and nobody else now, should find out if the tier is back, and report it."""
+    def should_probe(self) -> bool:
+        """Whether the caller should probe the tier now and report the result; true for one caller at a time."""
         with self._lock:
             if self._wait_s == 0.0 or self._asking or self._clock() < self._due_s:
                 return False

@@ -1,4 +1,4 @@
-"""One tier's traffic: threads that read for whoever waits, one that writes behind, and breakers for both directions.
+"""Reads and writes of one tier: reader threads, a write-behind thread, and a circuit breaker for each direction.
 
 No caller of a channel waits for its tier. Reads go by layer: all headers, then all records' first layers, then their
 second ones. Writes wait in a queue with bounds; what does not fit is dropped and counted. Refuses to know codecs and
@@ -87,12 +87,12 @@ class TierChannel:
 
     # Reading.
 
-    def open_to(self, direction: str) -> bool:
+    def is_open(self, direction: str) -> bool:
         """Whether the tier is asked at all now; if it is being left alone and its time has come, it is probed."""
         breaker = self._breakers[direction]
         if breaker.closed:
             return True
-        if breaker.should_ask():
+        if breaker.should_probe():
             threading.Thread(target=self._probe, args=(direction,), name="kvilt-store-probe", daemon=True).start()
         return False
 
@@ -107,8 +107,8 @@ class TierChannel:
             return True
 
     @property
-    def crowded(self) -> bool:
-        """Whether so many records are on their way that whoever has read a part of one lets go of it meanwhile."""
+    def busy(self) -> bool:
+        """Whether so many records are loading that each should close its reader between two reads."""
         return len(self._reads) >= _CROWD
 
     def ask(self, question: Callable[[Tier], T]) -> Future[T]:
@@ -139,8 +139,8 @@ class TierChannel:
         self._report(direction, True)
         return result
 
-    def kept_waiting(self, since_s: float) -> None:
-        """Somebody waited longer than anybody should: the tier's fault, unless it had others to serve all the while."""
+    def report_timeout(self, since_s: float) -> None:
+        """A caller reached its deadline: a failure of the tier, unless it served other reads meanwhile."""
         if self._served_s < since_s:
             self._report("read", False)
 
@@ -246,14 +246,14 @@ class TierChannel:
 
     def _small(self, work: Callable[[], None]) -> None:
         try:
-            if self.open_to("write"):
+            if self.is_open("write"):
                 self.guarded("write", work)
         except StoreError as error:
             _log.info("the %s tier did not hear of a use: %s", self.name, error)
 
     def _write(self, write: QueuedWrite) -> None:
         try:
-            if not self.open_to("write"):
+            if not self.is_open("write"):
                 raise StoreError("down", "the tier is left alone for a while")
             evicted = self.guarded("write", lambda: self._put(write))
             self._metrics.add(EVICTED, evicted, tier=self.name)
@@ -297,7 +297,7 @@ class TierChannel:
     def _report(self, direction: str, well: bool) -> None:
         breaker = self._breakers[direction]
         was = breaker.closed
-        breaker.worked() if well else breaker.failed()
+        breaker.record_success() if well else breaker.record_failure()
         if was != breaker.closed:
             _log.warning("the %s tier is %s for %ss", self.name, "back" if breaker.closed else "left alone", direction)
             self._metrics.set(UP, int(all(one.closed for one in self._breakers.values())), tier=self.name)

@@ -20,5 +20,5 @@ STORE_METRICS = (LOOKUPS, HITS, MISSES, REFUSED, WRITTEN, DROPPED, EVICTED, BYTE
 
 
 def new_metrics() -> Metrics:
-    """A metrics object of its own, for a store that nobody else watches."""
+    """A metrics object of its own, for a store that shares none."""
     return Metrics(STORE_METRICS)

@@ -1,6 +1,6 @@
 """The disk tier: one file for each record, named by its key, and an index that can be lost.
 
-A lookup opens the file and asks nobody else, so it costs the same among a thousand records and a million. Several
+A lookup opens the file and needs no index, so it costs the same among a thousand records and a million. Several
 processes may share a folder. Refuses to know what the bytes mean, but for who owns them.
 """
 
@@ -109,7 +109,7 @@ class Disk:
         if nbytes > self.budget.record:
             raise StoreError("too_large", f"{nbytes} bytes are more than a record here may have")
         row = IndexRow(key, info.tenant, info.kind, nbytes, False, self._clock())
-        self._make_folders()  # somebody may have removed them to be rid of the records
+        self._make_folders()  # the user may have removed them to delete the records
         gone = self._with_index(lambda index: index.admit(row, self.budget))
         try:
             for one in gone:
@@ -119,7 +119,7 @@ class Disk:
             with suppress(StoreError):
                 self._with_index(lambda index: index.remove([key]))
             raise
-        self.touch([key])  # whoever compared the index with the files meanwhile has forgotten the row
+        self.touch([key])  # a process that compared the index with the files meanwhile has removed the row
         if info.retain:
             self._with_index(lambda index: index.retain(key, self.budget))
         return len(gone)

@@ -105,7 +105,7 @@ class DiskIndex:
             return [key for key in keys if not self._sql.execute(update, (now_s, key)).rowcount]
 
     def retain(self, key: bytes, budget: Budget) -> None:
-        """Give a record the bias to stay, and take it from older ones of whoever has the most of it."""
+        """Give a record the bias to stay, and take it from older ones of the tenant that has the most of it."""
         with self.change():
             found = self._one("SELECT nbytes, retained FROM records WHERE key = ?", key)
             if found is None or found[1] or found[0] > budget.retain:
@@ -128,7 +128,7 @@ class DiskIndex:
             while self.tenant_bytes(row.tenant) + row.nbytes > budget.tenant:
                 gone.append(self._drop_oldest(row.tenant))
             while self.usage().nbytes + row.nbytes > budget.total_bytes:
-                # Records of another format have no tenant, and nobody will read them here: they leave first.
+                # Records of another format have no tenant, and are never read here: they are evicted first.
                 query = "SELECT tenant FROM tenants ORDER BY tenant = '' DESC, nbytes DESC LIMIT 1"
                 (largest,) = self._one(query) or ("",)
                 gone.append(self._drop_oldest(largest))

@@ -18,7 +18,7 @@ _NO_SCALES: Final = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys and values of one layer. Whoever gets one reads it and does not write: others may hold the same tensors."""
+    """Keys and values of one layer. Read-only: other holders may share the same tensors."""
 
     keys: Tensor  # [tokens, heads, key_dim]
     values: Tensor  # [tokens, heads, value_dim]

@@ -1,4 +1,4 @@
-"""A record on its way: layers arrive in order from the tiers, each verified before anybody sees it.
+"""A record that is loading: layers arrive in order from the tiers, each verified before it is handed out.
 
 A tier that has the record but not all of it, or not in time, is given up for the next one, from the layer that is
 missing on. When no tier is left, the rest of the record is a miss. Refuses to know what the tiers are.
@@ -66,7 +66,7 @@ class Loading:
         self._reader: RecordReader | None = None
         self._header: RecordHeader | None = None
         self._codec = context.codec  # the record's own: exact ones may differ from the store's
-        self._asked_s: float | None = None  # since when somebody wants layers that are not here
+        self._asked_s: float | None = None  # since when a caller waits for layers that are not here
         self._heard_s = self._began_s  # when something of it came
         self._watchers: list[tuple[int, Callable[[], None]]] = []
         if started:
@@ -106,7 +106,7 @@ class Loading:
     def settled(self, layers: int = 0) -> bool:
         """Whether so many layers are here, or will not be; with 0, whether the record is there. Never waits.
 
-        Time runs as for somebody who waits: whoever asks after it is up has waited long enough.
+        The deadline runs as if the caller waited: after it, what is missing counts as a miss.
         """
         with self._change:
             if self._settled(layers):
@@ -177,7 +177,7 @@ class Loading:
         return _image(self.address, tuple(firsts), tuple(groups))
 
     def cancel(self) -> None:
-        """Nobody needs the rest."""
+        """Stop loading: the caller does not need the rest."""
         self._fail("cancelled")
 
     def _decode(self, index: int, data: bytes) -> LayerKV:
@@ -190,7 +190,7 @@ class Loading:
         return here or bool(self._reason)
 
     def _left_s(self) -> float:
-        """How much longer anybody waits; once the record is there, from the first question or the latest layer on."""
+        """Seconds until the deadline; once the header is there, counted from the first request or the latest layer."""
         now_s = time.monotonic()
         if self._firsts is None:
             return self._context.lookup_s - (now_s - self._began_s)
@@ -202,7 +202,7 @@ class Loading:
         return self._began_s if self._asked_s is None else max(self._asked_s, self._heard_s)
 
     def _tell(self) -> None:
-        """Whoever watches hears of a change; outside of the lock, since they may ask."""
+        """Notify the watchers of a change; outside of the lock, since they may call back."""
         ready = self.layers_ready
         for layers, told in tuple(self._watchers):
             if ready >= layers or self._reason:
@@ -216,7 +216,7 @@ class Loading:
             self._channel += 1
             channel = self._context.channels[self._channel]
             reason = "down"
-            if channel.open_to("read"):
+            if channel.is_open("read"):
                 if channel.read(FIRST, self._step):
                     return
                 reason = "closed"
@@ -245,7 +245,7 @@ class Loading:
 
     def _go_on(self, channel: TierChannel) -> None:
         done = self._next == len(self._layers)
-        if done or channel.crowded:
+        if done or channel.busy:
             self._let_go()
         if not done and not channel.read(self._next, self._step):
             self._refused(channel, StoreError("closed", "the store is closed"))
@@ -280,7 +280,7 @@ class Loading:
                 raise StoreError("absent", "the record was removed while it was read")
         data, layer = read_layer(self._reader.read, self._header, self._codec, self._next)
         kept = bytes(data) if self._context.codec.lossy else layer
-        if self._next == len(self._layers) - 1:  # whoever sees the last layer finds the record in memory, too
+        if self._next == len(self._layers) - 1:  # a caller that has the last layer also finds the record in memory
             self._finish((*(one for one in self._layers if one is not None), kept))
         with self._change:
             self._layers[self._next] = kept
@@ -308,9 +308,9 @@ class Loading:
         )
 
     def _give_up(self) -> None:
-        """Whoever waits has waited long enough."""
+        """The deadline is over."""
         if self._fail("deadline"):
-            self._context.channels[self._channel].kept_waiting(self._since_s())
+            self._context.channels[self._channel].report_timeout(self._since_s())
             if (reader := self._reader) is not None:
                 reader.abort()
 

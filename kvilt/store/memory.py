@@ -39,7 +39,7 @@ class MemoryHit:
     """An entry, and whether tiers below should hear that it is in use."""
 
     entry: MemoryEntry
-    tell: bool
+    should_touch: bool
 
 
 class MemoryTier:
@@ -66,10 +66,10 @@ class MemoryTier:
                 return None
             self._ledger.touch(key)
             now_s = self._clock()
-            tell = now_s - self._told_s[key] >= _TOUCH_EVERY_S
-            if tell:
+            should_touch = now_s - self._told_s[key] >= _TOUCH_EVERY_S
+            if should_touch:
                 self._told_s[key] = now_s
-            return MemoryHit(entry, tell)
+            return MemoryHit(entry, should_touch)
 
     def put(self, key: bytes, entry: MemoryEntry, retain: bool) -> list[bytes] | None:
         """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""

@@ -65,7 +65,7 @@ def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Handl
     if at > len(body):
         raise BlobError("size", "the note is cut short")
     if not hmac.compare_digest(seal, _seal(body, secret)):
-        raise BlobError("seal", "the note was damaged, or written by somebody with another secret")
+        raise BlobError("seal", "the note was damaged, or written with another secret")
     for field, expected in (("name", name), ("model", model)):
         if fields.get(field) != expected:
             raise BlobError(field, "the note is of something else")

@@ -1,7 +1,7 @@
 """Notes of handles in a folder beside a disk's records: one small file for each, written behind.
 
-Nobody who changes a handle waits for the disk: its name is marked, and a thread writes what is known of it when its
-turn comes, or removes the file where nothing is. Refuses to know KV, and who may see a handle.
+A change of a handle does not wait for the disk: the handle's name is marked, and a thread later writes its note, or
+removes the file if the handle is gone. Refuses to know KV, and who may see a handle.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HandleNotes:
                 return None
             if own:
                 return read_note(data, name, self._model, self._secret)
-            if peek_expiry(data) <= self._clock():  # another model's, which nobody may load again
+            if peek_expiry(data) <= self._clock():  # another model's, which may never be loaded again
                 self._remove(path)
         except BlobError as error:
             if own:
@@ -126,8 +126,8 @@ class HandleNotes:
 
     # From then on.
 
-    def follow(self, known: Callable[[str], HandleNote | None]) -> None:
-        """Who knows what is to be written of a handle, or None where there is no such handle any more."""
+    def attach(self, known: Callable[[str], HandleNote | None]) -> None:
+        """Set the function that returns the note to write for a handle, or None if the handle is gone."""
         self._known = known
 
     def mark(self, name: str) -> None:
@@ -181,7 +181,7 @@ class HandleNotes:
         """Whether the file of a handle now says what is known of it, or shall not."""
         try:
             note = self._known(name)
-            if self._abandoned:  # and so may have been whoever knows
+            if self._abandoned:  # and so may have been the handles that it asks
                 return True
             self._write(name, note)
         except StoreError as error:

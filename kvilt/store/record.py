@@ -98,7 +98,7 @@ def read_header(read: Read, nbytes: int, secret: bytes | None) -> RecordHeader:
     """The header of a record of `nbytes` bytes, if frame and seal are right and every count adds up."""
     head = _head(read, nbytes)
     if not hmac.compare_digest(bytes(head[-SEAL_BYTES:]), _seal(head[:-SEAL_BYTES], secret)):
-        raise BlobError("seal", "the header was damaged, or written by somebody with another secret")
+        raise BlobError("seal", "the header was damaged, or written with another secret")
     return _header(head[PREFIX.size : -SEAL_BYTES], len(head), nbytes, secret)
 
 

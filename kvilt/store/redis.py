@@ -21,7 +21,7 @@ try:
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
-except ImportError:  # the extra is not installed; said when somebody asks for the tier
+except ImportError:  # the extra is not installed; reported when the tier is asked for
     redis = None  # type: ignore[assignment]
 
 _IDLE = 16  # connections that wait for the next reader
@@ -115,7 +115,7 @@ class RedisReader:
 
     def _check(self) -> None:
         if self._aborted:
-            raise StoreError("cancelled", "nobody waits for this record any more")
+            raise StoreError("cancelled", "the caller no longer waits for this record")
 
     def _cut(self) -> None:
         if (connection := self._connection) is not None:
@@ -128,7 +128,7 @@ class RedisReader:
             self._line.give(connection)
 
     def _drop(self) -> None:
-        """After an error nobody knows what the next bytes would belong to."""
+        """After an error it is not known what the next bytes belong to."""
         self._cut()
         self._connection = None
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """How long anybody waits, and how much waits to be written."""
+    """Deadlines for callers, and bounds of the write queue."""
 
     lookup_s: float = 0.5  # until it is known whether a record is there
     layer_s: float = 2.0  # for each layer from then on
@@ -103,7 +103,7 @@ class Store:
 
     @property
     def limits(self) -> StoreLimits:
-        """How long anybody waits."""
+        """Deadlines and bounds of this store."""
         return self._limits
 
     @property
@@ -122,7 +122,7 @@ class Store:
         check_layers(made, address.form, [address.tokens - first for first in address.firsts])
         try:
             entry = self._entry(context, address, made)
-        except StoreError as error:  # KV that its codec cannot write; whoever computed it can still use it
+        except StoreError as error:  # KV that its codec cannot write; the caller can still use it
             self.metrics.add(DROPPED, tier="memory", reason=error.reason)
             return Loading.ready(MemoryEntry(address, Raw(), made), replace(context, codec=Raw()))
         self._remember(context, entry, retain)
@@ -142,19 +142,19 @@ class Store:
             self._memory.discard(key)
             return Loading(address, context)
         self.metrics.add(HITS, tier="memory", kind=address.kind.value)
-        if found.tell:
+        if found.should_touch:
             for channel in self._channels:
                 channel.later(lambda tier: tier.touch([key]))
         return Loading.ready(found.entry, context)
 
-    def reach(self, addresses: Sequence[Address]) -> int:
+    def count_leading(self, addresses: Sequence[Address]) -> int:
         """How many of these, from the first on, seem to be there; waits for the answer, and not long."""
         deadline_s = time.monotonic() + self._limits.lookup_s
         keys = [self._context_for(one).key(one) for one in addresses]
         there = [key in self._memory for key in keys]
         for channel in self._channels:
             unknown = [at for at, known in enumerate(there) if not known]
-            if not unknown or not channel.open_to("read"):
+            if not unknown or not channel.is_open("read"):
                 continue
             asked = [keys[at] for at in unknown]
             answer = self._answer(channel, channel.ask(lambda tier, asked=asked: tier.has(asked)), deadline_s)  # type: ignore[misc]
@@ -162,7 +162,7 @@ class Store:
                 there[at] = known
         return next((at for at, known in enumerate(there) if not known), len(there))
 
-    def stored(self, kind: Kind, identity: Identity) -> Iterator[list[Token]]:
+    def stored_tokens(self, kind: Kind, identity: Identity) -> Iterator[list[Token]]:
         """The tokens of every record of a kind and an identity in the tiers below, each tier's in turn.
 
         For an index of known chunks or handles after a restart. Reads every header, so it is work for a thread of its
@@ -217,7 +217,7 @@ class Store:
         if image.origin != EXACT:
             identity = replace(identity, origin=image.origin)
         tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]
-        address = row_address(identity, tokens, layout).needing(_per_layer(layout, image.firsts))
+        address = row_address(identity, tokens, layout).with_firsts(_per_layer(layout, image.firsts))
         return self.put(address, _layers(layout, image), retain)
 
     def open_row(self, identity: Identity, layout: KVLayout, tokens: Sequence[Token]) -> Loading:
@@ -234,7 +234,7 @@ class Store:
         for place, form in zip(layout.places(), address.form, strict=True):
             kv = page.kv[place.group]
             layers.append(_nothing(form) if kv is None else LayerKV(*_slice(kv, place.layer)))
-        return self.put(address.needing(_per_layer(layout, firsts)), layers, retain)
+        return self.put(address.with_firsts(_per_layer(layout, firsts)), layers, retain)
 
     # Life.
 
@@ -243,7 +243,7 @@ class Store:
         deadline_s = time.monotonic() + self._limits.lookup_s
         found = {"memory": self._memory.usage()}
         asked = [
-            (channel, channel.ask(lambda tier: tier.usage())) for channel in self._channels if channel.open_to("read")
+            (channel, channel.ask(lambda tier: tier.usage())) for channel in self._channels if channel.is_open("read")
         ]
         for channel, future in asked:
             if (usage := self._answer(channel, future, deadline_s)) is not None:
@@ -256,7 +256,7 @@ class Store:
         return None if (found := self._foldered()) is None else found[0]
 
     def notes(self, model: str) -> HandleNotes | None:
-        """Notes of a model's handles, beside the records of the first tier that has a folder; whoever asks closes them.
+        """Notes of a model's handles, beside the records of the first tier that has a folder; the caller closes them.
 
         None where no tier has one.
         """
@@ -348,7 +348,7 @@ class Store:
             header = read_header(reader.read, reader.nbytes, self._contexts[kind].secret)
             return read_tokens(reader.read, header, kind, identity)
         except BlobError:
-            return None  # whoever looks it up will say why
+            return None  # a lookup of it reports the reason
         finally:
             reader.close()
 
@@ -358,7 +358,7 @@ class Store:
             return future.result(max(0.0, deadline_s - time.monotonic()))
         except FutureTimeout:
             future.cancel()
-            channel.kept_waiting(deadline_s - self._limits.lookup_s)
+            channel.report_timeout(deadline_s - self._limits.lookup_s)
             self.metrics.add(REFUSED, tier=channel.name, reason="deadline")
         except StoreError as error:
             self.metrics.add(REFUSED, tier=channel.name, reason=error.reason)
@@ -367,7 +367,7 @@ class Store:
 
 def _answers(held: Address, asked: Address) -> bool:
     """Whether what is held is what is asked for, token by token, and all of it."""
-    same = held == asked.needing(held.firsts)
+    same = held == asked.with_firsts(held.firsts)
     return same and all(first <= needed for first, needed in zip(held.firsts, asked.firsts, strict=True))
 
 

@@ -102,7 +102,7 @@ class TenantLRU:
             self._retained_bytes += nbytes
 
     def _retain(self, key: bytes) -> None:
-        """Give an entry the bias, and take it from older ones of whoever has the most of it."""
+        """Give an entry the bias, and take it from older ones of the tenant that has the most of it."""
         entry = self._entries[key]
         if entry.nbytes > self.budget.retain:
             return

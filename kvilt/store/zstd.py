@@ -10,7 +10,7 @@ from .layer import LayerKV, layer_bytes
 
 try:
     import zstandard
-except ImportError:  # the extra is not installed; said when somebody asks for the codec
+except ImportError:  # the extra is not installed; reported when the codec is asked for
     zstandard = None  # type: ignore[assignment]
 
 LEVEL = 1  # higher levels take several times as long on KV and gain about a hundredth

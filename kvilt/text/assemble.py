@@ -28,7 +28,7 @@ def build_core(vocabulary: Vocabulary) -> Core:
 def token_bytes_of(vocabulary: Vocabulary) -> Callable[[int], bytes]:
     """The function from an id to the exact bytes it stands for; tokens without text give b""."""
     tokens, types = vocabulary.tokens, vocabulary.types
-    spell = spm_bytes if vocabulary.kind == "llama" else ByteAlphabet().decode
+    id_to_bytes = spm_bytes if vocabulary.kind == "llama" else ByteAlphabet().decode
 
     def bytes_of(token_id: int) -> bytes:
         if token_id >= len(tokens):  # padding rows of an embedding have no text
@@ -39,7 +39,7 @@ def token_bytes_of(vocabulary: Vocabulary) -> Callable[[int], bytes]:
         if kind == TokenType.USER_DEFINED:  # written as it is; SentencePiece files may still spell spaces their way
             text = tokens[token_id]
             return _raw(text.replace(SPACE, " ") if vocabulary.kind == "llama" else text)
-        return spell(tokens[token_id])
+        return id_to_bytes(tokens[token_id])
 
     return bytes_of
 

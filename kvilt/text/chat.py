@@ -228,7 +228,7 @@ class _Guard:
 
     def __init__(self, values: dict[str, Any], texts: SpecialTexts, used: frozenset[str]) -> None:
         strings = list(_strings(values))
-        weak = sorted({text[i] for text in strings for i in texts.weak_points(text)})
+        weak = sorted({text[i] for text in strings for i in texts.unsafe_positions(text)})
         if not weak:
             self.values, self._back = values, {}
             return
@@ -240,7 +240,7 @@ class _Guard:
             )
 
         def guarded(text: str) -> str:
-            points = texts.weak_points(text)
+            points = texts.unsafe_positions(text)
             starts, ends = [0, *(i + 1 for i in points)], [*points, len(text)]
             pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
             marks = [*(stand_ins[text[i]] for i in points), ""]
@@ -266,7 +266,7 @@ def _found(text: str, marks: Sequence[str]) -> list[str]:
 
 
 def _free(taken: frozenset[str]) -> Iterator[str]:
-    """Private-use characters that nobody else used."""
+    """Private-use characters that neither the messages nor the template use."""
     for block in (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)):
         yield from (chr(code) for code in block if chr(code) not in taken)
 
@@ -340,7 +340,7 @@ class _Room:
     def of(cls, limits: TemplateLimits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> _Room:
         if tokenizer is None or tokens is None or tokens >= limits.text_chars:
             return cls(limits.text_chars, limits.items)
-        most = tokenizer.most_bytes(tokens)
+        most = tokenizer.max_bytes(tokens)
         return cls(min(limits.text_chars, most), limits.items, tokens if most < limits.text_chars else None)
 
     def overflow(self) -> InputError:

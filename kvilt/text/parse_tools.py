@@ -1,6 +1,6 @@
 """Tools as requests give them: `{"type": "function", "function": {"name": ..., "parameters": schema}}`, or that inside.
 
-Refuses to know what a schema means: it is text for whoever compiles it.
+Refuses to know what a schema means: it is text for the grammar compiler.
 """
 
 from __future__ import annotations

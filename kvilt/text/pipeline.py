@@ -23,14 +23,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Pipeline:
     """Learns about itself what it needs, when that is first needed; threads may share it."""
 
-    def __init__(self, core: Core, spelled: Callable[[], Iterable[bytes]]) -> None:
-        """`spelled` gives the bytes of every token."""
+    def __init__(self, core: Core, all_token_bytes: Callable[[], Iterable[bytes]]) -> None:
+        """`all_token_bytes` gives the bytes of every token."""
         self.core = core
-        self._spelled = spelled
+        self._all_token_bytes = all_token_bytes
 
     @cached_property
     def sizes(self) -> TokenSizes:
-        return TokenSizes(self._spelled(), normalizer_effect(self.core))
+        return TokenSizes(self._all_token_bytes(), normalizer_effect(self.core))
 
     @cached_property
     def cuts(self) -> SplitPoints | None:
@@ -58,7 +58,7 @@ class Pipeline:
         """Refuse a text by its length alone."""
         if limit is None or taken + len(text) <= limit:
             return
-        tokens = taken + self.sizes.fewest(text, limit - taken)
+        tokens = taken + self.sizes.min_tokens(text, limit - taken)
         if tokens > limit:
             raise ContextOverflow(tokens, limit, at_least=True)
 

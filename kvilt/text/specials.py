@@ -56,7 +56,7 @@ class SpecialTexts:
         parts.append(text[at:])
         return [part for part in parts if part != ""]
 
-    def weak_points(self, text: str) -> list[int]:
+    def unsafe_positions(self, text: str) -> list[int]:
         """Indices of characters that, once replaced, leave no way for `text` to hold, start or end a special token."""
         points: set[int] = set()
         last = -1

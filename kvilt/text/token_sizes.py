@@ -46,14 +46,14 @@ class NormalizerEffect:
 class TokenSizes:
     """The largest tokens of a vocabulary, and what they say about texts."""
 
-    def __init__(self, spelled: Iterable[bytes], spelling: NormalizerEffect) -> None:
-        """`spelled` are the bytes of every token that a text can become."""
-        self._spelling = spelling
-        self._most = _largest(spelled) if spelling.exact else (_UNKNOWN_BYTES,)  # of each class, and of all
-        classes = (*_OTHERS, b"") if spelling.exact else (b"",)
-        self._skipped = tuple(others + spelling.lost for others in classes)
+    def __init__(self, all_token_bytes: Iterable[bytes], normalizer: NormalizerEffect) -> None:
+        """`all_token_bytes` are the bytes of every token that a text can become."""
+        self._normalizer = normalizer
+        self._most = _largest(all_token_bytes) if normalizer.exact else (_UNKNOWN_BYTES,)  # of each class, and of all
+        classes = (*_OTHERS, b"") if normalizer.exact else (b"",)
+        self._skipped = tuple(others + normalizer.lost for others in classes)
 
-    def fewest(self, text: str, enough: int) -> int:
+    def min_tokens(self, text: str, enough: int) -> int:
         """A number of tokens that `text` has at least; what lies behind `enough` tokens is not looked at."""
         most = self._most
         counts = [0] * len(most)
@@ -66,17 +66,17 @@ class TokenSizes:
                 break
         return tokens
 
-    def most_bytes(self, tokens: int) -> int:
+    def max_bytes(self, tokens: int) -> int:
         """The bytes that so many tokens can hold."""
         return tokens * self._most[-1]
 
     def _counts(self, chunk: str) -> list[int]:
         """Bytes of each class, and of all, that tokens of this chunk must hold."""
-        spelling = self._spelling
-        if spelling.blocks:
+        normalizer = self._normalizer
+        if normalizer.blocks:
             chunk = chunk.replace(BLOCK, " ")
         seam = 0
-        if spelling.composes and not chunk.isascii():
+        if normalizer.composes and not chunk.isascii():
             chunk, seam = unicodedata.normalize("NFC", chunk), _SEAM_BYTES
         data = chunk.encode("utf-8", "ignore")  # lone surrogates become other characters, and are not counted
         return [max(0, len(data.translate(None, skipped)) - seam) for skipped in self._skipped]
@@ -101,9 +101,9 @@ def _only_blocks(core: Core) -> bool:
     return bool(splits) and all(step["type"] == "Metaspace" and step["replacement"] == BLOCK for step in splits)
 
 
-def _largest(spelled: Iterable[bytes]) -> tuple[int, ...]:
+def _largest(all_token_bytes: Iterable[bytes]) -> tuple[int, ...]:
     """The most bytes of each class, and of all, in one token."""
-    ordered = sorted(spelled, key=len, reverse=True)
+    ordered = sorted(all_token_bytes, key=len, reverse=True)
     found = []
     for others in _OTHERS:
         most = 1

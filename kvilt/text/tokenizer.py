@@ -32,7 +32,7 @@ class Tokenizer:
     chat_template: str | None
     core: Pipeline = field(repr=False)  # cuts plain text; never yields a control token
     inner: Pipeline = field(repr=False)  # the same for text that follows a special token
-    spell: Callable[[int], bytes] = field(repr=False)
+    id_to_bytes: Callable[[int], bytes] = field(repr=False)
     lookup: Callable[[str], int | None] = field(repr=False)
     texts: SpecialTexts = field(repr=False)
     head: tuple[int, ...] = ()  # what add_special puts before
@@ -67,21 +67,21 @@ class Tokenizer:
             raise ContextOverflow(len(ids), limit)
         return ids
 
-    def most_bytes(self, tokens: int) -> int:
+    def max_bytes(self, tokens: int) -> int:
         """The bytes that so many tokens can hold; a longer text is refused by its length."""
-        return self.core.sizes.most_bytes(tokens)
+        return self.core.sizes.max_bytes(tokens)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-        spell = self.token_bytes if skip_special else self.shown_bytes
-        text = b"".join(map(spell, ids)).decode("utf-8", "replace")
+        id_to_bytes = self.token_bytes if skip_special else self.shown_bytes
+        text = b"".join(map(id_to_bytes, ids)).decode("utf-8", "replace")
         return text[1:] if self.drops_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes a token stands for; b"" for control tokens and for ids past the vocabulary."""
         if token_id < 0:
             raise InputError(f"{token_id} is no token id; ids start at 0")
-        return b"" if token_id in self._special_text else self.spell(token_id)
+        return b"" if token_id in self._special_text else self.id_to_bytes(token_id)
 
     def shown_bytes(self, token_id: int) -> bytes:
         """Like `token_bytes`, with control tokens written out."""
@@ -100,14 +100,14 @@ class Tokenizer:
 
 def make_tokenizer(core: Core, inner: Core, **parts: Any) -> Tokenizer:
     """A tokenizer from its parts, with the tables that follow from them."""
-    special, spell, size = parts["special"], parts["spell"], parts["vocab_size"]
+    special, id_to_bytes, size = parts["special"], parts["id_to_bytes"], parts["vocab_size"]
 
-    def spelled() -> Iterable[bytes]:
-        return map(spell, range(size))
+    def all_token_bytes() -> Iterable[bytes]:
+        return map(id_to_bytes, range(size))
 
-    parts["core"] = parts["inner"] = Pipeline(core, spelled)
+    parts["core"] = parts["inner"] = Pipeline(core, all_token_bytes)
     if inner is not core:
-        parts["inner"] = Pipeline(inner, spelled)
+        parts["inner"] = Pipeline(inner, all_token_bytes)
     parts.setdefault("texts", SpecialTexts(special))
     return Tokenizer(**parts, _special_text={i: text for text, i in special.items()})
 
@@ -149,7 +149,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         chat_template=vocabulary.template,
         core=core,
         inner=core,
-        spell=token_bytes_of(vocabulary),
+        id_to_bytes=token_bytes_of(vocabulary),
         lookup=ids.get,
         head=_wanted(add_bos, vocabulary.bos_id, "bos"),
         tail=_wanted(vocabulary.add_eos, vocabulary.eos_id, "eos"),

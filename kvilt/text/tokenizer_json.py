@@ -45,7 +45,7 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
         chat_template=_template(file, config),
         core=core,
         inner=_inner(core),
-        spell=_spelling(core, decoder, added),
+        id_to_bytes=_id_to_bytes(core, decoder, added),
         lookup=core.token_to_id,
         texts=SpecialTexts(special, {token.content: StripRule(token.lstrip, token.rstrip) for token in added.values()}),
         head=head,
@@ -171,7 +171,7 @@ def _inner(core: Core) -> Core:
     return core
 
 
-def _spelling(core: Core, decoder: Mapping[str, Any], added: Mapping[int, AddedToken]) -> Callable[[int], bytes]:
+def _id_to_bytes(core: Core, decoder: Mapping[str, Any], added: Mapping[int, AddedToken]) -> Callable[[int], bytes]:
     kinds = _kinds(decoder)
     if "ByteLevel" in kinds:
         spell = ByteAlphabet().decode

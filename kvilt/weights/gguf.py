@@ -63,7 +63,7 @@ class GGUFFile:
         """Shape in torch order."""
         return self._place(name).info.shape
 
-    def stored(self, name: str) -> TensorStorage:
+    def storage(self, name: str) -> TensorStorage:
         """The tensor's format and size, from the header alone."""
         info = self._place(name).info
         return TensorStorage(info.format.name, info.nbytes)

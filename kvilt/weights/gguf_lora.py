@@ -62,7 +62,7 @@ class GGUFAdapter:
         stored = self._file.tensor(name)
         tensor = dequantize(stored) if isinstance(stored, QuantTensor) else stored
         if tensor.dtype not in _FLOATS:
-            raise WeightError(name, f"is {self._file.stored(name).format}, and an adapter has floats")
+            raise WeightError(name, f"is {self._file.storage(name).format}, and an adapter has floats")
         if not bool(tensor.isfinite().all()):
             raise WeightError(name, "holds NaN or infinity; the adapter is damaged or its training diverged")
         return tensor
@@ -73,7 +73,7 @@ class GGUFAdapter:
     @property
     def nbytes(self) -> int:
         """Of all its tensors, from the header alone."""
-        return sum(self._file.stored(name).nbytes for name in self._file.names())
+        return sum(self._file.storage(name).nbytes for name in self._file.names())
 
     def close(self) -> None:
         self._file.close()

@@ -64,7 +64,7 @@ class MappedFile:
             self.map.madvise(mmap.MADV_WILLNEED)
 
     def forget(self, start: int, stop: int) -> None:
-        """Give the memory of bytes start..stop back; whoever looks at them again reads them from the file again."""
+        """Give the memory of bytes start..stop back; a later access reads them from the file again."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and first < last and self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -81,7 +81,7 @@ def _write(tensors: SafetensorsFiles, adapter: PeftFolder, places: Mapping[str, 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in tensors.names():
-        stored = tensors.stored(name)
+        stored = tensors.storage(name)
         header[name] = {"dtype": stored.format, "shape": list(tensors.shape(name))}
         header[name]["data_offsets"] = [at, at := at + stored.nbytes]
     text = json.dumps(header, separators=(",", ":")).encode()

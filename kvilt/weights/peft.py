@@ -128,7 +128,7 @@ class PeftFolder:
     @property
     def nbytes(self) -> int:
         """Of all its tensors, from the header alone."""
-        return sum(self._tensors.stored(name).nbytes for name in self._tensors.names())
+        return sum(self._tensors.storage(name).nbytes for name in self._tensors.names())
 
     def close(self) -> None:
         self._tensors.close()

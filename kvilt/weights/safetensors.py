@@ -98,7 +98,7 @@ class SafetensorsFiles:
         """Shape in torch order."""
         return self._entry(name).shape
 
-    def stored(self, name: str) -> TensorStorage:
+    def storage(self, name: str) -> TensorStorage:
         """The tensor's type and size, from the header alone."""
         entry = self._entry(name)
         return TensorStorage(entry.dtype, entry.stop - entry.start)

@@ -42,7 +42,7 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
 
-    def stored(self, name: str) -> TensorStorage:
+    def storage(self, name: str) -> TensorStorage:
         """Format and size of a tensor, from the header alone."""
 
     def tensor(self, name: str) -> Weight:

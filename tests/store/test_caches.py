@@ -61,7 +61,7 @@ def test_a_row_with_less_than_is_asked_for_is_a_miss(kit: Any, tiny: Executor) -
         store.put_cache(kv)
         asked = row_address(identity, PROMPT, layout)
         assert store.open(asked).hit()
-        greedy = asked.needing((0,) * layout.num_layers)
+        greedy = asked.with_firsts((0,) * layout.num_layers)
         gave_away = max(kv.row(0).firsts) > 0
         assert store.open(greedy).hit() != gave_away
         if gave_away:
@@ -103,11 +103,11 @@ def test_evicted_pages_are_found_again_by_the_prompt(kit: Any, small: Executor, 
             store.put_evicted(pool.identity(), pool.layout, page)
     with kit.store(kit.disk(tmp_path / "kv")) as store:
         wanted = list(page_addresses(identity, prompt, pool.layout, size))
-        assert store.reach(wanted) == 3
+        assert store.count_leading(wanted) == 3
         other = list(page_addresses(identity, [9, *prompt[1:]], pool.layout, size))
-        assert store.reach(other) == 0
+        assert store.count_leading(other) == 0
         changed = list(page_addresses(identity, [*prompt[:size], 49, *prompt[size + 1 :]], pool.layout, size))
-        assert store.reach(changed) == 1
+        assert store.count_leading(changed) == 1
         images = [store.open(one).image(pool.layout) for one in wanted]
         for group in range(len(pool.layout.groups)):
             keys = torch.cat([image.groups[group].keys for image in images], dim=1)

@@ -52,7 +52,7 @@ def test_a_restart_finds_what_was_put(kit: Any, tmp_path: Path) -> None:
 
 def test_the_tokens_of_all_records_can_be_listed_after_a_restart(kit: Any, tmp_path: Path, three: TierUsage) -> None:
     with kit.store(kit.disk(tmp_path)) as store:
-        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0, 1, 2], [1, 1, 2], [2, 1, 2]]
+        assert sorted(store.stored_tokens(Kind.CHUNK, kit.identity)) == [[0, 1, 2], [1, 1, 2], [2, 1, 2]]
 
 
 def test_only_the_owner_may_read(kit: Any, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_looking_whether_something_is_there_is_no_use_of_it(kit: Any) -> None:
         store._memory._clock = lambda: now_s[0]
         address = kit.put(store).address
         now_s[0] = 61.0
-        assert store.reach([address]) == 1
+        assert store.count_leading([address]) == 1
         store.flush()
         assert [one for one in fake.log if one[0] == "touch"] == []
         assert kit.open(store).hit()
@@ -200,7 +200,7 @@ def test_a_record_that_lacks_the_beginning_is_a_miss_for_who_needs_it(kit: Any) 
     with kit.store(fake) as store:
         address = chunk_address(kit.identity, kit.tokens, kit.form())
         late = (2,) * len(address.form)
-        store.put(address.needing(late), kit.layers(len(kit.tokens) - 2))
+        store.put(address.with_firsts(late), kit.layers(len(kit.tokens) - 2))
         store.flush()
-        assert store.open(address.needing(late)).wait()
+        assert store.open(address.with_firsts(late)).wait()
         assert kit.refused(store, "fake", "span")

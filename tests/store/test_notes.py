@@ -41,7 +41,7 @@ class Book:
         given = {"most_bytes": 1 << 20, "rest_s": 0.01, "close_s": 300.0, "clock": lambda: NOW, **options}
         self.notes = HandleNotes(folder, model, self.metrics, **given)
         self.known = {one.name: one for one in self.notes.read()}
-        self.notes.follow(self.known.get)
+        self.notes.attach(self.known.get)
 
     def put(self, *notes: HandleNote) -> None:
         for one in notes:
@@ -205,7 +205,7 @@ def test_a_store_notes_beside_its_disk_and_under_its_secret(kit: Any, tmp_path: 
     with kit.store(kit.disk(tmp_path), secret=secret) as store:
         notes = store.notes("weights-1")
         assert notes is not None
-        notes.follow(lambda _: note())
+        notes.attach(lambda _: note())
         notes.mark(FIRST)
         notes.close()
         assert kit.count(store, "written_total", tier="notes") == 1

@@ -57,7 +57,7 @@ def test_another_process_finds_what_was_put(kit: Any, redis_server: Any) -> None
         assert kit.served(found)
         assert found.tier == "redis"
         assert store.usage()["redis"] == TierUsage(1, len(held(redis_server)))
-        assert store.reach([found.address]) == 1
+        assert store.count_leading([found.address]) == 1
 
 
 def test_a_large_record_is_read_layer_by_layer(kit: Any, redis_server: Any) -> None:
@@ -394,7 +394,7 @@ def test_the_tokens_of_all_records_can_be_listed(kit: Any, redis_server: Any) ->
     with kit.store(tier(redis_server.url)) as store:
         for seed in range(3):
             kit.put(store, [seed], seed)
-        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0], [1], [2]]
+        assert sorted(store.stored_tokens(Kind.CHUNK, kit.identity)) == [[0], [1], [2]]
 
 
 def test_a_namespace_is_a_world_of_its_own(kit: Any, redis_server: Any) -> None:

@@ -127,7 +127,7 @@ def test_nobody_waits_longer_than_the_deadline(kit: Any, fake: Shelfware) -> Non
         found = kit.open(store)
         assert not found.hit()
         assert found.reason == "deadline"
-        assert store.reach([found.address]) == 0
+        assert store.count_leading([found.address]) == 0
         assert kit.count(store, "misses_total", reason="deadline") == 1
         fake.reads.set()
 
@@ -227,7 +227,7 @@ def test_a_tier_that_is_busy_with_others_is_not_taken_for_a_dead_one(kit: Any, f
         store._channels[0]._served_s = float("inf")  # somebody is served whenever anybody looks
         assert [one.hit() for one in waiting] == [False] * 8
         assert {one.reason for one in waiting} == {"deadline"}
-        assert store.reach([waiting[0].address]) == 0
+        assert store.count_leading([waiting[0].address]) == 0
         assert kit.count(store, "tier_up", tier="fake") == 1
         store._channels[0]._served_s = 0.0  # and here nobody is
         for _ in range(3):
@@ -393,22 +393,22 @@ def test_retention_can_be_asked_for_later(kit: Any, fake: Shelfware) -> None:
 def test_a_breaker_waits_twice_as_long_after_each_failed_question() -> None:
     now_s = 0.0
     breaker = CircuitBreaker(lambda: now_s, failures=2, cooldown_s=1, longest_s=3)
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.closed
-    assert not breaker.should_ask()
-    breaker.failed()
-    breaker.failed()  # from before it opened: changes nothing
+    assert not breaker.should_probe()
+    breaker.record_failure()
+    breaker.record_failure()  # from before it opened: changes nothing
     for wait_s in (1, 2, 3, 3):
         assert not breaker.closed
         now_s += wait_s - 0.01
-        assert not breaker.should_ask()
+        assert not breaker.should_probe()
         now_s += 0.02
-        assert breaker.should_ask()
-        assert not breaker.should_ask()  # one is enough
-        breaker.failed()
-    breaker.worked()
+        assert breaker.should_probe()
+        assert not breaker.should_probe()  # one is enough
+        breaker.record_failure()
+    breaker.record_success()
     assert breaker.closed
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.closed  # it begins to count anew
 
 
@@ -425,13 +425,13 @@ def test_reach_counts_from_the_first_on(kit: Any, fake: Shelfware) -> None:
     with kit.store(fake, memory=kit.roomy) as store:
         addresses = [kit.put(store, [seed]).address for seed in range(3)]
         missing = kit.open(store, [77]).address
-        assert store.reach(addresses) == 3
-        assert store.reach([addresses[0], missing, addresses[1]]) == 1
-        assert store.reach([]) == 0
+        assert store.count_leading(addresses) == 3
+        assert store.count_leading([addresses[0], missing, addresses[1]]) == 1
+        assert store.count_leading([]) == 0
     with kit.store(fake) as store:
-        assert store.reach(addresses) == 3
+        assert store.count_leading(addresses) == 3
         fake.error = StoreError("down", "ordered")
-        assert store.reach(addresses) == 0
+        assert store.count_leading(addresses) == 0
 
 
 def test_what_is_stored_can_be_listed_for_an_index(kit: Any, fake: Shelfware) -> None:
@@ -442,11 +442,11 @@ def test_what_is_stored_can_be_listed_for_an_index(kit: Any, fake: Shelfware) ->
         store.put_chunk(other, [99], kit.layers(1))
         store.flush()
         fake.records[bytes(32)] = b"noise"
-        assert sorted(store.stored(Kind.CHUNK, kit.identity)) == [[0, 7], [1, 7], [2, 7]]
-        assert list(store.stored(Kind.CHUNK, other)) == [[99]]
-        assert list(store.stored(Kind.HANDLE, kit.identity)) == []
+        assert sorted(store.stored_tokens(Kind.CHUNK, kit.identity)) == [[0, 7], [1, 7], [2, 7]]
+        assert list(store.stored_tokens(Kind.CHUNK, other)) == [[99]]
+        assert list(store.stored_tokens(Kind.HANDLE, kit.identity)) == []
         fake.error = StoreError("down", "ordered")
-        assert list(store.stored(Kind.CHUNK, kit.identity)) == []
+        assert list(store.stored_tokens(Kind.CHUNK, kit.identity)) == []
         assert kit.count(store, "refused_total", tier="fake", reason="down") == 1
 
 
@@ -457,7 +457,7 @@ def test_a_closed_store_misses(kit: Any, fake: Shelfware) -> None:
     found = store.open(address)
     assert not found.wait()
     assert found.reason == "closed"
-    assert store.reach([address]) == 0
+    assert store.count_leading([address]) == 0
 
 
 def test_memory_keeps_its_budget(kit: Any) -> None:

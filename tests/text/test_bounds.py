@@ -89,7 +89,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(
     tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_sizes, "CHUNK_CHARS", 5)
-    assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+    assert tokenizer.core.sizes.min_tokens(text, 10**9) <= len(tokenizer.core.ids(text))
 
 
 def test_letters_composed_over_the_seam_of_two_chunks_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +97,20 @@ def test_letters_composed_over_the_seam_of_two_chunks_count_once(monkeypatch: py
     for chars in (1, 2, 3, 4):
         monkeypatch.setattr(token_sizes, "CHUNK_CHARS", chars)
         for text in ("ᄀ\u1161\u11a8" * 3, "e\u0301\u0323" * 3, "α\u0313\u0300\u0345" * 3):
-            assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+            assert tokenizer.core.sizes.min_tokens(text, 10**9) <= len(tokenizer.core.ids(text))
 
 
 def test_bytes_without_a_token_do_not_count(smollm2: Tokenizer) -> None:
     lost = token_sizes.normalizer_effect(smollm2.core.core).lost
     text = next(chr(byte) for byte in lost if byte < 0x80) * 1000
     assert smollm2.core.ids(text) == []
-    assert smollm2.core.sizes.fewest(text, 10**9) == 0
+    assert smollm2.core.sizes.min_tokens(text, 10**9) == 0
 
 
 @pytest.mark.parametrize("tokenizer", ["gemma3", "spm", "json", "json-first"], indirect=True)
 def test_blocks_count_as_the_spaces_that_they_stand_for(tokenizer: Tokenizer) -> None:
     text = "▁" * 300
-    assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+    assert tokenizer.core.sizes.min_tokens(text, 10**9) <= len(tokenizer.core.ids(text))
 
 
 @pytest.mark.parametrize("name", _REAL)
@@ -119,16 +119,16 @@ def test_the_largest_tokens_are_within_the_bound(name: str, request: pytest.Fixt
     largest = sorted(range(tokenizer.vocab_size), key=lambda i: len(tokenizer.token_bytes(i)), reverse=True)[:200]
     for token in largest:
         text = tokenizer.decode([token]) * 50
-        assert tokenizer.core.sizes.fewest(text, 10**9) <= len(tokenizer.core.ids(text))
+        assert tokenizer.core.sizes.min_tokens(text, 10**9) <= len(tokenizer.core.ids(text))
 
 
 @pytest.mark.parametrize("name", _REAL)
 def test_real_vocabularies_have_tight_bounds(name: str, request: pytest.FixtureRequest) -> None:
     sizes = request.getfixturevalue(name).core.sizes
-    assert sizes.fewest("7" * 1000, 10**9) == 1000
-    assert sizes.fewest("z" * 1000, 10**9) >= 1000 // 48
-    assert sizes.fewest("字" * 1000, 10**9) >= 3000 // 64
-    assert sizes.most_bytes(1000) <= 128_000
+    assert sizes.min_tokens("7" * 1000, 10**9) == 1000
+    assert sizes.min_tokens("z" * 1000, 10**9) >= 1000 // 48
+    assert sizes.min_tokens("字" * 1000, 10**9) >= 3000 // 64
+    assert sizes.max_bytes(1000) <= 128_000
 
 
 def test_python_composes_as_the_library_does() -> None:

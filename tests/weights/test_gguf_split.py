@@ -49,7 +49,7 @@ def test_opening_any_part_opens_the_whole_model(parts: list[Path], which: int) -
         assert file.metadata["general.name"] == "a model in parts"
         for name, values in TENSORS.items():
             assert np.array_equal(to_float(file.tensor(name)).numpy(), values)
-            assert (file.stored(name).format, file.stored(name).nbytes) == ("F32", 64)
+            assert (file.storage(name).format, file.storage(name).nbytes) == ("F32", 64)
 
 
 def test_a_folder_that_holds_one_split_model_opens(parts: list[Path]) -> None:

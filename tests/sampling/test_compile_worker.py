@@ -145,33 +145,33 @@ def new_fake(tmp_path: Path) -> Iterator[Callable[..., CompileWorker]]:
 def test_a_worker_over_a_limit_is_replaced(new_fake: Callable[..., CompileWorker], told: str, message: str) -> None:
     worker = new_fake(wall_s=0.5 if told == "hang" else HANG_S)
     with pytest.raises(GrammarTooLarge, match=message) as caught:
-        worker.try_out(told, "regex")
+        worker.try_compile(told, "regex")
     assert caught.value.where == "regex" and worker.pid is None
-    assert new_fake().try_out("ok").problem == ""
+    assert new_fake().try_compile("ok").problem == ""
 
 
 def test_a_worker_stays_while_it_is_small(new_fake: Callable[..., CompileWorker]) -> None:
     worker = new_fake()
-    worker.try_out("ok")
+    worker.try_compile("ok")
     first = worker.pid
-    worker.try_out("ok")
+    worker.try_compile("ok")
     assert first is not None and worker.pid == first
-    worker.try_out("grow")
+    worker.try_compile("grow")
     assert worker.pid is None and not is_running(first)
 
 
 def test_an_abandoned_trial_ends_its_process(new_fake: Callable[..., CompileWorker]) -> None:
     worker = new_fake()
     with ThreadPoolExecutor(1) as pool:
-        trial = pool.submit(worker.try_out, "hang")
+        trial = pool.submit(worker.try_compile, "hang")
         wait_for(lambda: worker.pid is not None)
         pid = worker.pid
-        worker.abandon()
+        worker.cancel()
         with pytest.raises(CompileCancelled):
             trial.result(HANG_S)
     assert pid is not None and not is_running(pid)
-    worker.abandon()  # nothing runs: nothing happens
-    assert worker.try_out("ok").problem == ""
+    worker.cancel()  # nothing runs: nothing happens
+    assert worker.try_compile("ok").problem == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit on CPU time ends it")
@@ -185,8 +185,8 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "settings = {'end_ids': [256], 'limits': {}, 'cpu_s': 60, 'memory_bytes': 1 << 33}\n"
         "vocabulary = [bytes([i]) for i in range(256)] + [b'', b'']\n"
         "worker = CompileWorker(library.startup_message(vocabulary, settings), CompileLimits(60, 60, 1 << 33))\n"
-        "worker.try_out('start: \"a\"')\n"
-        "threading.Thread(target=worker.try_out, args=(sys.argv[1],), daemon=True).start()\n"
+        "worker.try_compile('start: \"a\"')\n"
+        "threading.Thread(target=worker.try_compile, args=(sys.argv[1],), daemon=True).start()\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -210,7 +210,7 @@ def test_a_process_that_cannot_start_is_told_as_such() -> None:
     for command in (["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(3)"]):
         worker = CompileWorker(library.startup_message(BYTES, {}), CompileLimits(1.0, 1.0, 1 << 20), command)
         with pytest.raises(CompilerFailed):
-            worker.try_out("start: /a/")
+            worker.try_compile("start: /a/")
         assert worker.pid is None
 
 
@@ -249,7 +249,7 @@ class Fake(CompileWorker):
         self.abandoned = threading.Event()
         self.closed = threading.Event()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         self.abandoned.set()
 
     def close(self) -> None:
