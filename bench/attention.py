@@ -55,7 +55,7 @@ def _decode(ops: NativeOps, shape: PageShape, heads: int, context: int, rows: in
 
     def step() -> None:
         for layer in range(shape.layers):
-            ops.attend(query, store, layer, paging, mask)
+            ops.attention(query, store, layer, paging, mask)
 
     seconds = _median(step)
     read = rows * context * shape.token_bytes
@@ -71,7 +71,7 @@ def _prefill(ops: NativeOps, shape: PageShape, heads: int, tokens: int) -> None:
     store, paging = _written(ops, shape, tokens, 1, asking=tokens)
     query = torch.randn(tokens, heads, shape.key_dim)
     mask = AttentionMask(scale=shape.key_dim**-0.5)
-    seconds = _median(lambda: ops.attend(query, store, 0, paging, mask))
+    seconds = _median(lambda: ops.attention(query, store, 0, paging, mask))
     flops = 2 * heads * (shape.key_dim + shape.value_dim) * tokens * (tokens + 1) // 2
     print(
         f"{ops.numerics:18} {_name(shape):9} prefill {tokens:5}: {seconds * 1e3:12.3f} ms a layer, "

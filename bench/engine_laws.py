@@ -47,7 +47,7 @@ class Ear:
         self.tokens: list[int] = []
         self.end: Ended | None = None
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         if isinstance(event, TokenEvent):
             self.tokens.append(event.token)
         elif isinstance(event, Ended):

@@ -108,10 +108,10 @@ class Wrong:
     def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:  # noqa: ARG002
         return DraftContext(ids, state)
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
-        return [Draft([story.ids[0]] * count) for story, count in zip(stories, k, strict=True)]
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+        return [Draft([draft_context.ids[0]] * count) for draft_context, count in zip(draft_contexts, k, strict=True)]
 
-    def forget(self, story: DraftContext) -> None:
+    def forget(self, draft_context: DraftContext) -> None:
         pass
 
     def close(self) -> None:

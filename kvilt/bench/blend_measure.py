@@ -90,7 +90,7 @@ def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = ME
     return [FULL, PREFIX, REUSE, *(BlendMethod(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
 
 
-def quilt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
+def blend_prompt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
     """System text, documents and question as one chat prompt; all documents are cut to one length that fits."""
     asked = FORM.format(question=case.question)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
@@ -99,26 +99,26 @@ def quilt_of(llm: LLM, case: BlendCase, context: int) -> BlendPrompt:
     room = (context - sum(map(len, pieces)) - ANSWER_TOKENS - 1) // len(documents)
     if room < 1:
         raise InputError(f"{len(documents)} documents and a question do not fit into {context} tokens")
-    return llm.documents.between(pieces, [one[:room] for one in documents], Recipe()).quilt
+    return llm.documents.between(pieces, [one[:room] for one in documents], Recipe()).blend_prompt
 
 
 def compare(
     llm: LLM, chunks: ChunkCache, case: BlendCase, context: int, wanted: Sequence[BlendMethod]
 ) -> Iterator[BlendOutcome]:
     """The outcome of every method. The whole prefill always runs first, because all methods are compared with it."""
-    quilt = quilt_of(llm, case, context)
-    whole, truth = _measure(llm, chunks, quilt, FULL, case, None)
-    warm(llm.executor, chunks, quilt)
+    blend_prompt = blend_prompt_of(llm, case, context)
+    whole, truth = _measure(llm, chunks, blend_prompt, FULL, case, None)
+    warm(llm.executor, chunks, blend_prompt)
     for method in wanted:
-        yield whole if method == FULL else _measure(llm, chunks, quilt, method, case, truth)[0]
+        yield whole if method == FULL else _measure(llm, chunks, blend_prompt, method, case, truth)[0]
 
 
-def warm(executor: Executor, chunks: ChunkCache, quilt: BlendPrompt) -> None:
+def warm(executor: Executor, chunks: ChunkCache, blend_prompt: BlendPrompt) -> None:
     """Compute and store every document."""
     with executor.call(), executor.create_kv_cache() as kv:
-        executor.prefill(list(quilt.ids[: quilt.exact]), kv)
+        executor.prefill(list(blend_prompt.ids[: blend_prompt.exact]), kv)
         assert REUSE.recipe is not None
-        blend(executor, chunks, quilt, REUSE.recipe, kv)
+        blend(executor, chunks, blend_prompt, REUSE.recipe, kv)
 
 
 def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
@@ -134,10 +134,10 @@ def prefill(executor: Executor, ids: Sequence[int], kv: KVCache) -> Tensor:
 
 
 def blend(
-    executor: Executor, chunks: ChunkCache, quilt: BlendPrompt, recipe: Recipe, kv: KVCache
+    executor: Executor, chunks: ChunkCache, blend_prompt: BlendPrompt, recipe: Recipe, kv: KVCache
 ) -> tuple[Tensor, int]:
     """The same by blending, and the number of recomputed tokens. The cache holds the text before the documents."""
-    blending = Blending(executor, chunks, quilt, recipe)
+    blending = Blending(executor, chunks, blend_prompt, recipe)
     blending.begin(kv)
     values = torch.empty(0)
     while not blending.done:
@@ -145,22 +145,22 @@ def blend(
         logits = executor.run(Batch.of([row]))
         values = logits.values
         blending.took(row, logits, 0)
-    kv.commit([list(quilt.ids[quilt.exact :])])
+    kv.commit([list(blend_prompt.ids[blend_prompt.exact :])])
     return values[0], blending.report().recomputed
 
 
 def _measure(
-    llm: LLM, chunks: ChunkCache, quilt: BlendPrompt, method: BlendMethod, case: BlendCase, truth: _Truth | None
+    llm: LLM, chunks: ChunkCache, blend_prompt: BlendPrompt, method: BlendMethod, case: BlendCase, truth: _Truth | None
 ) -> tuple[BlendOutcome, _Truth]:
     executor, recomputed = llm.executor, 0
     with executor.call(), executor.create_kv_cache() as kv:
         if method.cached:
-            executor.prefill(list(quilt.ids[: quilt.exact]), kv)
+            executor.prefill(list(blend_prompt.ids[: blend_prompt.exact]), kv)
         began_s = time.perf_counter()
         if method.recipe is None:
-            logits = prefill(executor, quilt.ids, kv)
+            logits = prefill(executor, blend_prompt.ids, kv)
         else:
-            logits, recomputed = blend(executor, chunks, quilt, method.recipe, kv)
+            logits, recomputed = blend(executor, chunks, blend_prompt, method.recipe, kv)
         first_token_s = time.perf_counter() - began_s
         mine = _Truth(logits, _greedy(llm, kv, int(logits.argmax())))
         truth = truth or mine
@@ -168,8 +168,8 @@ def _measure(
         found = BlendOutcome(
             method=method.name,
             first_token_s=first_token_s,
-            prompt=len(quilt.ids),
-            reused=quilt.reused,
+            prompt=len(blend_prompt.ids),
+            reused=blend_prompt.reused,
             recomputed=recomputed,
             kl=seen.kl if (seen := quality_gate.compare(truth.logits, logits)) is not None else math.nan,
             agreement=_agreement(executor, kv, logits, truth.answer[:AGREE_TOKENS]),

@@ -55,7 +55,7 @@ class Blending:
         self,
         executor: Executor,
         chunks: ChunkCache,
-        quilt: BlendPrompt,
+        blend_prompt: BlendPrompt,
         recipe: Recipe,
         tenant: str = "",
         adapter: Adapter = _BASE,
@@ -65,22 +65,22 @@ class Blending:
             raise InputError(f"check_layer {recipe.check_layer} leaves nothing to save of {layers} layers")
         if any(layer >= layers for layer in recipe.mass_layers):
             raise InputError(f"mass_layers {list(recipe.mass_layers)} are not all of this model's {layers} layers")
-        self.quilt = quilt
+        self.blend_prompt = blend_prompt
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
-        self._choice = TokenSelection(quilt, recipe, chunks.behind)
+        self._choice = TokenSelection(blend_prompt, recipe, chunks.behind)
         self._tenant = tenant
         self._adapter = adapter
         # An adapter that tokens switch on finds documents as the base model made them.
         late = isinstance(adapter, Adapted) and adapter.begins > 0
-        if isinstance(adapter, Adapted) and late and any(one.stop > adapter.begins for one in quilt.documents):
+        if isinstance(adapter, Adapted) and late and any(one.stop > adapter.begins for one in blend_prompt.documents):
             raise InputError("documents stand before the tokens that switch an adapter on; put them there")
         self._alone = _BASE if late else adapter  # what documents are computed with
         self._maker = executor.adapters.identity(self._alone)
         self._layers = layers
         self._meter = LoadMeter()
-        self._texts = [quilt.ids[one.start : one.stop] for one in quilt.documents]
+        self._texts = [blend_prompt.ids[one.start : one.stop] for one in blend_prompt.documents]
         self._found: dict[tuple[int, ...], Loading] = {}  # from when it is opened until it is done
         self._made = 0
         self._recomputed = 0
@@ -152,10 +152,10 @@ class Blending:
 
     def begin(self, kv: KVCache) -> None:
         """Start, or after a preemption start again, in a cache that holds the tokens before the first document."""
-        assert kv.lengths == (self.quilt.exact,), "blending begins where the first document does"
+        assert kv.lengths == (self.blend_prompt.exact,), "blending begins where the first document does"
         self.close()
         self.open()
-        kv.reserve(len(self.quilt.ids) - self.quilt.exact)
+        kv.reserve(len(self.blend_prompt.ids) - self.blend_prompt.exact)
         if not all(loading.hit() for loading in self._found.values()):
             self._room()  # all room is found before any work
         kv.row(0).origin = self.recipe.name
@@ -185,11 +185,11 @@ class Blending:
 
     def twin(self) -> Blending:
         """The same once more, from its beginning."""
-        return Blending(self._executor, self._chunks, self.quilt, self.recipe, self._tenant, self._adapter)
+        return Blending(self._executor, self._chunks, self.blend_prompt, self.recipe, self._tenant, self._adapter)
 
     def report(self) -> BlendReport:
-        reused = self.quilt.reused
-        computed = len(self.quilt.ids) - self.quilt.exact - reused
+        reused = self.blend_prompt.reused
+        computed = len(self.blend_prompt.ids) - self.blend_prompt.exact - reused
         return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
 
     def close(self) -> None:
@@ -215,18 +215,18 @@ class Blending:
     # The course.
 
     def _run(self, kv: KVCache) -> Course:
-        recipe, start = self.recipe, self.quilt.exact
+        recipe, start = self.recipe, self.blend_prompt.exact
         for text in self._found:
             if not self._found[text].hit() and not self._came(text):
                 yield from self._make(text)
-        placing = ChunkPlacement(self._executor, kv, self.quilt.documents)
-        everything = range(start, len(self.quilt.ids))
+        placing = ChunkPlacement(self._executor, kv, self.blend_prompt.documents)
+        everything = range(start, len(self.blend_prompt.ids))
         scores: dict[Strategy, Tensor] = {"head": self._choice.heads()}
         lower, hidden = 0, None
         if recipe.needs("deviation"):
             lower = recipe.check_layer + 1
             want = HiddenOut([recipe.check_layer])
-            stage = RowStage(kv, everything, self.quilt.ids[start:], LayerSpan(0, lower), want)
+            stage = RowStage(kv, everything, self.blend_prompt.ids[start:], LayerSpan(0, lower), want)
             yield stage
             hidden = torch.cat(stage.hidden)
             stored = yield from self._layer(recipe.check_layer)
@@ -257,7 +257,7 @@ class Blending:
         self, kv: KVCache, placing: ChunkPlacement, chosen: Tensor, lower: int, hidden: Tensor | None
     ) -> Course:
         """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
-        positions = _at(chosen, self.quilt.exact)
+        positions = _at(chosen, self.blend_prompt.exact)
         source = self._source(positions, None) if hidden is None else hidden
         mending = self._mending(positions, placing)
         joints, mends = (mending.joints, mending.of) if mending is not None else (None, None)
@@ -275,16 +275,16 @@ class Blending:
     def _mending(self, positions: Sequence[int], placing: ChunkPlacement) -> KVRepair | None:
         if not self.recipe.mend:
             return None
-        return KVRepair(self.quilt.documents, positions, self.recipe.mend, placing, self._stored)
+        return KVRepair(self.blend_prompt.documents, positions, self.recipe.mend, placing, self._stored)
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
-        start = self.quilt.exact
+        start = self.blend_prompt.exact
         layers = self._mass_layers(lower)
         fresh = ~self._choice.reusable  # text between documents comes along: nobody else has put KV there yet
-        fresh[self.quilt.question.start - start :] = True
+        fresh[self.blend_prompt.question.start - start :] = True
         asking = _at(fresh.nonzero().flatten(), start)
-        tail = min(PROBE_TOKENS, len(self.quilt.question))
+        tail = min(PROBE_TOKENS, len(self.blend_prompt.question))
         span = LayerSpan(lower, layers[-1] + 1)  # what it would say at last is of no interest yet
         joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
         stage = RowStage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
@@ -299,8 +299,8 @@ class Blending:
     def _source(self, positions: Sequence[int], hidden: Tensor | None) -> Sequence[int] | Tensor:
         """What enters at these positions: ids, or their rows of all hidden states."""
         if hidden is None:
-            return [self.quilt.ids[p] for p in positions]
-        return hidden[torch.tensor(positions, dtype=torch.int64) - self.quilt.exact]
+            return [self.blend_prompt.ids[p] for p in positions]
+        return hidden[torch.tensor(positions, dtype=torch.int64) - self.blend_prompt.exact]
 
     # Documents.
 
@@ -362,7 +362,7 @@ class Blending:
         if floor is None:
             return self.recipe.ratio
         loaded = min(one.layers_ready for one in self._found.values())
-        return self._meter.ratio(loaded, self._layers, len(self.quilt.ids) - self.quilt.exact, floor)
+        return self._meter.ratio(loaded, self._layers, len(self.blend_prompt.ids) - self.blend_prompt.exact, floor)
 
 
 def _values(stage: RowStage, layer: int) -> Tensor:

@@ -40,9 +40,9 @@ class KeyRotation:
             return keys
         return self._rotate(keys, _angles(self.rope, positions) - _angles(self.rope, original), 1.0)
 
-    def _rotate(self, keys: Tensor, angles: Tensor, growth: float) -> Tensor:
+    def _rotate(self, keys: Tensor, angles: Tensor, mscale: float) -> Tensor:
         assert isinstance(self.rope, RopeSpec)
-        cos, sin = ((angle * growth).float() for angle in (angles.cos(), angles.sin()))
+        cos, sin = ((angle * mscale).float() for angle in (angles.cos(), angles.sin()))
         rotation = Rotation(cos, sin, self.rope.pairing)
         if not self.last:
             return _MATH.rotate(keys.float(), rotation).to(keys.dtype)

@@ -62,16 +62,16 @@ class ChunkPlacement:
         pool, to = self._executor.pool, self._to(index)
         pool.ops.write(to.store, to.layer, to.slots, keys.to(pool.device), values.to(pool.device), to.rotation)
 
-    def follow(self, index: int, who: Interpolation, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
+    def interpolate(self, index: int, who: Interpolation, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
         """Write one layer of tokens that follow others of their document; `kept` is all of that, `who` is `here`."""
         pool, to = self._executor.pool, self._to(index)
         old = (kept.keys.to(pool.device), kept.values.to(pool.device))
-        pool.ops.follow(to.store, to.layer, to.slots, who, old, fresh, to.rotation)
+        pool.ops.interpolate(to.store, to.layer, to.slots, who, old, fresh, to.rotation)
 
     def here(self, who: Interpolation) -> Interpolation:
         """The same on the device of the pages."""
         device = self._executor.pool.device
-        return Interpolation(who.tokens.to(device), who.leaders.to(device), who.weights.to(device))
+        return Interpolation(who.tokens.to(device), who.anchors.to(device), who.weights.to(device))
 
     def _to(self, index: int) -> _Target:
         pool, place = self._executor.pool, self._places[index]

@@ -96,6 +96,6 @@ class KVRepair:
         def mend(layer: int, keys: Tensor, values: Tensor) -> None:
             for one, place, who in zip(mine, places, followers, strict=True):
                 own = slice(one.first - start, one.stop - start)
-                place.follow(layer, who, self._stored(one.document, layer), (keys[own], values[own]))
+                place.interpolate(layer, who, self._stored(one.document, layer), (keys[own], values[own]))
 
         return mend

@@ -21,12 +21,12 @@ FAR_TOKENS = 1000
 class TokenSelection:
     """The choices of one prompt."""
 
-    def __init__(self, quilt: BlendPrompt, recipe: Recipe, behind: Sequence[int]) -> None:
+    def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, behind: Sequence[int]) -> None:
         """`behind` is what stood before documents when they were computed."""
-        self._quilt = quilt
+        self._quilt = blend_prompt
         self._recipe = recipe
         self._behind = tuple(behind)
-        self.reusable = self._mask([(one.start, one.stop) for one in quilt.documents])
+        self.reusable = self._mask([(one.start, one.stop) for one in blend_prompt.documents])
 
     def of(self, scores: Mapping[Strategy, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
         """What is computed again, as ascending indices."""

@@ -36,7 +36,7 @@ def make_job(
     executor: Executor,
     request: Request,
     listener: Listener,
-    lent: BorrowedKV | None = None,
+    borrowed: BorrowedKV | None = None,
     chunks: ChunkCache | None = None,
     gate: QualityGate | None = None,
 ) -> Job:
@@ -45,7 +45,7 @@ def make_job(
         raise InputError("the prompt is empty; give at least one token")
     hold = executor.adapters.hold(request.adapter)
     try:
-        job = _job(executor, request, listener, lent, chunks, gate)
+        job = _job(executor, request, listener, borrowed, chunks, gate)
     except BaseException:
         if hold is not None:
             hold.release()
@@ -58,38 +58,42 @@ def _job(
     executor: Executor,
     request: Request,
     listener: Listener,
-    lent: BorrowedKV | None,
+    borrowed: BorrowedKV | None,
     chunks: ChunkCache | None,
     gate: QualityGate | None,
 ) -> Job:
-    scoring = _scoring(request, lent)
-    capacity, reused, history = _room(executor, request, lent)
+    scoring = _scoring(request, borrowed)
+    capacity, reused, history = _room(executor, request, borrowed)
     state = None
     if request.params is not None:
         request.params.validate_vocab(executor.spec.vocab_size)
     if request.params is not None and request.params.max_tokens != 0:
         matcher = request.grammar.matcher() if request.grammar is not None else None
         state = SamplingState(request.params, history, end_ids=request.end_ids, matcher=matcher)
-    if chunks is not None and lent is None and wants_discovery(request):
+    if chunks is not None and borrowed is None and wants_discovery(request):
         request = discovered(executor, request, chunks, _known(executor, request))
-    verdict = _verdict(executor, request, lent, chunks, gate)
+    gate_decision = _verdict(executor, request, borrowed, chunks, gate)
     blending = None
-    if verdict is not None and verdict.recipe is not None and chunks is not None:
-        quilt = BlendPrompt(tuple(request.prompt), request.documents)
-        blending = Blending(executor, chunks, quilt, verdict.recipe, request.tenant, request.adapter)
-    trail = None
-    if request.reuse and (lent is None or lent.exact):
-        trail = _trail(executor, request)
-        exact = request.prompt if blending is None else request.prompt[: blending.quilt.exact]
-        trail.extend(exact, executor.layout.page_tokens)
-    if lent is not None and not reused:
-        lent.kv.close()
-    base = lent.kv if lent is not None and reused else None
-    first = SequenceState(_sample(request, state, trail, capacity), list(request.prompt), state, trail, scoring)
+    if gate_decision is not None and gate_decision.recipe is not None and chunks is not None:
+        blend_prompt = BlendPrompt(tuple(request.prompt), request.documents)
+        blending = Blending(executor, chunks, blend_prompt, gate_decision.recipe, request.tenant, request.adapter)
+    prefix_keys = None
+    if request.reuse and (borrowed is None or borrowed.exact):
+        prefix_keys = _trail(executor, request)
+        exact = request.prompt if blending is None else request.prompt[: blending.blend_prompt.exact]
+        prefix_keys.extend(exact, executor.layout.page_tokens)
+    if borrowed is not None and not reused:
+        borrowed.kv.close()
+    base = borrowed.kv if borrowed is not None and reused else None
+    first = SequenceState(
+        _sample(request, state, prefix_keys, capacity), list(request.prompt), state, prefix_keys, scoring
+    )
     if blending is not None:
         first.blending = blending
-        first.sample.detour = BlendProgress(blending.quilt.exact, len(request.prompt), blending.scratch_tokens)
-    job = Job(request, listener, first, base, capacity, unborn=request.samples - 1, verdict=verdict)
+        first.sample.blend_progress = BlendProgress(
+            blending.blend_prompt.exact, len(request.prompt), blending.scratch_tokens
+        )
+    job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, gate_decision=gate_decision)
     first.job = job
     return job
 
@@ -103,25 +107,29 @@ def _trail(executor: Executor, request: Request) -> PrefixKeys:
 
 def _known(executor: Executor, request: Request) -> int:
     """Tokens of a prompt that the prefix index has now."""
-    trail = _trail(executor, request)
-    trail.extend(request.prompt, executor.layout.page_tokens)
-    return executor.prefixes.match(trail, len(request.prompt) - 1).tokens
+    prefix_keys = _trail(executor, request)
+    prefix_keys.extend(request.prompt, executor.layout.page_tokens)
+    return executor.prefixes.match(prefix_keys, len(request.prompt) - 1).tokens
 
 
 def _verdict(
-    executor: Executor, request: Request, lent: BorrowedKV | None, chunks: ChunkCache | None, gate: QualityGate | None
+    executor: Executor,
+    request: Request,
+    borrowed: BorrowedKV | None,
+    chunks: ChunkCache | None,
+    gate: QualityGate | None,
 ) -> GateDecision | None:
     """How the documents of a prompt are blended; None where there are none, or where that is not worth it."""
     if not request.documents:
         return None
     if chunks is None:
         raise InputError("documents need a store of chunks; give the engine one")
-    if lent is not None:
+    if borrowed is not None:
         raise InputError("documents stand in a prompt of their own; leave out the cache to continue")
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
-    quilt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
-    if not quilt.worth(request.recipe, layers):
+    blend_prompt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
+    if not blend_prompt.worth(request.recipe, layers):
         return None
     if gate is None:
         return GateDecision(request.recipe)
@@ -129,32 +137,32 @@ def _verdict(
     return gate.judge(
         request.recipe,
         executor.adapters.identity(request.adapter),
-        lambda recipe: quilt.worth(recipe, layers),
+        lambda recipe: blend_prompt.worth(recipe, layers),
         draws,
     )
 
 
-def _scoring(request: Request, lent: BorrowedKV | None) -> Scoring | None:
+def _scoring(request: Request, borrowed: BorrowedKV | None) -> Scoring | None:
     """What is to be scored. The first of it needs the logits of the token before, so a lent cache gives that up."""
     if request.params is None or request.params.prompt_logprobs is None:
         return None
     begins = max(0, request.behind - 1)
-    if lent is not None and lent.kv.batch_size == 1:
-        there = lent.kv.tokens()
+    if borrowed is not None and borrowed.kv.batch_size == 1:
+        there = borrowed.kv.tokens()
         if there and isinstance(there[-1], int):
             with suppress(TruncateError):  # a window has only just what it needs: then the first has none
-                lent.kv.truncate(len(there) - 1)
-        begins = max(begins, lent.kv.num_entries)
+                borrowed.kv.truncate(len(there) - 1)
+        begins = max(begins, borrowed.kv.num_entries)
     return Scoring(request.params.prompt_logprobs, begins, len(request.prompt) - 1)
 
 
-def _room(executor: Executor, request: Request, lent: BorrowedKV | None) -> tuple[int, int, list[int]]:
+def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> tuple[int, int, list[int]]:
     """Tokens a sample may have, those that are there, and the ids that penalties know."""
-    if lent is None:
+    if borrowed is None:
         with executor.create_kv_cache() as empty:
             empty.check_fits(len(request.prompt))
             return empty.capacity, 0, list(request.prompt)
-    kv = lent.kv
+    kv = borrowed.kv
     if kv.pool is not executor.pool:
         raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
     if kv.batch_size != 1:
@@ -168,7 +176,7 @@ def _room(executor: Executor, request: Request, lent: BorrowedKV | None) -> tupl
     return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
 
 
-def _sample(request: Request, state: SamplingState | None, trail: PrefixKeys | None, capacity: int) -> Sample:
+def _sample(request: Request, state: SamplingState | None, prefix_keys: PrefixKeys | None, capacity: int) -> Sample:
     """A request's first sample in counts."""
     prompt = len(request.prompt)
     limit = prompt + 1 if state is None else capacity + 1
@@ -182,7 +190,7 @@ def _sample(request: Request, state: SamplingState | None, trail: PrefixKeys | N
         owner=request.owner,
         priority=request.priority,
         width=request.samples,
-        keys=trail.keys if trail is not None and not request.background else (),
+        keys=prefix_keys.keys if prefix_keys is not None and not request.background else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
         # The last token's logits are drawn from, so it has a row of its own.

@@ -81,21 +81,21 @@ class Counters:
         self.metrics.set(KV_USAGE, sum(used) / (self.pool.pages * len(used)))
         self.metrics.set(KV_BYTES, used_bytes, tier="memory")
 
-    def began(self, track: SequenceState) -> None:
+    def began(self, seq: SequenceState) -> None:
         """A sample has its first row."""
-        self.metrics.observe(QUEUED, self.clock() - track.job.arrived_s)
-        self.metrics.add(PROMPT_TOKENS, track.sample.prompt)
-        if track.trail is not None:
-            self.metrics.add(PREFIX_QUERIES, track.sample.prompt)
-            self.metrics.add(PREFIX_HITS, track.cached or 0)
+        self.metrics.observe(QUEUED, self.clock() - seq.job.arrived_s)
+        self.metrics.add(PROMPT_TOKENS, seq.sample.prompt)
+        if seq.prefix_keys is not None:
+            self.metrics.add(PREFIX_QUERIES, seq.sample.prompt)
+            self.metrics.add(PREFIX_HITS, seq.cached or 0)
 
-    def drew(self, track: SequenceState, now_s: float) -> None:
+    def drew(self, seq: SequenceState, now_s: float) -> None:
         """A sample has one more token."""
-        if track.last_s:
-            self.metrics.observe(NEXT_TOKEN, now_s - track.last_s)
-        elif track.sample.index == 0:
-            self.metrics.observe(FIRST_TOKEN, now_s - track.job.arrived_s)
-        track.last_s = now_s
+        if seq.last_s:
+            self.metrics.observe(NEXT_TOKEN, now_s - seq.last_s)
+        elif seq.sample.index == 0:
+            self.metrics.observe(FIRST_TOKEN, now_s - seq.job.arrived_s)
+        seq.last_s = now_s
 
     def told(self, tokens: int) -> None:
         """So many tokens were drawn in a step."""
@@ -104,13 +104,13 @@ class Counters:
     def forked(self) -> None:
         self.metrics.add(FORKS)
 
-    def preempted(self, track: SequenceState) -> None:
+    def preempted(self, seq: SequenceState) -> None:
         self.metrics.add(PREEMPTIONS)
         _log.info(
             "request %r gave its pages up after %d tokens",
-            track.sample.request,
-            track.sample.known,
-            extra={"request_id": track.sample.request, "sample": track.sample.index},
+            seq.sample.request,
+            seq.sample.known,
+            extra={"request_id": seq.sample.request, "sample": seq.sample.index},
         )
 
     def ended(self, job: Job, last: SequenceState, reason: Reason, error: BaseException | None = None) -> None:

@@ -44,8 +44,8 @@ DRAFT_METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT)
 class DraftState:
     """One sample's drafts."""
 
-    story: DraftContext
-    pace: AcceptanceRate
+    draft_context: DraftContext
+    acceptance: AcceptanceRate
     most: int
     draft: Draft = NO_DRAFT  # that of the step in progress
     probed: bool = False  # it is not expected to pay, but to show whether that still holds
@@ -71,83 +71,90 @@ class Drafting:
         self._ahead_s: dict[Sample, float] = {}  # of a life without drafts; also of those that want none themselves
         self._began_s = self._took_s = 0.0
 
-    def forget(self, course: DraftState) -> None:
+    def forget(self, draft_state: DraftState) -> None:
         """A sample is over."""
-        quietly(partial(self._drafter.forget, course.story), None)
+        quietly(partial(self._drafter.forget, draft_state.draft_context), None)
 
     def close(self) -> None:
         self._drafter.close()
 
     # One step.
 
-    def wish(self, tracks: Mapping[Sample, SequenceState]) -> None:
+    def request_drafts(self, seqs: Mapping[Sample, SequenceState]) -> None:
         """Before a plan: how many drafts each sample that draws now would like."""
-        ready = [track for sample, track in tracks.items() if sample.left == 1 and not sample.held]
-        draws = [track for track in ready if track.kv is not None and track.state is not None]
-        for track in tracks.values():
-            track.sample.drafts = 0
-        self._ahead_s = {sample: ahead for sample, ahead in self._ahead_s.items() if sample in tracks}
+        ready = [seq for sample, seq in seqs.items() if sample.left == 1 and not sample.held]
+        draws = [seq for seq in ready if seq.kv is not None and seq.state is not None]
+        for seq in seqs.values():
+            seq.sample.drafts = 0
+        self._ahead_s = {sample: ahead for sample, ahead in self._ahead_s.items() if sample in seqs}
         self._price = self._cost.price(len(draws))
-        for track in draws:
-            if track.course is None and track.state is not None and not track.undrafted:
-                track.course = self._try_begin(track, track.state)
-            if (course := track.course) is not None:
-                course.draft = NO_DRAFT
-                course.pace.steps += 1
+        for seq in draws:
+            if seq.draft_state is None and seq.state is not None and not seq.undrafted:
+                seq.draft_state = self._try_begin(seq, seq.state)
+            if (draft_state := seq.draft_state) is not None:
+                draft_state.draft = NO_DRAFT
+                draft_state.acceptance.steps += 1
         if self._price is not None and draws:
-            for track, count in zip(draws, self._wishes(draws, self._price), strict=True):
-                track.sample.drafts = count
+            for seq, count in zip(draws, self._wishes(draws, self._price), strict=True):
+                seq.sample.drafts = count
 
     def _wishes(self, draws: Sequence[SequenceState], price: StepPrice) -> list[int]:
         """As many as may pay if all goes well; whoever drafts for nothing is asked for more than will be computed."""
-        wishes = []
-        for track in draws:
-            course, ahead_s = track.course, self._ahead(track.sample, price)
-            if course is None:
-                wishes.append(DraftBid(0.0, 0.0, 0, ahead_s))
+        bids = []
+        for seq in draws:
+            draft_state, ahead_s = seq.draft_state, self._ahead(seq.sample, price)
+            if draft_state is None:
+                bids.append(DraftBid(0.0, 0.0, 0, ahead_s))
                 continue
-            pace = course.pace
-            wishes.append(DraftBid(pace.best, pace.surest(self._usual), course.most, ahead_s, pace.any_due))
-        if not possible(wishes, price):
-            return [0] * len(wishes)
+            acceptance = draft_state.acceptance
+            bids.append(
+                DraftBid(acceptance.best, acceptance.surest(self._usual), draft_state.most, ahead_s, acceptance.any_due)
+            )
+        if not possible(bids, price):
+            return [0] * len(bids)
         if price.own_s > _FREE * price.each_s:
-            return probe(wishes, allot(wishes, price), price)
-        return [wish.most if wish.chance > price.share or wish.probe else 0 for wish in wishes]
+            return probe(bids, allot(bids, price), price)
+        return [
+            request_drafts.most if request_drafts.chance > price.share or request_drafts.probe else 0
+            for request_drafts in bids
+        ]
 
     def _ahead(self, sample: Sample, price: StepPrice) -> float:
         return self._ahead_s.get(sample, CREDIT * price.plain_s)
 
-    def _try_begin(self, track: SequenceState, state: SamplingState) -> DraftState | None:
+    def _try_begin(self, seq: SequenceState, state: SamplingState) -> DraftState | None:
         """A sample's drafts; None if it wants none, or if its drafter fails: then it is drawn without any."""
         try:
-            course = self._begin(track, state)
+            draft_state = self._begin(seq, state)
         except BaseException as error:
             contained(error)
-            course = None
-        track.undrafted = course is None
-        return course
+            draft_state = None
+        seq.undrafted = draft_state is None
+        return draft_state
 
-    def _begin(self, track: SequenceState, state: SamplingState) -> DraftState | None:
+    def _begin(self, seq: SequenceState, state: SamplingState) -> DraftState | None:
         """A sample's drafts; None if it wants none."""
-        asked, first = state.params.draft_tokens, track.job.first
+        asked, first = state.params.draft_tokens, seq.job.first
         if asked == 0:
             return None
-        near = first.course.story if first.course is not None and first is not track else None
-        story = self._drafter.begin(track.ids, state, near)
-        pace = AcceptanceRate.of([tally.chance for tally in self._usual.tallies])
-        return DraftState(story, pace, self._drafter.most if asked is None else asked)
+        near = first.draft_state.draft_context if first.draft_state is not None and first is not seq else None
+        draft_context = self._drafter.begin(seq.ids, state, near)
+        acceptance = AcceptanceRate.of([tally.chance for tally in self._usual.tallies])
+        return DraftState(draft_context, acceptance, self._drafter.most if asked is None else asked)
 
-    def propose(self, plan: StepPlan, tracks: Mapping[Sample, SequenceState], vocab_size: int) -> None:
+    def propose(self, plan: StepPlan, seqs: Mapping[Sample, SequenceState], vocab_size: int) -> None:
         """Drafts for those that have room for some; each course then has its own."""
         began_s, self._took_s = self._clock(), 0.0
-        wanted = [(work.drafts, tracks[work.sample].course) for work in plan.work if work.drafts]
-        asked = [(count, course) for count, course in wanted if course is not None]
+        wanted = [(work.drafts, seqs[work.sample].draft_state) for work in plan.work if work.drafts]
+        asked = [(count, draft_state) for count, draft_state in wanted if draft_state is not None]
         if asked:
-            drafts = self._drafts([course.story for _, course in asked], [count for count, _ in asked])
-            for (count, course), draft in zip(asked, drafts, strict=True):
-                course.draft = _checked(draft, count, vocab_size, course.story.state.end_ids)
-            if any(course.draft.tokens for _, course in asked):
-                self._cut([tracks[work.sample] for work in plan.work if work.draws])
+            drafts = self._drafts(
+                [draft_state.draft_context for _, draft_state in asked], [count for count, _ in asked]
+            )
+            for (count, draft_state), draft in zip(asked, drafts, strict=True):
+                draft_state.draft = _checked(draft, count, vocab_size, draft_state.draft_context.state.end_ids)
+            if any(draft_state.draft.tokens for _, draft_state in asked):
+                self._cut([seqs[work.sample] for work in plan.work if work.draws])
             self._took(drafts, self._clock() - began_s)
         self._began_s = self._clock()
 
@@ -155,21 +162,27 @@ class Drafting:
         """Leave of all drafts those that pay, now that it is known what they are."""
         price = self._price
         assert price is not None
-        wishes = []
-        for track in draws:
-            course, ahead_s = track.course, self._ahead(track.sample, price)
-            if course is None or not course.draft.tokens:
-                wishes.append(DraftBid(0.0, 0.0, 0, ahead_s))
+        bids = []
+        for seq in draws:
+            draft_state, ahead_s = seq.draft_state, self._ahead(seq.sample, price)
+            if draft_state is None or not draft_state.draft.tokens:
+                bids.append(DraftBid(0.0, 0.0, 0, ahead_s))
                 continue
-            grade, most, pace = course.draft.grade, len(course.draft.tokens), course.pace
-            wishes.append(
-                DraftBid(pace.chance(grade), pace.sure(grade, self._usual), most, ahead_s, pace.is_due(grade))
+            grade, most, acceptance = draft_state.draft.grade, len(draft_state.draft.tokens), draft_state.acceptance
+            bids.append(
+                DraftBid(
+                    acceptance.chance(grade),
+                    acceptance.sure(grade, self._usual),
+                    most,
+                    ahead_s,
+                    acceptance.is_due(grade),
+                )
             )
-        paying = allot(wishes, price)
-        for track, paid, count in zip(draws, paying, probe(wishes, paying, price), strict=True):
-            if (course := track.course) is not None:
-                course.draft = replace(course.draft, tokens=course.draft.tokens[:count])
-                course.probed = count > paid
+        paying = allot(bids, price)
+        for seq, paid, count in zip(draws, paying, probe(bids, paying, price), strict=True):
+            if (draft_state := seq.draft_state) is not None:
+                draft_state.draft = replace(draft_state.draft, tokens=draft_state.draft.tokens[:count])
+                draft_state.probed = count > paid
 
     def _took(self, drafts: Sequence[Draft], took_s: float) -> None:
         """What a drafter took; reading prompts is the price of no draft."""
@@ -179,17 +192,19 @@ class Drafting:
             if count and self._price is not None:
                 self._cost.drafted(self._price.rows, count, took_s)
 
-    def _drafts(self, stories: Sequence[DraftContext], k: Sequence[int]) -> Sequence[Draft]:
+    def _drafts(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> Sequence[Draft]:
         try:
-            drafts = self._drafter.propose(stories, k)
-            if len(drafts) == len(stories):
+            drafts = self._drafter.propose(draft_contexts, k)
+            if len(drafts) == len(draft_contexts):
                 return drafts
-            _log.error("the drafter gave %d drafts for %d samples; this step has no drafts", len(drafts), len(stories))
+            _log.error(
+                "the drafter gave %d drafts for %d samples; this step has no drafts", len(drafts), len(draft_contexts)
+            )
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a cancel included: this step is drawn without drafts
             _log.exception("the drafter failed; this step has no drafts")
-        return [NO_DRAFT] * len(stories)
+        return [NO_DRAFT] * len(draft_contexts)
 
     def stepped(self, plan: StepPlan, tasks: Sequence[RowTask | None], results: Sequence[Result | None]) -> None:
         """What a step of decodes took; other steps say nothing about the price of a draft."""
@@ -209,19 +224,19 @@ class Drafting:
                 before_s, accepted = self._ahead(work.sample, price), len(result.tokens) - 1
                 self._ahead_s[work.sample] = moved(before_s, accepted, extra_s, price.plain_s)
 
-    def took(self, course: DraftState, accepted: int, metrics: Metrics) -> None:
+    def took(self, draft_state: DraftState, accepted: int, metrics: Metrics) -> None:
         """The drafts of a course were computed, and so many of them accepted."""
-        drafted, grade = len(course.draft.tokens), course.draft.grade
-        course.draft = NO_DRAFT
+        drafted, grade = len(draft_state.draft.tokens), draft_state.draft.grade
+        draft_state.draft = NO_DRAFT
         if not drafted:
             return
-        course.drafted += drafted
-        course.places += [0] * (drafted - len(course.places))
+        draft_state.drafted += drafted
+        draft_state.places += [0] * (drafted - len(draft_state.places))
         for place in range(accepted):
-            course.places[place] += 1
+            draft_state.places[place] += 1
             metrics.add(ACCEPTED_AT, position=str(place))
-        for pace in (course.pace, self._usual):
-            pace.took(grade, drafted, accepted, course.probed)
+        for acceptance in (draft_state.acceptance, self._usual):
+            acceptance.took(grade, drafted, accepted, draft_state.probed)
         metrics.add(DRAFTS)
         metrics.add(DRAFTED, drafted)
         metrics.add(ACCEPTED, accepted)

@@ -67,7 +67,7 @@ class Driver:
         try:
             self._check(job.request.owner)
         except BaseException:
-            job.let_go()
+            job.release_resources()
             raise
         self._engine.add(job)
         self._wake.set()

@@ -71,20 +71,20 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self._drafting = drafting
-        self._tracks: dict[Sample, SequenceState] = {}
+        self._seqs: dict[Sample, SequenceState] = {}
         self._jobs: dict[str, Job] = {}
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads want, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
         limits = StepLimits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
-        self._gating = QualityChecks(gate, executor, self.metrics, self._tracks) if gate is not None else None
-        self._warmth = None
+        self._quality_checks = QualityChecks(gate, executor, self.metrics, self._seqs) if gate is not None else None
+        self._prefix_restore = None
         if store is not None and store.least_budget is not None and config.stored_prefix_tokens is not None:
-            self._warmth = PrefixRestore(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
-        self._waits = (self._blends,) if self._warmth is None else (self._blends, self._warmth)
-        self._books = PoolAccounting(
-            executor, self._tracks, _no_relief, None if self._warmth is None else self._warmth.seek
+            self._prefix_restore = PrefixRestore(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
+        self._waits = (self._blends,) if self._prefix_restore is None else (self._blends, self._prefix_restore)
+        self._accounting = PoolAccounting(
+            executor, self._seqs, _no_relief, None if self._prefix_restore is None else self._prefix_restore.load_prefix
         )
-        self._scheduler = Scheduler(limits, self._books, config.owner_weights)
+        self._scheduler = Scheduler(limits, self._accounting, config.owner_weights)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
 
     # The spine.
@@ -100,7 +100,7 @@ class Engine:
             return False
         try:
             if self._drafting is not None:
-                self._drafting.propose(plan, self._tracks, self._executor.spec.vocab_size)
+                self._drafting.propose(plan, self._seqs, self._executor.spec.vocab_size)
             tasks = [self._task(work) for work in plan.work]
             results = self._forward(tasks)
             if self._drafting is not None:
@@ -119,22 +119,22 @@ class Engine:
 
     # From any thread.
 
-    def prepare(self, request: Request, listener: Listener, lent: BorrowedKV | None = None) -> Job:
+    def prepare(self, request: Request, listener: Listener, borrowed: BorrowedKV | None = None) -> Job:
         """A request that can be added; anything wrong with it is said here, before any work.
 
         What is lent belongs to the engine from here on, also if this raises.
         """
-        gating = self._gating
+        checks = self._quality_checks
         if request.discover is None and self._discover:
             request = replace(request, discover=True)
         try:
-            job = make_job(self._executor, request, listener, lent, self.chunks, gating.gate if gating else None)
+            job = make_job(self._executor, request, listener, borrowed, self.chunks, checks.gate if checks else None)
         except BaseException:
-            if lent is not None:
-                lent.kv.close()
+            if borrowed is not None:
+                borrowed.kv.close()
             raise
-        if gating is not None:
-            gating.watch(job)
+        if checks is not None:
+            checks.watch(job)
         return job
 
     def add(self, job: Job, held: bool = False) -> None:
@@ -164,23 +164,23 @@ class Engine:
         """There may be something to do."""
         self._woken()
 
-    def relieve_by(self, relief: Relief) -> None:
+    def relieve_by(self, free_kept_pages: Relief) -> None:
         """Who is asked for pages before a request has to give way or fails."""
-        self._books.relief = relief
+        self._accounting.free_kept_pages = free_kept_pages
 
     def view(self, tenant: str, handles: Sequence[HandleInfo] = (), most: int | None = None) -> EngineView:
         """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
-        tracks = [*self._tracks.values(), *[job.first for job in list(self._arriving)]]
-        return look(self._executor, [one for one in tracks if not one.job.request.background], tenant, handles, most)
+        seqs = [*self._seqs.values(), *[job.first for job in list(self._arriving)]]
+        return look(self._executor, [one for one in seqs if not one.job.request.background], tenant, handles, most)
 
     def certificates(self) -> list[Certificate]:
         """What a quality gate has learnt of blending, if there is one."""
-        return self._gating.gate.certificates() if self._gating is not None else []
+        return self._quality_checks.gate.certificates() if self._quality_checks is not None else []
 
     @property
     def requests(self) -> int:
         """Requests in progress, those not yet let in included."""
-        own = self._gating.jobs if self._gating is not None else 0
+        own = self._quality_checks.jobs if self._quality_checks is not None else 0
         return len(self._jobs) + len(self._arriving) - own
 
     @property
@@ -194,7 +194,7 @@ class Engine:
 
     # Between two steps.
 
-    def attend(self) -> None:
+    def drain_inbox(self) -> None:
         """Do what other threads asked for."""
         while self._inbox:
             self._inbox.popleft()()
@@ -207,7 +207,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        compares = self._gating is not None and self._gating.wants
+        compares = self._quality_checks is not None and self._quality_checks.wants
         return self.asked or self._scheduler.ready or compares or any(one.due for one in self._waits)
 
     @property
@@ -217,17 +217,17 @@ class Engine:
 
     def fail_all(self, error: BaseException) -> None:
         """End everything."""
-        self.attend()
-        if self._gating is not None:
-            self._gating.close(self)
+        self.drain_inbox()
+        if self._quality_checks is not None:
+            self._quality_checks.close(self)
         for job in list(self._jobs.values()):
-            for track in list(job.live):
-                self._end(track, "error", error)
+            for seq in list(job.live):
+                self._end(seq, "error", error)
 
     def close(self) -> None:
         """Nothing more is asked: what is known of prompts goes to the store, if there is one that outlives us."""
-        if self._warmth is not None:
-            self._warmth.close()
+        if self._prefix_restore is not None:
+            self._prefix_restore.close()
 
     # Coming.
 
@@ -240,30 +240,30 @@ class Engine:
             self._end(job.first, "error", error)
             return
         self._jobs[job.request.id] = job
-        self._tracks[job.first.sample] = job.first
+        self._seqs[job.first.sample] = job.first
         job.live.append(job.first)
         self._scheduler.add(job.first.sample)
 
     def _hold(self, which: Job | str, held: bool) -> None:
         job = self._jobs.get(which) if isinstance(which, str) else which
-        for track in job.live if job is not None else ():
-            track.sample.held = held
+        for seq in job.live if job is not None else ():
+            seq.sample.held = held
 
     # Planning.
 
     def _plan(self) -> StepPlan:
         """A plan that has work, if anybody wants some; those before it only make room."""
         try:
-            self.attend()
+            self.drain_inbox()
             while True:
-                if self._gating is not None:
-                    self._gating.attend(self)
+                if self._quality_checks is not None:
+                    self._quality_checks.before_plan(self)
                 for one in self._waits:
-                    one.attend()
+                    one.before_plan()
                 if self._drafting is not None:
-                    self._drafting.wish(self._tracks)
+                    self._drafting.request_drafts(self._seqs)
                 plan = self._scheduler.plan()
-                self._books.end_failed(self._fail)
+                self._accounting.end_failed(self._fail)
                 plan = self._arrange(plan)
                 if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):
                     return plan
@@ -274,70 +274,70 @@ class Engine:
     def _arrange(self, plan: StepPlan) -> StepPlan:
         """Carry out what a plan needs before its work; returns the plan without requests that failed on the way."""
         for gone in plan.preempted:
-            if (track := self._tracks.get(gone.sample)) is not None:
-                self._guarded(track, partial(self._preempt, track), None)
+            if (seq := self._seqs.get(gone.sample)) is not None:
+                self._guarded(seq, partial(self._preempt, seq), None)
         for new in plan.admitted:
-            if (track := self._tracks.get(new.sample)) is not None:
-                self._guarded(track, partial(self._place, track, new), None)
-        if plan.starved in self._tracks and not self._books.relief(True):
-            starved = self._tracks[plan.starved]
+            if (seq := self._seqs.get(new.sample)) is not None:
+                self._guarded(seq, partial(self._place, seq, new), None)
+        if plan.starved in self._seqs and not self._accounting.free_kept_pages(True):
+            starved = self._seqs[plan.starved]
             self._end(starved, "error", out_of_pages(starved, self._executor))
-        if all(work.sample in self._tracks for work in plan.work):
+        if all(work.sample in self._seqs for work in plan.work):
             return plan
-        return replace(plan, work=tuple(work for work in plan.work if work.sample in self._tracks))
+        return replace(plan, work=tuple(work for work in plan.work if work.sample in self._seqs))
 
-    def _guarded(self, track: SequenceState, action: Callable[[], T], otherwise: T) -> T:
+    def _guarded(self, seq: SequenceState, action: Callable[[], T], otherwise: T) -> T:
         """The result of a request's own part of a step; what that raises ends this request and no other."""
         try:
             return action()
         except BaseException as error:
-            self._fail(track, contained(error))
+            self._fail(seq, contained(error))
             return otherwise
 
-    def _give_back(self, track: SequenceState, error: PoolExhausted) -> None:
+    def _give_back(self, seq: SequenceState, error: PoolExhausted) -> None:
         """A sample without room for what it was promised waits for it again, unless nobody is left to wait for."""
         if self._scheduler.running == 1:
-            self._fail(track, error)
+            self._fail(seq, error)
             return
-        self._scheduler.give_back(track.sample)
-        self._preempt(track)
+        self._scheduler.give_back(seq.sample)
+        self._preempt(seq)
 
-    def _forget(self, track: SequenceState) -> None:
+    def _forget(self, seq: SequenceState) -> None:
         """It waits for no store any more."""
         for one in self._waits:
-            one.forget(track)
+            one.forget(seq)
 
-    def _preempt(self, track: SequenceState) -> None:
-        self._forget(track)
-        if track.blending is not None:
-            track.blending.close()
-        if not track.job.request.background:
-            self._counters.preempted(track)
-        if track.kv is not None:
-            track.kv.close()
-        track.kv = None
-        if track.trail is not None:
-            track.trail.rewind()
+    def _preempt(self, seq: SequenceState) -> None:
+        self._forget(seq)
+        if seq.blending is not None:
+            seq.blending.close()
+        if not seq.job.request.background:
+            self._counters.preempted(seq)
+        if seq.kv is not None:
+            seq.kv.close()
+        seq.kv = None
+        if seq.prefix_keys is not None:
+            seq.prefix_keys.rewind()
 
-    def _place(self, track: SequenceState, new: Admission) -> None:
+    def _place(self, seq: SequenceState, new: Admission) -> None:
         """Give a sample the cache it begins with."""
-        if track.blending is not None:
-            track.blending.open()
-        track.kv = cache_for(track, new.hit.tokens, self._executor)
-        found = track.kv.num_entries
+        if seq.blending is not None:
+            seq.blending.open()
+        seq.kv = cache_for(seq, new.hit.tokens, self._executor)
+        found = seq.kv.num_entries
         self._scheduler.placed(new.sample, found)  # another thread may have taken pages since they were counted
         if new.sample.blends:
-            self._blends.expect(track)
-        if track.cached is None:
-            track.cached = min(found, new.sample.prompt)
-            if not track.job.request.background:
-                self._counters.began(track)
+            self._blends.expect(seq)
+        if seq.cached is None:
+            seq.cached = min(found, new.sample.prompt)
+            if not seq.job.request.background:
+                self._counters.began(seq)
 
     # Running.
 
     def _task(self, work: Work) -> RowTask | None:
-        track = self._tracks[work.sample]
-        return self._guarded(track, partial(row_task, track, work), None)
+        seq = self._seqs[work.sample]
+        return self._guarded(seq, partial(row_task, seq, work), None)
 
     def _forward(self, tasks: Sequence[RowTask | None]) -> list[Result | None]:
         there = [i for i, task in enumerate(tasks) if task is not None]
@@ -347,58 +347,58 @@ class Engine:
 
     def _commit(self, work: Work, result: Result | None) -> Sequence[int] | None:
         """Advance a sample's cache; the tokens it drew, or None if its row was not done."""
-        if result is None or (track := self._tracks.get(work.sample)) is None:
+        if result is None or (seq := self._seqs.get(work.sample)) is None:
             return None
         match result:
             case RowFailed(PoolExhausted() as error) if work.sample.blends:  # a document is not there after all
-                self._give_back(track, error)
+                self._give_back(seq, error)
                 return None
             case RowFailed(error):
-                self._fail(track, error)
+                self._fail(seq, error)
                 return None
             case RowDone():
-                return self._guarded(track, partial(self._done, track, work, result), None)
+                return self._guarded(seq, partial(self._done, seq, work, result), None)
 
-    def _done(self, track: SequenceState, work: Work, result: RowDone) -> Sequence[int] | None:
+    def _done(self, seq: SequenceState, work: Work, result: RowDone) -> Sequence[int] | None:
         """A row was computed: its cache grows by it, and features and listener are told."""
         tokens, scores = result.tokens, result.scores
-        assert track.kv is not None
+        assert seq.kv is not None
         if work.sample.blends:
-            if (there := self._blends.took(track)) is not None:
-                self._read(track, there)
+            if (there := self._blends.took(seq)) is not None:
+                self._read(seq, there)
             return tokens
         accepted = tokens[:-1] if work.drafts else ()
         stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
-        leaves = None if track.job.request.background else track.trail
+        leaves = None if seq.job.request.background else seq.prefix_keys
         if leaves is not None and work.start // size < stop // size:
-            filled = partial(self._executor.prefixes.insert, trail=leaves)
-        track.kv.commit([[*track.ids[work.start : stop], *accepted]], filled=filled)
-        if track.course is not None and self._drafting is not None:
-            self._drafting.took(track.course, len(accepted), self.metrics)
-            if track.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
-                track.kv.truncate(stop)
-        if work.sample.detour is not None and stop == work.sample.detour.start:
-            self._blends.expect(track)
+            filled = partial(self._executor.prefixes.insert, prefix_keys=leaves)
+        seq.kv.commit([[*seq.ids[work.start : stop], *accepted]], filled=filled)
+        if seq.draft_state is not None and self._drafting is not None:
+            self._drafting.took(seq.draft_state, len(accepted), self.metrics)
+            if seq.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
+                seq.kv.truncate(stop)
+        if work.sample.blend_progress is not None and stop == work.sample.blend_progress.start:
+            self._blends.expect(seq)
         if work.start < work.sample.prompt:
-            self._read(track, min(stop, work.sample.prompt))
-        if scores is not None and track.scoring is not None:
-            notify(track.job, track.scoring.tell(track.ids, work.start, scores))
+            self._read(seq, min(stop, work.sample.prompt))
+        if scores is not None and seq.scoring is not None:
+            notify(seq.job, seq.scoring.tell(seq.ids, work.start, scores))
         return tokens
 
-    def _read(self, track: SequenceState, tokens: int) -> None:
+    def _read(self, seq: SequenceState, tokens: int) -> None:
         """So many tokens of a prompt are there; after a preemption this is no news until it goes beyond what was."""
-        if tokens > track.read:
-            track.read = tokens
-            if track.job.request.progress:
-                blended = track.blending.report() if track.blending is not None and track.blending.done else None
-                notify(track.job, PromptProgress(track.sample.index, tokens, track.cached or 0, blended))
+        if tokens > seq.read:
+            seq.read = tokens
+            if seq.job.request.progress:
+                blended = seq.blending.report() if seq.blending is not None and seq.blending.done else None
+                notify(seq.job, PromptProgress(seq.sample.index, tokens, seq.cached or 0, blended))
 
-    def _fail(self, track: SequenceState, error: Exception) -> None:
-        if isinstance(error, NumericsError) and track.trail is not None:
-            self._executor.prefixes.forget(track.trail)  # the KV behind such logits may be no better
-            if self._warmth is not None:
-                quietly(partial(self._warmth.doubt, track), None)
-        self._end(track, "error", error)
+    def _fail(self, seq: SequenceState, error: Exception) -> None:
+        if isinstance(error, NumericsError) and seq.prefix_keys is not None:
+            self._executor.prefixes.forget(seq.prefix_keys)  # the KV behind such logits may be no better
+            if self._prefix_restore is not None:
+                quietly(partial(self._prefix_restore.doubt, seq), None)
+        self._end(seq, "error", error)
 
     # Telling.
 
@@ -410,46 +410,46 @@ class Engine:
         self._counters.told(sum(one.token is not None for one in advances))
         now_s = self._clock()
         for one, after in zip_longest(advances, advances[1:]):
-            track, over = self._tracks.get(one.sample), False
+            seq, over = self._seqs.get(one.sample), False
             event = None
             if one.token is not None:
                 drafted = after is not None and after.sample is one.sample
                 event = TokenEvent(one.sample.index, one.token, next(logprobs), drafted)
-            if track is None:  # it was content before the last of several tokens
+            if seq is None:  # it was content before the last of several tokens
                 continue
             if event is not None:
-                over = self._guarded(track, partial(self._drew, track, event, now_s), False)
+                over = self._guarded(seq, partial(self._drew, seq, event, now_s), False)
             if one.end is not None:
-                self._end(track, one.end)
+                self._end(seq, one.end)
             elif over:
-                self._end(track, "stop")
+                self._end(seq, "stop")
 
     def _try_fork(self, parent: Sample, sample: Sample) -> None:
         """Another sample behind a prompt; where that fails, the whole request does."""
-        track = self._tracks.get(parent)
-        if track is not None:
-            self._guarded(track, partial(self._fork, track, sample), None)
-        if sample not in self._tracks:
+        seq = self._seqs.get(parent)
+        if seq is not None:
+            self._guarded(seq, partial(self._fork, seq, sample), None)
+        if sample not in self._seqs:
             self._scheduler.drop(sample)
             error = InputError("another sample of this request failed")
-            for other in list(track.job.live) if track is not None else ():
+            for other in list(seq.job.live) if seq is not None else ():
                 self._end(other, "error", error)
 
     def _fork(self, parent: SequenceState, sample: Sample) -> None:
         """Another sample behind the prompt that `parent` has computed."""
-        track = fork_sequence(parent, sample, self._executor)
-        track.job.live.append(track)
-        track.job.unborn -= 1
-        self._tracks[sample] = track
+        seq = fork_sequence(parent, sample, self._executor)
+        seq.job.live.append(seq)
+        seq.job.unforked -= 1
+        self._seqs[sample] = seq
         self._counters.forked()
 
-    def _drew(self, track: SequenceState, event: TokenEvent, now_s: float) -> bool:
+    def _drew(self, seq: SequenceState, event: TokenEvent, now_s: float) -> bool:
         """Take a token in, and let the listener notify it; True if it is content, or not to be talked to."""
-        assert track.state is not None
-        track.ids.append(event.token)
-        track.state.advance(event.token)
-        self._counters.drew(track, now_s)
-        return track.job.listener.hear(event)
+        assert seq.state is not None
+        seq.ids.append(event.token)
+        seq.state.advance(event.token)
+        self._counters.drew(seq, now_s)
+        return seq.job.listener.on_event(event)
 
     # Going.
 
@@ -459,48 +459,48 @@ class Engine:
 
     def _abort(self, which: Job | str) -> None:
         job = self._jobs.get(which) if isinstance(which, str) else which
-        for track in list(job.live) if job is not None else ():
-            self._end(track, "cancelled")
+        for seq in list(job.live) if job is not None else ():
+            self._end(seq, "cancelled")
         if job is not None:
-            job.let_go()
+            job.release_resources()
 
     def _break_off(self, plan: StepPlan, error: BaseException) -> None:
         """A mistake of ours, or an interrupt, left the rows of a step half done: they end."""
         for work in plan.work:
-            if (track := self._tracks.get(work.sample)) is not None:
-                self._end(track, "error", error)
+            if (seq := self._seqs.get(work.sample)) is not None:
+                self._end(seq, "error", error)
 
-    def _end(self, track: SequenceState, reason: Reason, error: BaseException | None = None) -> None:
+    def _end(self, seq: SequenceState, reason: Reason, error: BaseException | None = None) -> None:
         """A sample is over: its pages go back, or over to whoever wanted to keep them. Exactly once."""
-        job = track.job
-        if track not in job.live:
+        job = seq.job
+        if seq not in job.live:
             return
-        job.live.remove(track)
-        self._tracks.pop(track.sample, None)
-        self._scheduler.drop(track.sample)
-        quietly(partial(self._forget, track), None)
-        blended = quietly(partial(blend_report, track), None) if track.sample.index == 0 else None
-        if track.blending is not None:
-            quietly(track.blending.close, None)
+        job.live.remove(seq)
+        self._seqs.pop(seq.sample, None)
+        self._scheduler.drop(seq.sample)
+        quietly(partial(self._forget, seq), None)
+        blended = quietly(partial(blend_report, seq), None) if seq.sample.index == 0 else None
+        if seq.blending is not None:
+            quietly(seq.blending.close, None)
         keeps = job.request.keep_kv and reason != "error"
-        kv = quietly(partial(detach_kv, track, self._executor), None) if keeps else None
-        if kv is None and track.kv is not None:
-            track.kv.close()
-        track.kv = None
-        unborn, job.unborn = (job.unborn, 0) if track.sample.index == 0 else (0, job.unborn)
-        cached, drafts = track.cached or 0, DraftCounts()
-        if track.course is not None and self._drafting is not None:
-            drafts = track.course.counts
-            self._drafting.forget(track.course)
-        computed = max(0, track.read - cached)
-        notify(job, Ended(track.sample.index, reason, cached, computed, error, kv, drafts, blended))
-        for index in range(job.request.samples - unborn, job.request.samples):
+        kv = quietly(partial(detach_kv, seq, self._executor), None) if keeps else None
+        if kv is None and seq.kv is not None:
+            seq.kv.close()
+        seq.kv = None
+        unforked, job.unforked = (job.unforked, 0) if seq.sample.index == 0 else (0, job.unforked)
+        cached, drafts = seq.cached or 0, DraftCounts()
+        if seq.draft_state is not None and self._drafting is not None:
+            drafts = seq.draft_state.counts
+            self._drafting.forget(seq.draft_state)
+        computed = max(0, seq.read - cached)
+        notify(job, Ended(seq.sample.index, reason, cached, computed, error, kv, drafts, blended))
+        for index in range(job.request.samples - unforked, job.request.samples):
             notify(job, Ended(index, reason, error=error))
         if not job.live:
-            self._close(job, track, reason, error)
+            self._close(job, seq, reason, error)
 
     def _close(self, job: Job, last: SequenceState, reason: Reason, error: BaseException | None) -> None:
-        job.let_go()
+        job.release_resources()
         if self._jobs.get(job.request.id) is job:
             del self._jobs[job.request.id]
         if not job.request.background:

@@ -73,6 +73,6 @@ Event = TokenEvent | Ended | PromptProgress | Scored
 class Listener(Protocol):
     """Hears the events of one request, in the thread that steps; so it is quick."""
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         """Take an event in; True after a token means that it was the last one wanted."""
         ...

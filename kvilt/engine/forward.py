@@ -30,7 +30,7 @@ class RowTask:
     drawing: Sequence[SamplingState]
     position: int
     drafts: Sequence[int] = ()  # the row's last tokens: what the one that draws may draw
-    hears: Callable[[Row, Logits, int], None] | None = None  # wants all that came of the row, by its place
+    on_result: Callable[[Row, Logits, int], None] | None = None  # wants all that came of the row, by its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def forward(executor: Executor, tasks: Sequence[RowTask]) -> list[Result]:
 def _heard(task: RowTask, logits: Logits, index: int, result: Result) -> Result:
     """The result of a task, once whoever has its row has heard what came of it."""
     try:
-        if task.hears is not None:
-            task.hears(task.row, logits, index)
+        if task.on_result is not None:
+            task.on_result(task.row, logits, index)
     except BaseException as error:
         return RowFailed(contained(error))
     return result

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 def notify(job: Job, event: Event) -> None:
     """Tell a listener what it cannot answer."""
     try:
-        job.listener.hear(event)
+        job.listener.on_event(event)
     except BaseException as error:
         contained(error)
         _log.error("the listener of request %r failed", job.request.id, extra={"request_id": job.request.id})
@@ -26,20 +26,20 @@ def notify(job: Job, event: Event) -> None:
             event.kv.close()
 
 
-def detach_kv(track: SequenceState, executor: Executor) -> KVCache | None:
+def detach_kv(seq: SequenceState, executor: Executor) -> KVCache | None:
     """The KV of a sample, without spare pages."""
     try:
-        kv = track.kv or (track.job.base.fork() if track.job.base else executor.create_kv_cache())
+        kv = seq.kv or (seq.job.base.fork() if seq.job.base else executor.create_kv_cache())
     except ModelClosed:
         return None
-    kv.truncate(min(kv.num_entries, len(track.ids) - 1) if track.state is not None else kv.num_entries)
+    kv.truncate(min(kv.num_entries, len(seq.ids) - 1) if seq.state is not None else kv.num_entries)
     return kv
 
 
-def blend_report(track: SequenceState) -> BlendReport | None:
+def blend_report(seq: SequenceState) -> BlendReport | None:
     """Where the KV of a prompt with documents came from."""
-    if track.blending is not None:
-        return track.blending.report()
-    if track.job.verdict is None or track.job.verdict.recipe is not None:
+    if seq.blending is not None:
+        return seq.blending.report()
+    if seq.job.gate_decision is None or seq.job.gate_decision.recipe is not None:
         return None
-    return BlendReport(track.read, 0, 0, 0, f"full/1 instead of {track.job.request.recipe.name}")
+    return BlendReport(seq.read, 0, 0, 0, f"full/1 instead of {seq.job.request.recipe.name}")

@@ -17,8 +17,15 @@ class PageCounts:
         """Pages to take before `count` more tokens can be computed."""
         if not count:
             return 0
-        if sample.detour is not None and sample.detour.begun and sample.blends:  # it has room for all of its prompt
-            return max(0, self._grown(sample.detour.stop, max(sample.computed + count, sample.detour.stop), False))
+        if (
+            sample.blend_progress is not None and sample.blend_progress.begun and sample.blends
+        ):  # it has room for all of its prompt
+            return max(
+                0,
+                self._grown(
+                    sample.blend_progress.stop, max(sample.computed + count, sample.blend_progress.stop), False
+                ),
+            )
         return self._grown(sample.computed, sample.computed + count, sample.shared_tail)
 
     def rest(self, sample: Sample) -> int:
@@ -35,8 +42,12 @@ class PageCounts:
 
     def beside(self, sample: Sample) -> int:
         """Pages that a blending may need for documents that are not stored, before it has begun."""
-        detour = sample.detour
-        return -(-detour.scratch // self.page_tokens) if detour is not None and not detour.begun else 0
+        blend_progress = sample.blend_progress
+        return (
+            -(-blend_progress.scratch // self.page_tokens)
+            if blend_progress is not None and not blend_progress.begun
+            else 0
+        )
 
     def whole(self, sample: Sample, hit: PrefixHit, alone: bool) -> int:
         """Pages until a waiting sample has computed all it knows; its forks need one each, unless it is alone."""
@@ -54,25 +65,25 @@ class PageCounts:
 def usable(sample: Sample, tokens: int) -> int:
     """How many of a step's tokens a sample can use."""
     tokens = min(sample.stride or tokens, tokens)
-    if sample.detour is not None and sample.blends:
-        return min(sample.detour.left, tokens)
+    if sample.blend_progress is not None and sample.blends:
+        return min(sample.blend_progress.left, tokens)
     count = min(sample.left, tokens)
-    if sample.detour is not None and sample.computed < sample.detour.start:
-        count = min(count, sample.detour.start - sample.computed)
+    if sample.blend_progress is not None and sample.computed < sample.blend_progress.start:
+        count = min(count, sample.blend_progress.start - sample.computed)
     return min(count, sample.scored - sample.computed) if sample.computed < sample.scored else count
 
 
 def is_last(sample: Sample, count: int) -> bool:
     """Whether the logits of so many tokens choose the next one."""
-    detour = sample.detour
-    if detour is not None and sample.blends:
-        return detour.ends and count == detour.left and sample.known == detour.stop
+    blend_progress = sample.blend_progress
+    if blend_progress is not None and sample.blends:
+        return blend_progress.ends and count == blend_progress.left and sample.known == blend_progress.stop
     return count == sample.left
 
 
 def reached(work: Work) -> int:
     """How many tokens of a sample are computed after a step; a blended stretch is so as a whole, at its end."""
-    sample, detour = work.sample, work.sample.detour
-    if detour is not None and sample.blends and work.start == sample.computed:
-        return sample.computed if detour.left else detour.stop
+    sample, blend_progress = work.sample, work.sample.blend_progress
+    if blend_progress is not None and sample.blends and work.start == sample.computed:
+        return sample.computed if blend_progress.left else blend_progress.stop
     return work.start + work.count

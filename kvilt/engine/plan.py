@@ -42,7 +42,7 @@ class Sample:
     computed: int = 0  # of them, those whose KV is there
     shared_tail: bool = False  # its begun page may be seen by others, so that the next write copies it
     drafts: int = 0  # tokens it would like to have drafted in the next step
-    detour: BlendProgress | None = None  # a part of the prompt that is blended
+    blend_progress: BlendProgress | None = None  # a part of the prompt that is blended
     held: bool = False  # nobody reads what it draws: it gets no row until somebody does
     waits: bool = False  # for a store, and not long: it gets no row until that has answered
     rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
@@ -62,7 +62,7 @@ class Sample:
     @property
     def blends(self) -> bool:
         """Whether its next row is one of a blending."""
-        return self.detour is not None and self.detour.start <= self.computed < self.detour.stop
+        return self.blend_progress is not None and self.blend_progress.start <= self.computed < self.blend_progress.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PageAccounting(Protocol):
         """What the first tokens of a waiting sample, `most` at the most, would find."""
         ...
 
-    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
+    def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
         """Whether a sample that could begin waits for more of its beginning to come from a store."""
         ...
 

@@ -40,7 +40,7 @@ WORTH_TOKENS_S = 1000  # a store that loads fewer tokens a second is given up, a
 class PrefixLoad:
     """A prompt whose beginning is on its way from a store, page behind page."""
 
-    track: SequenceState
+    seq: SequenceState
     addresses: Iterator[Address]  # of pages that nobody has asked for yet
     claims: frozenset[bytes]  # keys of all its pages: others who want them wait for it
     deadline_s: float
@@ -49,7 +49,7 @@ class PrefixLoad:
 
 
 class PrefixRestore:
-    """The prefixes of one executor in a store that outlives it. `seek` and `attend` belong to the thread that steps."""
+    """Prefixes of one executor in a store that outlives it. The engine calls it from its stepping thread."""
 
     def __init__(
         self,
@@ -77,37 +77,37 @@ class PrefixRestore:
 
     # Looking.
 
-    def seek(self, track: SequenceState, hit: PrefixHit) -> bool:
+    def load_prefix(self, seq: SequenceState, hit: PrefixHit) -> bool:
         """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has.
 
         A store that fails has nothing: the prompt is computed.
         """
         try:
-            return self._look(track, hit)
+            return self._look(seq, hit)
         except BaseException as error:
             contained(error)
-            self._seeks.pop(track, None)
-            track.sample.waits, track.sought = False, True
+            self._seeks.pop(seq, None)
+            seq.sample.waits, seq.restored = False, True
             return False
 
-    def _look(self, track: SequenceState, hit: PrefixHit) -> bool:
-        if track.sought or self._identity is None or track.trail is None or track.job.base is not None:
+    def _look(self, seq: SequenceState, hit: PrefixHit) -> bool:
+        if seq.restored or self._identity is None or seq.prefix_keys is None or seq.job.base is not None:
             return False
-        if track.sample.scored or track.job.request.background:  # computed as a whole, or nobody's business
+        if seq.sample.scored or seq.job.request.background:  # computed as a whole, or nobody's business
             return False
-        size, keys, sample = self._layout.page_tokens, track.trail.keys, track.sample
-        most = sample.known - 1 if sample.detour is None else min(sample.known - 1, sample.detour.start)
+        size, keys, sample = self._layout.page_tokens, seq.prefix_keys.keys, seq.sample
+        most = sample.known - 1 if sample.blend_progress is None else min(sample.known - 1, sample.blend_progress.start)
         stop = min(len(keys), self._layout.pages_for(most))
         if stop * size - hit.tokens < self._least:
             return False
-        first = self._executor.prefixes.missing(track.trail, most)
+        first = self._executor.prefixes.missing(seq.prefix_keys, most)
         if (stop - first) * size < self._least:
             return False
         sample.waits = True
         if len(self._seeks) < MOST_SEEKS and not any(keys[first] in one.claims for one in self._seeks.values()):
-            self._begin(track, first, stop)
+            self._begin(seq, first, stop)
         else:
-            self._queue[track] = None
+            self._queue[seq] = None
         return True
 
     @property
@@ -120,45 +120,45 @@ class PrefixRestore:
         """Seconds after which that is so in any case; None where nobody waits."""
         return min((quietly(partial(self._patience_s, one), 0.0) for one in self._seeks.values()), default=None)
 
-    def attend(self) -> None:
+    def before_plan(self) -> None:
         """Place what has come; prompts that got all there is, or waited long enough, go on."""
         for one in list(self._seeks.values()):
             if not quietly(partial(self._load, one), False):  # a store that fails is a store without the rest
                 self._end(one)
-                one.track.sought = True
+                one.seq.restored = True
 
-    def forget(self, track: SequenceState) -> None:
+    def forget(self, seq: SequenceState) -> None:
         """It has ended, or gives its pages up; should it come back, it may look again."""
-        track.sought = False
-        self._queue.pop(track, None)
-        if (one := self._seeks.get(track)) is not None:
+        seq.restored = False
+        self._queue.pop(seq, None)
+        if (one := self._seeks.get(seq)) is not None:
             self._end(one)
 
-    def doubt(self, track: SequenceState) -> None:
+    def doubt(self, seq: SequenceState) -> None:
         """Something is wrong with a prompt's KV: nobody shall find it in the store either."""
-        if self._identity is not None and track.trail is not None:
-            for address in self._addresses(track, 0, len(track.trail.keys)):
+        if self._identity is not None and seq.prefix_keys is not None:
+            for address in self._addresses(seq, 0, len(seq.prefix_keys.keys)):
                 self._store.discard(address)
 
-    def _begin(self, track: SequenceState, first: int, stop: int) -> None:
-        assert track.trail is not None
+    def _begin(self, seq: SequenceState, first: int, stop: int) -> None:
+        assert seq.prefix_keys is not None
         limits, tokens = self._store.limits, (stop - first) * self._layout.page_tokens
         deadline_s = self._clock() + limits.lookup_s + limits.layer_s + tokens / WORTH_TOKENS_S
-        claims = frozenset(track.trail.keys[first:stop])
-        one = PrefixLoad(track, self._addresses(track, first, stop), claims, deadline_s)
-        self._seeks[track] = one
+        claims = frozenset(seq.prefix_keys.keys[first:stop])
+        one = PrefixLoad(seq, self._addresses(seq, first, stop), claims, deadline_s)
+        self._seeks[seq] = one
         self._open(one, 1)
         one.coming[0].watch(self._wake)
 
-    def _addresses(self, track: SequenceState, first: int, stop: int) -> Iterator[Address]:
+    def _addresses(self, seq: SequenceState, first: int, stop: int) -> Iterator[Address]:
         """Where pages [first, stop) of a prompt are; those before an adapter begins are the base model's."""
-        trail, size = track.trail, self._layout.page_tokens
-        assert trail is not None
+        prefix_keys, size = seq.prefix_keys, self._layout.page_tokens
+        assert prefix_keys is not None
         assert self._identity is not None
-        tokens = track.ids[: stop * size]
+        tokens = seq.ids[: stop * size]
         for scope, begin, end in (
-            (trail.scope, first, min(stop, trail.turn)),
-            (trail.since, max(first, trail.turn), stop),
+            (prefix_keys.scope, first, min(stop, prefix_keys.turn)),
+            (prefix_keys.since, max(first, prefix_keys.turn), stop),
         ):
             if begin < end:
                 own = replace(self._identity, adapter=scope.adapter, salt=scope.salt)
@@ -181,8 +181,8 @@ class PrefixRestore:
                 over = True
         one.found |= bool(images) or (bool(one.coming) and one.coming[0].settled() and not one.coming[0].reason)
         if images:
-            assert one.track.trail is not None
-            placed = self._executor.prefixes.restore(one.track.trail, images)
+            assert one.seq.prefix_keys is not None
+            placed = self._executor.prefixes.restore(one.seq.prefix_keys, images)
             self._metrics.add(RESTORED, placed * self._layout.page_tokens)
             over |= placed < len(images)
         if over or self._clock() >= one.deadline_s:
@@ -199,12 +199,12 @@ class PrefixRestore:
         return min(one.coming[0].patience_s(self._layers), max(0.0, one.deadline_s - self._clock()))
 
     def _end(self, one: PrefixLoad) -> None:
-        del self._seeks[one.track]
-        one.track.sample.waits = False
+        del self._seeks[one.seq]
+        one.seq.sample.waits = False
         for loading in one.coming:
             quietly(loading.cancel, None)
-        for track in self._queue:
-            track.sample.waits = False  # asked again by the next plan
+        for seq in self._queue:
+            seq.sample.waits = False  # asked again by the next plan
         self._queue.clear()
 
     # Keeping.

@@ -97,37 +97,37 @@ class Comparison:
 
 
 def with_watcher(
-    track: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
+    seq: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
 ) -> Callable[[Row, Logits, int], None] | None:
     """Who hears what came of a track's row: also who watches it, if it has the logits behind the prompt."""
-    if (watch := track.watch) is None:
+    if (watch := seq.watch) is None:
         return then
 
-    def hears(row: Row, logits: Logits, index: int) -> None:
+    def on_result(row: Row, logits: Logits, index: int) -> None:
         if isinstance(row.want, Last):
-            track.watch = None
+            seq.watch = None
             watch(logits.of_row(index)[0].clone())
         if then is not None:
             then(row, logits, index)
 
-    return hears
+    return on_result
 
 
-def _decodes(track: SequenceState) -> bool:
+def _decodes(seq: SequenceState) -> bool:
     """Whether it has no prompt to compute now, and waits for no turn; who waits for a store has none yet."""
-    return track.sample.held or track.sample.waits or (track.kv is not None and track.sample.left <= 1)
+    return seq.sample.held or seq.sample.waits or (seq.kv is not None and seq.sample.left <= 1)
 
 
 class QualityChecks:
     """The comparisons of one engine."""
 
     def __init__(
-        self, gate: QualityGate, executor: Executor, metrics: Metrics, tracks: Mapping[Sample, SequenceState]
+        self, gate: QualityGate, executor: Executor, metrics: Metrics, seqs: Mapping[Sample, SequenceState]
     ) -> None:
         self.gate = gate
         self._executor = executor
         self._metrics = metrics
-        self._tracks = tracks
+        self._seqs = seqs
         self._queue: deque[Comparison] = deque()  # the first may be running
         self._job: Job | None = None
 
@@ -145,14 +145,14 @@ class QualityChecks:
 
     def watch(self, job: Job) -> None:
         """A request was prepared: see whether it is one to be compared, or was kept from being blended."""
-        if (verdict := job.verdict) is None:
+        if (gate_decision := job.gate_decision) is None:
             return
-        if verdict.recipe is None:
+        if gate_decision.recipe is None:
             self._metrics.add(FALLBACKS)
-        if verdict.trial is not None:
-            same = verdict.recipe is not None and verdict.recipe.ratio == verdict.trial.recipe.ratio
-            part: Part | None = "whole" if verdict.recipe is None else "blended" if same else None
-            job.first.watch = partial(self._open, job.request, verdict.trial, part)
+        if gate_decision.trial is not None:
+            same = gate_decision.recipe is not None and gate_decision.recipe.ratio == gate_decision.trial.recipe.ratio
+            part: Part | None = "whole" if gate_decision.recipe is None else "blended" if same else None
+            job.first.watch = partial(self._open, job.request, gate_decision.trial, part)
 
     def _open(self, request: Request, trial: Trial, part: Part | None, logits: Tensor) -> None:
         """The first token of a request is about to be there. Whatever goes wrong here is not its business."""
@@ -172,44 +172,44 @@ class QualityChecks:
 
     # Between steps, in the thread that steps.
 
-    def attend(self, house: EngineAPI) -> None:
+    def before_plan(self, engine: EngineAPI) -> None:
         """Before a plan: let the comparison in turn go on, wait, begin or end. A failure ends the comparison alone."""
         if not self._queue:
             return
         try:
-            self._take_turn(house)
+            self._take_turn(engine)
         except BaseException as error:
             contained(error)
             if self._queue:
-                self._drop(house, "failed")
+                self._drop(engine, "failed")
 
-    def _take_turn(self, house: EngineAPI) -> None:
+    def _take_turn(self, engine: EngineAPI) -> None:
         first, job = self._queue[0], self._job
-        others = [track for track in self._tracks.values() if not track.job.request.background]
+        others = [seq for seq in self._seqs.values() if not seq.job.request.background]
         if not all(map(_decodes, others)):
-            self._wait(house, first, job, others)
+            self._wait(engine, first, job, others)
         elif job is not None and (job.first.kv is None or not self._fits(first, job, others)):
-            self._drop(house, "busy")  # it had to give way, or stands in somebody's
+            self._drop(engine, "busy")  # it had to give way, or stands in somebody's
         elif job is not None:
             job.first.sample.held = False
         elif self._fits(first, job, others):
-            self._begin(house, first)
+            self._begin(engine, first)
         else:
-            self._wait(house, first, job, others)
+            self._wait(engine, first, job, others)
 
-    def _wait(self, house: EngineAPI, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> None:
+    def _wait(self, engine: EngineAPI, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> None:
         """Others go first; what it holds is theirs too, should they need it."""
         first.waited += 1
         if job is not None:
             job.first.sample.held = True
         in_the_way = job is not None and self._needed(others) > min(self._executor.pool.free_pages())
         if in_the_way or first.waited > self.gate.config.patience:
-            self._drop(house, "busy")
+            self._drop(engine, "busy")
 
-    def close(self, house: EngineAPI) -> None:
+    def close(self, engine: EngineAPI) -> None:
         """End them all."""
         while self._queue:
-            self._drop(house, "closing")
+            self._drop(engine, "closing")
 
     def _fits(self, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> bool:
         """Whether the rest of it has room without anybody giving some up."""
@@ -226,37 +226,37 @@ class QualityChecks:
         return sum(
             layout.pages_for(one.sample.known + 1)
             - layout.pages_for(one.sample.computed if one.kv is not None else 0)
-            + (layout.pages_for(one.sample.detour.scratch) if one.sample.detour is not None else 0)
+            + (layout.pages_for(one.sample.blend_progress.scratch) if one.sample.blend_progress is not None else 0)
             + one.sample.width
             + 1
             for one in others
             if not one.sample.held
         )
 
-    def _begin(self, house: EngineAPI, first: Comparison) -> None:
+    def _begin(self, engine: EngineAPI, first: Comparison) -> None:
         part = first.missing
         assert part is not None
         try:
             job = make_job(
-                self._executor, first.run(part), _EndListener(partial(self._ended, house)), chunks=house.chunks
+                self._executor, first.run(part), _EndListener(partial(self._ended, engine)), chunks=engine.chunks
             )
         except Exception:
             _log.exception("a blended prompt cannot be compared")
-            self._drop(house, "failed")
+            self._drop(engine, "failed")
             return
         job.first.watch = partial(first.heard, part)
         job.first.sample.stride = STRIDE_TOKENS
         self._job = job
-        house.enter(job)
+        engine.enter(job)
 
-    def _ended(self, house: EngineAPI, ended: Ended) -> None:
+    def _ended(self, engine: EngineAPI, ended: Ended) -> None:
         """A part is there, or never will be."""
         if self._job is None:
             return  # it was dropped
         before, self._job = self._job, None
         first = self._queue[0]
         if ended.reason != "length" or before.first.watch is not None:
-            self._drop(house, "failed")
+            self._drop(engine, "failed")
         elif first.missing is None:
             self._learn(first)
 
@@ -275,12 +275,12 @@ class QualityChecks:
             ratio = 1.0 if known.falls_back else known.ratio
             self._metrics.set(RATIO, ratio, strategy=strategy, asked=f"{known.asked_ratio:.4g}")
 
-    def _drop(self, house: EngineAPI, why: Why) -> None:
+    def _drop(self, engine: EngineAPI, why: Why) -> None:
         job, self._job = self._job, None
         self._release(self._queue[0])
         self._metrics.add(DROPPED, reason=why)
         if job is not None:
-            house.leave(job)
+            engine.leave(job)
 
     def _release(self, first: Comparison) -> None:
         self._queue.remove(first)
@@ -294,7 +294,7 @@ class _EndListener:
 
     ended: Callable[[Ended], None]
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         if isinstance(event, Ended):
             self.ended(event)
         return False

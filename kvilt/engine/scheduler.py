@@ -283,8 +283,8 @@ class Scheduler:
         self._running.remove(victim)
         self._stop_computing(victim)
         victim.computed, victim.waits = 0, False
-        if victim.detour is not None:
-            victim.detour.begun, victim.detour.left, victim.detour.ends = False, 0, False
+        if victim.blend_progress is not None:
+            victim.blend_progress.begun, victim.blend_progress.left, victim.blend_progress.ends = False, 0, False
         self._wait(victim)
 
     # Those that wait.
@@ -298,7 +298,7 @@ class Scheduler:
             return
         held, rights = self._held_pages(), self._owners.rights(self._pages.total())
         room = draft.pages - self._promised(draft)
-        tight = seeks = False
+        tight = loads_prefix = False
         while queues:
             owner = min(queues, key=lambda one: self._turn(queues[one][0], held[one]))
             sample, share = queues[owner].popleft(), draft.shares[owner]
@@ -319,15 +319,15 @@ class Scheduler:
             room += self._find(draft, need - room)
             if need > room:
                 # Room that is kept for a sample that looks elsewhere first is not lost.
-                if not seeks and self._make_room(draft, sample, need - room, held, rights):
+                if not loads_prefix and self._make_room(draft, sample, need - room, held, rights):
                     return
                 queues.pop(owner, None)  # no other sample of its owner goes first, or it might wait forever
                 tight = True
                 continue
             room -= need
             held[owner] += need
-            if self._pages.seeks(sample, hit):
-                seeks = True
+            if self._pages.loads_prefix(sample, hit):
+                loads_prefix = True
             else:
                 self._begin(draft, sample, hit)
 
@@ -365,8 +365,8 @@ class Scheduler:
         Leaves a note where the page behind the hit is being computed by somebody else.
         """
         size, most = self._limits.page_tokens, sample.known - 1
-        if sample.detour is not None:
-            most = min(most, sample.detour.start)
+        if sample.blend_progress is not None:
+            most = min(most, sample.blend_progress.start)
         hit = self._pages.hit(sample, most)
         if hit.tokens % size and self._counts.whole(sample, hit, alone=not self._running) > room:
             hit = self._pages.hit(sample, most - most % size)
@@ -428,11 +428,11 @@ class Scheduler:
 
     def _spread(self, draft: _Draft) -> None:
         """Give what is left of a step to drafts: nobody gives way to them, or waits for them."""
-        wishes = [at for at, work in enumerate(draft.work) if work.sample.drafts and work.draws and not work.forks]
-        if not wishes:
+        bids = [at for at, work in enumerate(draft.work) if work.sample.drafts and work.draws and not work.forks]
+        if not bids:
             return
         room = draft.pages - self._promised(draft)
-        for at in wishes:
+        for at in bids:
             work, sample = draft.work[at], draft.work[at].sample
             count = min(sample.drafts, draft.tokens, sample.limit - sample.known - 1)
             need = self._counts.need(sample, work.count)

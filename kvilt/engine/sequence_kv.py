@@ -10,33 +10,33 @@ from .plan import Sample
 from .sequence import SequenceState
 
 
-def cache_for(track: SequenceState, found: int, executor: Executor) -> KVCache:
+def cache_for(seq: SequenceState, found: int, executor: Executor) -> KVCache:
     """A fork of what a sample continues, or of the first `found` tokens that the prefix index has, or an empty one."""
-    if track.job.base is not None:
-        return track.job.base.fork()
-    if track.trail is not None:
-        return executor.prefixes.fork(track.trail, found, track.job.capacity)
-    return executor.create_kv_cache(capacity=track.job.capacity, owner=track.job.request.owner)
+    if seq.job.base is not None:
+        return seq.job.base.fork()
+    if seq.prefix_keys is not None:
+        return executor.prefixes.fork(seq.prefix_keys, found, seq.job.capacity)
+    return executor.create_kv_cache(capacity=seq.job.capacity, owner=seq.job.request.owner)
 
 
 def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> SequenceState:
     """Another sample behind the prompt that `parent` has computed, whose pages it shares."""
     assert parent.state is not None
     assert parent.kv is not None
-    ids, trail = parent.ids[: sample.prompt], None
-    if parent.trail is not None and parent.blending is None:
-        trail = parent.trail.twin()
-        trail.extend(ids, executor.layout.page_tokens)
-        sample.keys = trail.keys
-    track = SequenceState(sample, ids, parent.state.fork(sample.index), trail, cached=sample.prompt)
-    track.job = parent.job
-    fork_blending(track, parent)
-    track.kv = parent.kv.fork()  # last: whatever fails before it holds no page
-    return track
+    ids, prefix_keys = parent.ids[: sample.prompt], None
+    if parent.prefix_keys is not None and parent.blending is None:
+        prefix_keys = parent.prefix_keys.twin()
+        prefix_keys.extend(ids, executor.layout.page_tokens)
+        sample.keys = prefix_keys.keys
+    seq = SequenceState(sample, ids, parent.state.fork(sample.index), prefix_keys, cached=sample.prompt)
+    seq.job = parent.job
+    fork_blending(seq, parent)
+    seq.kv = parent.kv.fork()  # last: whatever fails before it holds no page
+    return seq
 
 
-def out_of_pages(track: SequenceState, executor: Executor) -> PoolExhausted:
+def out_of_pages(seq: SequenceState, executor: Executor) -> PoolExhausted:
     """Why a sample cannot go on, though nobody is left to make room for it."""
     layout, pool = executor.layout, executor.pool
-    needed = layout.pages_for(track.sample.known) - layout.pages_for(track.sample.computed)
+    needed = layout.pages_for(seq.sample.known) - layout.pages_for(seq.sample.computed)
     return PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages)

@@ -60,16 +60,16 @@ class EngineView:
 
 def look(
     executor: Executor,
-    tracks: Iterable[SequenceState],
+    seqs: Iterable[SequenceState],
     tenant: str,
     handles: Sequence[HandleInfo] = (),
     most: int | None = None,
 ) -> EngineView:
     """What there is now, `most` of each kind. Holds the pool only while it counts pages; steps need it too."""
-    mine = [track for track in tracks if track.job.request.tenant == tenant]
+    mine = [seq for seq in seqs if seq.job.request.tenant == tenant]
     with executor.pool.lock:  # pages do not change hands while they are counted
         pages = _pages(executor)
-        samples = tuple(_sample(executor, track) for track in mine[:most])
+        samples = tuple(_sample(executor, seq) for seq in mine[:most])
         known = executor.prefixes.runs(tenant, most)
     prefixes = tuple(executor.prefixes.branch(run) for run in known.runs)
     omitted = len(mine) - len(samples) + known.omitted + len(handles) - len(handles[:most])
@@ -89,8 +89,8 @@ def _pages(executor: Executor) -> PagesView:
     )
 
 
-def _sample(executor: Executor, track: SequenceState) -> SampleView:
-    sample, kv = track.sample, track.kv  # once: the thread that steps may take the cache away
+def _sample(executor: Executor, seq: SequenceState) -> SampleView:
+    sample, kv = seq.sample, seq.kv  # once: the thread that steps may take the cache away
     pages = _held(kv) if kv is not None else []
     return SampleView(
         request=sample.request,
@@ -100,7 +100,7 @@ def _sample(executor: Executor, track: SequenceState) -> SampleView:
         prompt_tokens=sample.prompt,
         tokens=sample.known,
         computed=sample.computed,
-        cached=track.cached or 0,
+        cached=seq.cached or 0,
         pages=len(pages),
         shared_pages=executor.pool.shared(pages),
     )

@@ -100,19 +100,19 @@ class Executor:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
             check_row(row, self.spec.vocab_size, self.spec.hidden_size)
-        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as adapting:
-            logits = self._replay.run(batch, lambda: _observe(stop), adapting)
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
+            logits = self._replay.run(batch, lambda: _observe(stop), step_adapters)
             if logits is None:
-                logits = self._decoder(batch, lambda _layer: _observe(stop), adapting)
+                logits = self._decoder(batch, lambda _layer: _observe(stop), step_adapters)
         self._count(batch)
         return logits
 
     @contextmanager
     def _adapted(self, batch: Batch) -> Iterator[StepAdapters | None]:
         """For the length of a step: the adapters of its rows, whose caches then say whose KV they hold."""
-        with self.adapters.step(batch.rows, batch.starts) as adapting:
+        with self.adapters.step(batch.rows, batch.starts) as step_adapters:
             mark_rows(batch.rows, self.adapters)
-            yield adapting
+            yield step_adapters
 
     def _count(self, batch: Batch) -> None:
         self.metrics.add(STEPS)
@@ -465,9 +465,9 @@ class Executor:
             kv.reserve([steps if i in active else 0 for i in range(len(pending))])
             rows = [Row(Ids(pending[i].ids), [since[i]], kv, i, adapter=adapters[i]) for i in active]
             batch = Batch.of(rows)
-        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as adapting:
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
             ends = [states[i].params.stop_token_ids for i in active]
-            drawn = self._replay.sample(batch, steps, ends, lambda: _observe(stop), adapting)
+            drawn = self._replay.sample(batch, steps, ends, lambda: _observe(stop), step_adapters)
         if drawn is None or not len(drawn):
             return None
         written: list[list[int]] = [[] for _ in pending]

@@ -261,17 +261,17 @@ class Adapters:
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
-        picks = AdapterSlots(slots, scales)
-        return StepAdapters(parts, tables, picks, embedded, self._growth(used.values(), picks))
+        adapter_slots = AdapterSlots(slots, scales)
+        return StepAdapters(parts, tables, adapter_slots, embedded, self._growth(used.values(), adapter_slots))
 
-    def _growth(self, used: Iterable[_Loaded], picks: AdapterSlots) -> MagnitudeGain | None:
+    def _growth(self, used: Iterable[_Loaded], adapter_slots: AdapterSlots) -> MagnitudeGain | None:
         """How outputs grow under those of the adapters that have it so."""
         some = [one for one in used if one.facts is not None and one.facts.gains and one.slot is not None]
         if not some or self._bank is None:
             return None
         names = {name for one in some if one.facts is not None for name in one.facts.gains}
         slots = frozenset(one.slot for one in some if one.slot is not None)
-        return MagnitudeGain.for_picks({name: self._bank.gains[name] for name in names}, slots, picks)
+        return MagnitudeGain.for_picks({name: self._bank.gains[name] for name in names}, slots, adapter_slots)
 
     # In memory and out of it.
 
@@ -312,12 +312,12 @@ class Adapters:
         one.slot = one.facts = None
 
     def _read(self, folder: Path, inside: Path | None) -> FittedAdapter:
-        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as opened:
-            if opened.nbytes > self.budget_bytes:
+        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as act_mul:
+            if act_mul.nbytes > self.budget_bytes:
                 raise ParamError(
-                    "lora_memory", f"the adapter takes {opened.nbytes} bytes and {self.budget_bytes} are allowed"
+                    "lora_memory", f"the adapter takes {act_mul.nbytes} bytes and {self.budget_bytes} are allowed"
                 )
-            return fit(opened, self._decoder, self._alone)
+            return fit(act_mul, self._decoder, self._alone)
 
     def _find(self, adapter_id: object) -> _Loaded:
         one = self._known(adapter_id)

@@ -29,15 +29,15 @@ class Recording:
 
     ids: Tensor  # [rows]
     segment: Segment
-    adapting: StepAdapters | None
+    step_adapters: StepAdapters | None
     step: Recorded
 
-    def fill(self, ids: Sequence[int], segment: Segment, adapting: StepAdapters | None) -> None:
+    def fill(self, ids: Sequence[int], segment: Segment, step_adapters: StepAdapters | None) -> None:
         """Put in the tokens, positions, pages and adapters of another step."""
         self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
         copy_segment(segment, self.segment)
-        if self.adapting is not None and adapting is not None:
-            copy_picks(adapting.picks, self.adapting.picks)
+        if self.step_adapters is not None and step_adapters is not None:
+            copy_picks(step_adapters.adapter_slots, self.step_adapters.adapter_slots)
 
 
 class Replay:
@@ -51,19 +51,25 @@ class Replay:
         self._steps: dict[Shape, Recording] = {}
         self._greedy: dict[Shape, Recording] = {}
 
-    def run(self, batch: Batch, observe: Callable[[], None], adapting: StepAdapters | None = None) -> Logits | None:
+    def run(
+        self, batch: Batch, observe: Callable[[], None], step_adapters: StepAdapters | None = None
+    ) -> Logits | None:
         """The logits of a plain decode step, or of one row with drafts; None for others, which the decoder has to run.
 
         `observe` raises if the call was cancelled.
         """
-        if self._recorder is None or (ids := decoded_ids(batch) or run_ids(batch)) is None or not recordable(adapting):
+        if (
+            self._recorder is None
+            or (ids := decoded_ids(batch) or run_ids(batch)) is None
+            or not recordable(step_adapters)
+        ):
             return None
-        recording = self._known(self._steps, batch.starts, adapting)
+        recording = self._known(self._steps, batch.starts, step_adapters)
         if recording is None:
-            if (recording := self._record(ids, batch.segments[0], self._steps, adapting, greedy=False)) is None:
+            if (recording := self._record(ids, batch.segments[0], self._steps, step_adapters, greedy=False)) is None:
                 return None
         else:
-            recording.fill(ids, batch.segments[0], adapting)
+            recording.fill(ids, batch.segments[0], step_adapters)
             self._go(observe)
             while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
                 self._go(observe)
@@ -75,22 +81,22 @@ class Replay:
         steps: int,
         ends: Sequence[Sequence[int]],
         observe: Callable[[], None],
-        adapting: StepAdapters | None = None,
+        step_adapters: StepAdapters | None = None,
     ) -> Tensor | None:
         """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
 
         There must be room for all of them. Stops behind the first step in which a row draws one of its `ends`; a
         step without a likeliest token in some row is left out, for the caller to meet it again.
         """
-        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(adapting):
+        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(step_adapters):
             return None
         segment = batch.segments[0]
-        recording = self._known(self._greedy, batch.starts, adapting)
+        recording = self._known(self._greedy, batch.starts, step_adapters)
         if recording is None:
-            recording = self._record(ids, segment, self._greedy, adapting, greedy=True)
+            recording = self._record(ids, segment, self._greedy, step_adapters, greedy=True)
         if recording is None:
             return None
-        recording.fill(ids, segment, adapting)
+        recording.fill(ids, segment, step_adapters)
         self._go(observe)
         drawn = recording.step.loop(steps, recording.ids, ends)
         return drawn[:-1] if len(drawn) and bool((drawn[-1] < 0).any()) else drawn
@@ -107,39 +113,39 @@ class Replay:
         observe()
 
     def _known(
-        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], adapting: StepAdapters | None
+        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], step_adapters: StepAdapters | None
     ) -> Recording | None:
         """The recording of such a step, unless the tables of adapters have moved since."""
-        found = recordings.get(shape_of(starts, adapting))
-        if found is None or adapting is None or found.adapting is None:
+        found = recordings.get(shape_of(starts, step_adapters))
+        if found is None or step_adapters is None or found.step_adapters is None:
             return found
-        return found if found.adapting.tables_are(adapting) else None
+        return found if found.step_adapters.tables_are(step_adapters) else None
 
     def _record(
         self,
         ids: Sequence[int],
         segment: Segment,
         recordings: dict[Shape, Recording],
-        adapting: StepAdapters | None,
+        step_adapters: StepAdapters | None,
         greedy: bool,
     ) -> Recording | None:
         assert self._recorder is not None
         recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
         own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, self._width)
         copy_segment(segment, own)
-        picked = own_picks(adapting)
+        picked = own_picks(step_adapters)
 
         def step() -> Tensor:
             logits = self._decoder.decode(own_ids, own, stores, picked)
             if greedy:
-                recorder.follow(logits, own_ids, own.paging, size)
+                recorder.advance_greedy(logits, own_ids, own.paging, size)
             return logits
 
         recorded = recorder.record(step)
         if recorded is None:
             self._recorder = None  # this model does something that cannot be recorded
             return None
-        shape = shape_of(segment.paging[0].starts, adapting)
+        shape = shape_of(segment.paging[0].starts, step_adapters)
         recording = recordings[shape] = Recording(own_ids, own, picked, recorded)
         return recording
 
@@ -169,21 +175,26 @@ def run_ids(batch: Batch) -> list[int] | None:
 Shape = tuple[tuple[int, ...], frozenset[str]]  # where rows start, and the kinds of maps that adapters change
 
 
-def shape_of(starts: tuple[int, ...], adapting: StepAdapters | None) -> Shape:
+def shape_of(starts: tuple[int, ...], step_adapters: StepAdapters | None) -> Shape:
     """Steps of one shape are one recording."""
-    return starts, frozenset() if adapting is None else adapting.parts
+    return starts, frozenset() if step_adapters is None else step_adapters.parts
 
 
-def recordable(adapting: StepAdapters | None) -> bool:
+def recordable(step_adapters: StepAdapters | None) -> bool:
     """Whether a step with these adapters consists of operations of the backend alone."""
-    return adapting is None or adapting.is_recordable
+    return step_adapters is None or step_adapters.is_recordable
 
 
-def own_picks(adapting: StepAdapters | None) -> StepAdapters | None:
+def own_picks(step_adapters: StepAdapters | None) -> StepAdapters | None:
     """The same adapters, picked by tensors of a recording's own."""
-    if adapting is None:
+    if step_adapters is None:
         return None
-    return replace(adapting, picks=AdapterSlots(adapting.picks.slots.clone(), adapting.picks.scales.clone()))
+    return replace(
+        step_adapters,
+        adapter_slots=AdapterSlots(
+            step_adapters.adapter_slots.slots.clone(), step_adapters.adapter_slots.scales.clone()
+        ),
+    )
 
 
 def copy_picks(source: AdapterSlots, target: AdapterSlots) -> None:

@@ -98,30 +98,30 @@ class PrefixIndex:
 
     # Looking up.
 
-    def match(self, trail: PrefixKeys, most: int) -> PrefixMatch:
+    def match(self, prefix_keys: PrefixKeys, most: int) -> PrefixMatch:
         """How many tokens of the trail, `most` at the most, have their KV here now."""
         with self._pool.lock:
-            nodes = self._walk(trail)
+            nodes = self._walk(prefix_keys)
             length = self._usable(nodes, most)
             tables = self._tables(nodes, length)
             idle = (self._pool.idle(g, [page for page in table if page != GONE]) for g, table in enumerate(tables))
             return PrefixMatch(length, max(idle))
 
-    def fork(self, trail: PrefixKeys, most: int, capacity: int) -> KVCache:
+    def fork(self, prefix_keys: PrefixKeys, most: int, capacity: int) -> KVCache:
         """A cache that holds as much of the trail as `match` finds, on shared pages; perhaps nothing."""
         with self._pool.lock:
-            nodes = self._walk(trail)
+            nodes = self._walk(prefix_keys)
             length = self._usable(nodes, most)
             whole = length // self._size
-            trail.node, trail.placed = (nodes[whole - 1] if whole else None), whole
+            prefix_keys.node, prefix_keys.placed = (nodes[whole - 1] if whole else None), whole
             for node in nodes[: self._pool.layout.pages_for(length)]:
                 node.hits += 1
             tokens = self._tokens(nodes)[:length]
             ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
-            row.adapter, row.adapted_from = maker_parts(trail.since.adapter)
-            row.owner = trail.scope.owner
+            row.adapter, row.adapted_from = maker_parts(prefix_keys.since.adapter)
+            row.owner = prefix_keys.scope.owner
             return KVCache.of_row(row, capacity)
 
     def branches(self, salt: str) -> list[PrefixBranch]:
@@ -163,12 +163,12 @@ class PrefixIndex:
             caches=max((self._pool.caches(group, page) for group, page in first), default=0),
         )
 
-    def _walk(self, trail: PrefixKeys) -> list[PrefixNode]:
+    def _walk(self, prefix_keys: PrefixKeys) -> list[PrefixNode]:
         """The nodes of a trail from its beginning on, each compared token by token."""
         found: list[PrefixNode] = []
-        for key, content in zip(trail.keys, trail.contents, strict=True):
+        for key, content in zip(prefix_keys.keys, prefix_keys.contents, strict=True):
             node = self._nodes.get(key)
-            scope = trail.scope_of(len(found))
+            scope = prefix_keys.scope_of(len(found))
             if node is None or not _is_child(node, found[-1] if found else None, content, scope):
                 break
             found.append(node)
@@ -194,10 +194,10 @@ class PrefixIndex:
         spans = [self._span(g, length) for g in range(len(self._owners))]
         return [[GONE] * first + [node.pages[g] for node in nodes[first:stop]] for g, (first, stop) in enumerate(spans)]
 
-    def missing(self, trail: PrefixKeys, tokens: int) -> int:
+    def missing(self, prefix_keys: PrefixKeys, tokens: int) -> int:
         """The first page of a trail that a query behind so many tokens needs and that is not here."""
         with self._pool.lock:
-            nodes = self._walk(trail)[: self._pool.layout.pages_for(tokens)]
+            nodes = self._walk(prefix_keys)[: self._pool.layout.pages_for(tokens)]
             firsts = [self._span(group, tokens)[0] for group in range(len(self._owners))]
             for at, node in enumerate(nodes):
                 if any(page == GONE and at >= first for page, first in zip(node.pages, firsts, strict=True)):
@@ -222,7 +222,7 @@ class PrefixIndex:
 
     # Adding.
 
-    def insert(self, row: CacheRow, trail: PrefixKeys) -> None:
+    def insert(self, row: CacheRow, prefix_keys: PrefixKeys) -> None:
         """Make the whole pages of a row known, whose trail this is.
 
         Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
@@ -231,29 +231,29 @@ class PrefixIndex:
         if row.origin != EXACT:
             return
         with self._pool.lock:
-            while (trail.placed + 1) * self._size <= row.length:
-                if trail.node is not None and not trail.node.alive:
+            while (prefix_keys.placed + 1) * self._size <= row.length:
+                if prefix_keys.node is not None and not prefix_keys.node.alive:
                     return  # whoever holds a page holds those before it, unless a window gave them back
-                if (node := self._place(row, trail)) is None:
+                if (node := self._place(row, prefix_keys)) is None:
                     return
-                self._adopt(row, trail.placed, node)
-                trail.node, trail.placed = node, trail.placed + 1
+                self._adopt(row, prefix_keys.placed, node)
+                prefix_keys.node, prefix_keys.placed = node, prefix_keys.placed + 1
 
-    def restore(self, trail: PrefixKeys, images: Sequence[RowImage]) -> int:
+    def restore(self, prefix_keys: PrefixKeys, images: Sequence[RowImage]) -> int:
         """Make pages known again that were kept elsewhere, each an image of the row up to its end; how many could be.
 
         The first completes what is known of the trail, or stands right behind it. What is there already is held
         meanwhile, so that the room is not taken from it.
         """
         with self._pool.lock:
-            nodes, placed = self._walk(trail), 0
+            nodes, placed = self._walk(prefix_keys), 0
             held = [[node.pages[g] for node in nodes if node.pages[g] != GONE] for g in range(len(self._owners))]
             for group, pages in enumerate(held):
                 self._pool.share(group, pages)
             rows: list[CacheRow] = []
             try:
                 for image in images:
-                    if not self._restore(trail, nodes, image, rows):
+                    if not self._restore(prefix_keys, nodes, image, rows):
                         break
                     placed += 1
             finally:
@@ -263,18 +263,23 @@ class PrefixIndex:
                     self._pool.drop(group, reversed(pages))
             return placed
 
-    def _restore(self, trail: PrefixKeys, nodes: list[PrefixNode], image: RowImage, rows: list[CacheRow]) -> bool:
+    def _restore(self, prefix_keys: PrefixKeys, nodes: list[PrefixNode], image: RowImage, rows: list[CacheRow]) -> bool:
         """One page behind `nodes`, or among them; the row that holds it goes to `rows`."""
         at = image.length // self._size - 1
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
             return False
         try:
-            rows += rows_from_images(self._pool, [image], trail.scope.owner)
+            rows += rows_from_images(self._pool, [image], prefix_keys.scope.owner)
         except PoolExhausted:
             return False
-        path = trail.twin()
-        path.keys, path.contents, path.node, path.placed = trail.keys, trail.contents, nodes[at - 1] if at else None, at
-        node = self._place(rows[-1], path) if at < len(trail.keys) else None
+        path = prefix_keys.twin()
+        path.keys, path.contents, path.node, path.placed = (
+            prefix_keys.keys,
+            prefix_keys.contents,
+            nodes[at - 1] if at else None,
+            at,
+        )
+        node = self._place(rows[-1], path) if at < len(prefix_keys.keys) else None
         if node is None:
             return False
         self._adopt(rows[-1], at, node)
@@ -282,20 +287,20 @@ class PrefixIndex:
             nodes.append(node)
         return True
 
-    def _place(self, row: CacheRow, trail: PrefixKeys) -> PrefixNode | None:
+    def _place(self, row: CacheRow, prefix_keys: PrefixKeys) -> PrefixNode | None:
         """The node of the row's next page, new or known; None where another page has its key."""
-        content = row.content(trail.placed * self._size, (trail.placed + 1) * self._size)
-        if trail.placed == len(trail.keys):
-            trail.add(content)
-        if trail.contents[trail.placed] != content:
+        content = row.content(prefix_keys.placed * self._size, (prefix_keys.placed + 1) * self._size)
+        if prefix_keys.placed == len(prefix_keys.keys):
+            prefix_keys.add(content)
+        if prefix_keys.contents[prefix_keys.placed] != content:
             return None  # the trail is not this row's
-        key, scope = trail.keys[trail.placed], trail.scope_of(trail.placed)
+        key, scope = prefix_keys.keys[prefix_keys.placed], prefix_keys.scope_of(prefix_keys.placed)
         if (node := self._nodes.get(key)) is not None:
-            return node if _is_child(node, trail.node, content, scope) else None
-        node = PrefixNode(key, content, trail.node, [GONE] * len(self._owners), scope)
+            return node if _is_child(node, prefix_keys.node, content, scope) else None
+        node = PrefixNode(key, content, prefix_keys.node, [GONE] * len(self._owners), scope)
         self._nodes[key] = node
-        if trail.node is not None:
-            trail.node.children[key] = node
+        if prefix_keys.node is not None:
+            prefix_keys.node.children[key] = node
         else:
             self._roots.setdefault(scope.salt, {})[key] = node
         return node
@@ -329,10 +334,10 @@ class PrefixIndex:
 
     # Forgetting.
 
-    def forget(self, trail: PrefixKeys) -> None:
+    def forget(self, prefix_keys: PrefixKeys) -> None:
         """Drop everything that begins like this trail's first page: something in it is in doubt."""
         with self._pool.lock:
-            for node in self._walk(trail)[:1]:
+            for node in self._walk(prefix_keys)[:1]:
                 self._remove(node)
 
     def clear(self) -> None:

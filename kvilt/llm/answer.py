@@ -141,7 +141,7 @@ class Answer:
         self._scored: list[TokenLogprobs | None] = [None] * asked.prompt_tokens if wants else []
         self._abandoned = False
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         """The engine's side."""
         sample = self.samples[event.index]
         match event:

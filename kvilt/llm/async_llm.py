@@ -74,7 +74,7 @@ class PreparedPrompt:
     """A prompt as tokens, and a cache with its beginning."""
 
     ids: Sequence[int]
-    lent: BorrowedKV | None
+    borrowed: BorrowedKV | None
     behind: int = 0  # tokens that the prompt continues, as far as they are not its own
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the request says of documents
     loan: HandleLoan | None = None  # of a handle
@@ -126,7 +126,7 @@ class AsyncLLM(Model):
         self.engine.relieve_by(self._handles.relieve)
         self._post = Notifier()
         self._lock = threading.Lock()
-        self._outlets: weakref.WeakSet[TokenStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._post.deliver, self._hung)
         self.offload = Offload()
         self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter, self.offload)
@@ -279,7 +279,7 @@ class AsyncLLM(Model):
         if terms.kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         self.engine.chunks = self.documents.chunks
-        return PreparedPrompt(pieces.quilt.ids, None, more=pieces.fields)
+        return PreparedPrompt(pieces.blend_prompt.ids, None, more=pieces.fields)
 
     def _prompt(self, prompt: Prompt, terms: RequestTerms) -> PreparedPrompt:
         if listed(terms.documents):
@@ -288,8 +288,8 @@ class AsyncLLM(Model):
         uninterruptible()  # what is lent must be given back
         if isinstance(terms.kv, str):
             loan = self._handles.lend(terms.tenant, terms.kv)
-            lent = BorrowedKV(loan.kv, exact=True) if loan.kv is not None else None
-            return PreparedPrompt([*loan.tokens, *ids], lent, len(loan.tokens), loan=loan)
+            borrowed = BorrowedKV(loan.kv, exact=True) if loan.kv is not None else None
+            return PreparedPrompt([*loan.tokens, *ids], borrowed, len(loan.tokens), loan=loan)
         if terms.kv is None:
             return PreparedPrompt(ids, None)
         return PreparedPrompt(behind(terms.kv, ids), BorrowedKV(terms.kv.fork()), terms.kv.num_entries)
@@ -333,9 +333,9 @@ class AsyncLLM(Model):
         grammar: Grammar | None = None,
     ) -> TokenStream:
         ready = source(terms)
-        if params.prompt_logprobs is not None and not ready.behind and ready.lent is not None:
-            ready.lent.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
-            ready = dataclasses.replace(ready, lent=None)
+        if params.prompt_logprobs is not None and not ready.behind and ready.borrowed is not None:
+            ready.borrowed.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
+            ready = dataclasses.replace(ready, borrowed=None)
         # A handle says the same whether its KV is here or has to be computed again: nothing in it is blended.
         discover = terms.discover if ready.loan is None else False
         if discover:
@@ -355,10 +355,10 @@ class AsyncLLM(Model):
                 **more,
             )
         except BaseException:
-            if ready.lent is not None:
-                ready.lent.kv.close()
+            if ready.borrowed is not None:
+                ready.borrowed.kv.close()
             raise
-        return self._outlet(Answer(asked), request, ready.lent, loop, hearing.unread)
+        return self._outlet(Answer(asked), request, ready.borrowed, loop, hearing.unread)
 
     def _checked(self, ready: PreparedPrompt, lora: AdapterChoice) -> Adapter:
         """What a request runs on; a handle's tokens must have been read by the same, also where they must be again."""
@@ -371,13 +371,13 @@ class AsyncLLM(Model):
         self,
         answer: Answer,
         request: Request,
-        lent: BorrowedKV | None,
+        borrowed: BorrowedKV | None,
         loop: asyncio.AbstractEventLoop,
         unread: int | None = None,
     ) -> TokenStream:
-        outlet = TokenStream(answer, loop, self._driver, self._post, unread)
-        outlet.job = self.engine.prepare(request, outlet, lent)
-        return outlet
+        token_stream = TokenStream(answer, loop, self._driver, self._post, unread)
+        token_stream.job = self.engine.prepare(request, token_stream, borrowed)
+        return token_stream
 
     # From a job to its end; these run in the event loop.
 
@@ -387,31 +387,31 @@ class AsyncLLM(Model):
         loop = asyncio.get_running_loop()
         grammar = await self.grammars.compiled(params.grammar)  # first: a caller that leaves ends it
         prepare = partial(self._prepare, source, params, terms, loop, hearing, grammar)
-        outlet = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=TokenStream.leave)
-        self._admit(outlet)
-        return outlet
+        token_stream = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=TokenStream.leave)
+        self._admit(token_stream)
+        return token_stream
 
-    def _admit(self, outlet: TokenStream) -> None:
-        assert outlet.job is not None
+    def _admit(self, token_stream: TokenStream) -> None:
+        assert token_stream.job is not None
         with self._lock:
-            self._outlets.add(outlet)
-        self._driver.submit(outlet.job)
+            self._streams.add(token_stream)
+        self._driver.submit(token_stream.job)
 
     async def _whole(self, source: Source, params: SamplingParams, terms: RequestTerms) -> Completion:
-        outlet = await self._submit(source, params, terms, StreamOptions())
-        await self._finished(outlet)
-        return outlet.answer.completion()
+        token_stream = await self._submit(source, params, terms, StreamOptions())
+        await self._finished(token_stream)
+        return token_stream.answer.completion()
 
-    async def _finished(self, outlet: TokenStream) -> None:
+    async def _finished(self, token_stream: TokenStream) -> None:
         try:
-            await outlet.finished()
+            await token_stream.finished()
         except BaseException:
-            outlet.leave()
+            token_stream.leave()
             raise
 
     async def _open(self, source: Source, params: SamplingParams, terms: RequestTerms, progress: bool) -> AsyncStream:
-        outlet = await self._submit(source, params, terms, StreamOptions(self.config.unread_tokens, progress))
-        return AsyncStream(outlet, terms.id)
+        token_stream = await self._submit(source, params, terms, StreamOptions(self.config.unread_tokens, progress))
+        return AsyncStream(token_stream, terms.id)
 
     async def _warm(
         self, warming: DocumentWarmup, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore
@@ -422,18 +422,18 @@ class AsyncLLM(Model):
             if not await self.offload.run(STORE, warming.missing, [ids], owner=owner_of(warming.tenant)):
                 return
             request, asked = warming.request(ids, priority=priority)
-            outlet = self._outlet(Answer(asked), request, None, loop)
-            self._admit(outlet)
-            await self._finished(outlet)
+            token_stream = self._outlet(Answer(asked), request, None, loop)
+            self._admit(token_stream)
+            await self._finished(token_stream)
             warming.finished(ids)
 
     async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
         """The exact KV of a prompt."""
         request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter, discover=False)
         answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
-        outlet = self._outlet(answer, request, None, asyncio.get_running_loop())
-        self._admit(outlet)
-        await self._finished(outlet)
+        token_stream = self._outlet(answer, request, None, asyncio.get_running_loop())
+        self._admit(token_stream)
+        await self._finished(token_stream)
         kv = answer.completion().kv
         assert kv is not None
         return kv
@@ -441,10 +441,10 @@ class AsyncLLM(Model):
     def _hung(self, error: StepHung) -> None:
         """In the watchdog's thread."""
         with self._lock:
-            outlets = list(self._outlets)
-        for outlet in outlets:
+            outlets = list(self._streams)
+        for token_stream in outlets:
             with suppress(RuntimeError):  # its loop is closed
-                outlet.loop.call_soon_threadsafe(outlet.fail, error)
+                token_stream.loop.call_soon_threadsafe(token_stream.fail, error)
 
 
 def _terms(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[RequestTerms, SamplingParams]:

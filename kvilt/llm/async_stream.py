@@ -15,10 +15,10 @@ from .token_stream import Delta, TokenStream
 class AsyncStream:
     """Deltas of one request as they come; afterwards `completion`. Leave it with `aclose`, or as a context manager."""
 
-    def __init__(self, outlet: TokenStream, request_id: str) -> None:
+    def __init__(self, token_stream: TokenStream, request_id: str) -> None:
         self.id = request_id
-        self._outlet = outlet
-        self._left = weakref.finalize(self, outlet.leave)
+        self._outlet = token_stream
+        self._left = weakref.finalize(self, token_stream.leave)
         self._left.atexit = False
 
     def __aiter__(self) -> AsyncIterator[Delta]:

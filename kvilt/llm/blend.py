@@ -36,13 +36,13 @@ def listed(documents: object) -> bool:
 class PromptParts:
     """A prompt as tokens, and what of it is documents."""
 
-    quilt: BlendPrompt
+    blend_prompt: BlendPrompt
     recipe: Recipe
 
     @property
     def fields(self) -> dict[str, Any]:
         """What a request says of them."""
-        return {"documents": self.quilt.documents, "recipe": self.recipe}
+        return {"documents": self.blend_prompt.documents, "recipe": self.recipe}
 
 
 class Documents:
@@ -152,7 +152,7 @@ class Documents:
         return segments
 
     def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> PromptParts:
-        quilt = BlendPrompt.of(segments, documents)
-        if not quilt.ids or not segments[-1]:
+        blend_prompt = BlendPrompt.of(segments, documents)
+        if not blend_prompt.ids or not segments[-1]:
             raise InputError("the question is empty; give at least one token behind the documents")
-        return PromptParts(quilt, recipe)
+        return PromptParts(blend_prompt, recipe)

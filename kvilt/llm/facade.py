@@ -126,8 +126,8 @@ class LLM(Model):
             blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, AdapterChoice(lora, lora_scale)))
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
-        lent, finding = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
-        done = self._complete(ids, chosen, kv, lent, keep_kv, AdapterChoice(lora, lora_scale), finding)
+        borrowed, finding = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
+        done = self._complete(ids, chosen, kv, borrowed, keep_kv, AdapterChoice(lora, lora_scale), finding)
         return done[0] if one else done
 
     def stream(
@@ -322,9 +322,9 @@ class LLM(Model):
         made = self.request(ids, params, **own, **finding.fields)
         return self._question(*made, BorrowedKV(kv.fork_to(reused)) if kv is not None and reused else None)
 
-    def _question(self, request: Request, asked: AnswerConfig, lent: BorrowedKV | None = None) -> PendingAnswer:
+    def _question(self, request: Request, asked: AnswerConfig, borrowed: BorrowedKV | None = None) -> PendingAnswer:
         answer = Answer(asked)
-        return PendingAnswer(self.engine.prepare(request, answer, lent), answer)
+        return PendingAnswer(self.engine.prepare(request, answer, borrowed), answer)
 
     def _blending(
         self,
@@ -343,8 +343,8 @@ class LLM(Model):
     def _prepare_blend(
         self, pieces: PromptParts, params: SamplingParams, keep_kv: bool, lora: AdapterChoice
     ) -> PendingAnswer:
-        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.quilt.ids), **pieces.fields}
-        return self._question(*self.request(pieces.quilt.ids, params, **own))
+        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.blend_prompt.ids), **pieces.fields}
+        return self._question(*self.request(pieces.blend_prompt.ids, params, **own))
 
     def _prepare_warm(self, warming: DocumentWarmup, ids: tuple[int, ...]) -> PendingAnswer:
         return self._question(*warming.request(ids))

@@ -37,7 +37,7 @@ class SyncDriver:
             else:
                 self._wait(done)
 
-    def attend(self, done: Callable[[], bool]) -> None:
+    def step_until(self, done: Callable[[], bool]) -> None:
         """Let the engine do what it was asked for, without a step of our own, until `done`."""
         while not done():
             if self._turn.acquire(blocking=False):
@@ -52,7 +52,7 @@ class SyncDriver:
 
     def _attend(self) -> None:
         try:
-            self._engine.attend()
+            self._engine.drain_inbox()
         finally:
             self._turn.release()
 

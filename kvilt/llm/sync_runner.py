@@ -29,7 +29,7 @@ class SyncRunner:
 
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
-        self._wheel = SyncDriver(engine, executor)
+        self._sync_driver = SyncDriver(engine, executor)
 
     def answers(
         self,
@@ -95,7 +95,7 @@ class SyncRunner:
                 raise
         if answer.stopped and not answer.over:
             self._engine.abort(question.job)
-            self._wheel.attend(lambda: answer.over)
+            self._sync_driver.step_until(lambda: answer.over)
         self._engine.hold(question.job)
         return answer.samples[0].pieces()
 
@@ -106,7 +106,7 @@ class SyncRunner:
             return done() or any(question.answer.error for question in questions)
 
         try:
-            self._wheel.drive(settled)
+            self._sync_driver.drive(settled)
         except Cancelled:
             samples = [sample for question in questions for sample in question.answer.samples]
             raise Cancelled([sample.token_ids for sample in samples]) from None
@@ -128,4 +128,4 @@ class SyncRunner:
         for question in questions:
             question.answer.abandon()
             self._engine.abort(question.job)
-        self._wheel.settle()
+        self._sync_driver.settle()

@@ -56,24 +56,24 @@ class Notifier:
     def __init__(self) -> None:
         self._fresh: dict[TokenStream, None] = {}
 
-    def note(self, outlet: TokenStream) -> None:
+    def note(self, token_stream: TokenStream) -> None:
         """There is something for this reader. In the thread that steps."""
-        self._fresh[outlet] = None
+        self._fresh[token_stream] = None
 
     def deliver(self) -> None:
         """After a step."""
         fresh, self._fresh = list(self._fresh), {}
-        for loop in dict.fromkeys(outlet.loop for outlet in fresh):
-            mine = [outlet for outlet in fresh if outlet.loop is loop]
+        for loop in dict.fromkeys(token_stream.loop for token_stream in fresh):
+            mine = [token_stream for token_stream in fresh if token_stream.loop is loop]
             try:
                 loop.call_soon_threadsafe(_wake, mine)
             except RuntimeError:  # the loop is closed: nobody will ever read this
-                for outlet in mine:
-                    outlet.leave()
+                for token_stream in mine:
+                    token_stream.leave()
 
 
 class TokenStream:
-    """Listens for one reader. `hear` is called where steps run, everything else in the reader's event loop."""
+    """Listens for one reader. `on_event` is called where steps run, everything else in the reader's event loop."""
 
     def __init__(
         self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, post: Notifier, unread: int | None
@@ -91,9 +91,9 @@ class TokenStream:
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         """The engine's side."""
-        enough = self.answer.hear(event)
+        enough = self.answer.on_event(event)
         if isinstance(event, PromptProgress):
             reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
             self._reading.append(Delta(event.index, "", reading=reading))
@@ -176,5 +176,5 @@ class TokenStream:
 
 
 def _wake(outlets: Iterable[TokenStream]) -> None:
-    for outlet in outlets:
-        outlet.wake()
+    for token_stream in outlets:
+        token_stream.wake()

@@ -101,9 +101,9 @@ class DocumentWarmup:
 
     def watch(self, ids: Ids, job: Job) -> None:
         """See how far a document is."""
-        detour = job.first.sample.detour
-        if detour is not None and detour.begun:
-            self._tell(ids, max(self._done[ids], len(ids) - max(1, detour.left)))
+        blend_progress = job.first.sample.blend_progress
+        if blend_progress is not None and blend_progress.begun:
+            self._tell(ids, max(self._done[ids], len(ids) - max(1, blend_progress.left)))
 
     def finished(self, ids: Ids) -> None:
         """A document is there."""

@@ -78,21 +78,21 @@ def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
     return {name: (linear.weight.shape[0], linear.weight.shape[1]) for name, linear in linears_of(decoder).items()}
 
 
-def fit(opened: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
+def fit(act_mul: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
     """An adapter for a model; a named error if it is for another one, damaged, or of a kind that is not computed."""
     alone = nullcontext() if alone is None else alone
-    targets = dict(_targets(decoder, opened))
-    for module, tensors in opened.modules.items():
-        _check_module(module, tensors, opened, targets)
-    _check_copies(opened, decoder, targets, alone)
+    targets = dict(_targets(decoder, act_mul))
+    for module, tensors in act_mul.modules.items():
+        _check_module(module, tensors, act_mul, targets)
+    _check_copies(act_mul, decoder, targets, alone)
     digest, products = hashlib.sha256(b"kvilt lora 1"), {}
     embedded: EmbeddedRows | None = None
     gains: dict[str, Tensor] = {}
-    _tell(digest, "invocation", *opened.config.invocation)
-    for module in sorted(opened.modules):
-        tensors, scale = opened.modules[module], opened.config.scale_of(module)
-        down, up = opened.tensor(tensors.down), opened.tensor(tensors.up)
-        sizes = None if tensors.magnitude is None else opened.tensor(tensors.magnitude)
+    _tell(digest, "invocation", *act_mul.config.invocation)
+    for module in sorted(act_mul.modules):
+        tensors, scale = act_mul.modules[module], act_mul.config.scale_of(module)
+        down, up = act_mul.tensor(tensors.down), act_mul.tensor(tensors.up)
+        sizes = None if tensors.magnitude is None else act_mul.tensor(tensors.magnitude)
         _tell(digest, module, scale, tensors.embedding, down.dtype, *down.shape, up.dtype, *up.shape)
         if sizes is not None:
             _tell(digest, "dora", sizes.dtype, *sizes.shape)
@@ -104,14 +104,14 @@ def fit(opened: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> Fi
         target, start = targets[module], 0
         for name, outputs in zip(target.maps, target.outputs, strict=True):
             rows = slice(start, start + outputs)
-            product = LowRank(down, _reordered(name, up[rows], decoder.spec, opened.kind), scale)
+            product = LowRank(down, _reordered(name, up[rows], decoder.spec, act_mul.kind), scale)
             if sizes is not None:
-                own = _reordered(name, sizes[rows, None], decoder.spec, opened.kind)[:, 0]
+                own = _reordered(name, sizes[rows, None], decoder.spec, act_mul.kind)[:, 0]
                 product, gains[name] = _dora(product, own, linears_of(decoder)[name], decoder, alone)
             products[name] = decoder.ops.prepare_low_rank(product)
             start += outputs
-    rank = max(opened.shape(tensors.down)[0] for tensors in opened.modules.values())
-    return FittedAdapter(digest.hexdigest(), products, embedded, opened.config.invocation, rank, gains)
+    rank = max(act_mul.shape(tensors.down)[0] for tensors in act_mul.modules.values())
+    return FittedAdapter(digest.hexdigest(), products, embedded, act_mul.config.invocation, rank, gains)
 
 
 def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alone: Alone) -> tuple[LowRank, Tensor]:
@@ -139,10 +139,10 @@ def _tell(digest: hashlib._Hash, *facts: object) -> None:
 # Whose maps these are.
 
 
-def _targets(decoder: Decoder, opened: OpenAdapter) -> Iterator[tuple[str, _Target]]:
+def _targets(decoder: Decoder, act_mul: OpenAdapter) -> Iterator[tuple[str, _Target]]:
     """Every module that an adapter may name."""
     shapes = map_shapes(decoder)
-    for dialect in _dialects(decoder.spec, opened):
+    for dialect in _dialects(decoder.spec, act_mul):
         for module, maps in _named(dialect, len(decoder.spec.layers)):
             yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
         vocabulary = decoder.spec.vocab_size
@@ -150,15 +150,15 @@ def _targets(decoder: Decoder, opened: OpenAdapter) -> Iterator[tuple[str, _Targ
         yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
 
 
-def _dialects(spec: ModelSpec, opened: OpenAdapter) -> list[CheckpointDialect]:
+def _dialects(spec: ModelSpec, act_mul: OpenAdapter) -> list[CheckpointDialect]:
     """PEFT's names are those of Hugging Face, llama.cpp's those of GGUF, whatever file the base model comes from."""
     (family,) = (family for family in FAMILIES if family.name == spec.family)
-    found = [dialect for dialect in family.dialects if dialect.kind == opened.kind]
-    if not isinstance(opened, GGUFAdapter):
+    found = [dialect for dialect in family.dialects if dialect.kind == act_mul.kind]
+    if not isinstance(act_mul, GGUFAdapter):
         return found
-    own = [dialect for dialect in found if opened.architecture in dialect.architectures]
+    own = [dialect for dialect in found if act_mul.architecture in dialect.architectures]
     if not own:
-        raise WeightError("general.architecture", f"is {opened.architecture!r}, and this model is a {spec.family}")
+        raise WeightError("general.architecture", f"is {act_mul.architecture!r}, and this model is a {spec.family}")
     return own
 
 

@@ -29,8 +29,8 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, context: LayerContext, onto: Tensor | None = None) -> Tensor:
-        """`x` [tokens, hidden] to [tokens, hidden], plus `onto`; writes this layer's keys and values."""
+    def __call__(self, x: Tensor, context: LayerContext, residual: Tensor | None = None) -> Tensor:
+        """`x` [tokens, hidden] to [tokens, hidden], plus `residual`; writes this layer's keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
         parts = context.linears(x, (self.q, self.k, self.v))
@@ -44,8 +44,8 @@ class Attention:
         if context.tap is not None:
             context.tap.written(k, v)
             context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
-        mixed = ops.attend(q, store, self.place.layer, paging, self.mask())
-        return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, onto)
+        mixed = ops.attention(q, store, self.place.layer, paging, self.mask())
+        return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
 
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend wants to hear it."""

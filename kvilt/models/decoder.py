@@ -43,11 +43,13 @@ class Layer:
         return _added(self.feed_forward, self.feed_forward_norm(x, ops), context, x, self.post_feed_forward_norm)
 
 
-def _added(block: Attention | FeedForward, x: Tensor, context: LayerContext, onto: Tensor, norm: Norm | None) -> Tensor:
-    """The stream `onto` with what a block makes of `x`, which a family may normalize first."""
+def _added(
+    block: Attention | FeedForward, x: Tensor, context: LayerContext, residual: Tensor, norm: Norm | None
+) -> Tensor:
+    """The stream `residual` with what a block makes of `x`, which a family may normalize first."""
     if norm is None:
-        return block(x, context, onto)
-    return context.ops.add(onto, norm(block(x, context), context.ops))
+        return block(x, context, residual)
+    return context.ops.add(residual, norm(block(x, context), context.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +65,32 @@ class Decoder:
     frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
 
     def __call__(
-        self, batch: Batch, before_layer: Callable[[int], None], adapting: StepAdapters | None = None
+        self, batch: Batch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
     ) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
-        if adapting is not None:
-            self._adapt_embedding(batch, x, adapting)
+        if step_adapters is not None:
+            self._adapt_embedding(batch, x, step_adapters)
         seen = TapResults()
         for segment in batch.segments:
             part = x if segment.tokens is None else x[segment.tokens]
             taps = layer_taps(batch, segment, len(self.layers), seen)
-            own = adapting.of(segment.tokens) if adapting is not None else None
+            own = step_adapters.of(segment.tokens) if step_adapters is not None else None
             part = self._through(part, segment, batch.pool.stores, before_layer, taps, own)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
-        return self._leave(batch, x, seen, adapting)
+        return self._leave(batch, x, seen, step_adapters)
 
     def decode(
-        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], adapting: StepAdapters | None = None
+        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], step_adapters: StepAdapters | None = None
     ) -> Tensor:
         """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
         x = self.ops.embed(self.embedding, ids, self.spec.embed_scale)
-        return self.logits(self._through(x, segment, stores, lambda _: None, adapting=adapting), adapting)
+        return self.logits(
+            self._through(x, segment, stores, lambda _: None, step_adapters=step_adapters), step_adapters
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -104,11 +108,11 @@ class Decoder:
         stores: tuple[PageStore, ...],
         before_layer: Callable[[int], None],
         taps: Mapping[int, LayerTap] = NO_TAPS,
-        adapting: StepAdapters | None = None,
+        step_adapters: StepAdapters | None = None,
     ) -> Tensor:
         """The layers of a segment."""
         rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
-        context = LayerContext(self.ops, stores, segment.paging, rotations, adapting=adapting)
+        context = LayerContext(self.ops, stores, segment.paging, rotations, step_adapters=step_adapters)
         for index in range(segment.start, segment.stop):
             before_layer(index)
             x = self.layers[index](x, replace(context, tap=taps[index]) if index in taps else context)
@@ -131,9 +135,9 @@ class Decoder:
     def _embed(self, ids: Tensor) -> Tensor:
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
-    def _adapt_embedding(self, batch: Batch, x: Tensor, adapting: StepAdapters) -> None:
+    def _adapt_embedding(self, batch: Batch, x: Tensor, step_adapters: StepAdapters) -> None:
         """Add what adapters of the embedding have for tokens that were embedded, not for those that came as vectors."""
-        for index, own in adapting.embedded.items():
+        for index, own in step_adapters.embedded.items():
             start, source = batch.starts[index], batch.rows[index].source
             if isinstance(source, Hidden):
                 continue
@@ -142,7 +146,7 @@ class Decoder:
             places = torch.tensor([i for i in range(own.first, len(ids)) if i not in vectors], dtype=torch.int64)
             x[start + places] += own.rows.of(ids[places], own.scale * self.spec.embed_scale)
 
-    def _leave(self, batch: Batch, x: Tensor, seen: TapResults, adapting: StepAdapters | None) -> Logits:
+    def _leave(self, batch: Batch, x: Tensor, seen: TapResults, step_adapters: StepAdapters | None) -> Logits:
         """What each row wants of its last hidden states."""
         wanted: list[Tensor] = []
         places: list[Tensor] = []
@@ -157,25 +161,25 @@ class Decoder:
                     places.append(torch.arange(stop - k, stop))
                     kept = k
                 case Score():
-                    own = adapting.of(torch.arange(start, stop)) if adapting is not None else None
+                    own = step_adapters.of(torch.arange(start, stop)) if step_adapters is not None else None
                     scores[index] = self._score(states, row.want, own)
                 case HiddenOut():
                     hidden[index] = states
             starts.append(starts[-1] + kept)
-        last = adapting.of(torch.cat(places)) if adapting is not None and places else None
+        last = step_adapters.of(torch.cat(places)) if step_adapters is not None and places else None
         values = self.logits(torch.cat(wanted), last) if wanted else x.new_empty((0, self.spec.vocab_size))
         return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass)
 
-    def logits(self, states: Tensor, adapting: StepAdapters | None = None) -> Tensor:
+    def logits(self, states: Tensor, step_adapters: StepAdapters | None = None) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""
         states = self.norm(states, self.ops)
         values = self.head(states, self.ops)
-        if adapting is not None:
-            adapting.add([self.head], states, [values], self.ops)
+        if step_adapters is not None:
+            step_adapters.add([self.head], states, [values], self.ops)
         cap = self.spec.final_soft_cap
         return self.ops.soft_cap(values, cap) if cap else values
 
-    def _score(self, states: Tensor, want: Score, adapting: StepAdapters | None = None) -> Scores:
+    def _score(self, states: Tensor, want: Score, step_adapters: StepAdapters | None = None) -> Scores:
         """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
         wanted, top = torch.as_tensor(want.targets, dtype=torch.int64, device=states.device), want.top
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
@@ -187,7 +191,7 @@ class Decoder:
         ranks = wanted.new_empty(len(wanted) if want.ranks else 0)
         for start in range(0, len(wanted), block):
             part = slice(start, start + block)
-            own = adapting.of(torch.arange(len(wanted))[part]) if adapting is not None else None
+            own = step_adapters.of(torch.arange(len(wanted))[part]) if step_adapters is not None else None
             found = self._logprobs(self.logits(states[part], own), wanted[part], top)
             logprobs[part], top_ids[part], top_logprobs[part] = found.logprobs, found.top_ids, found.top_logprobs
             if want.ranks:

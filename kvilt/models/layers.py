@@ -39,20 +39,20 @@ class LayerContext:
     paging: tuple[Paging, ...]  # one per layer group
     rotations: Mapping[RopeSpec, Rotation]
     tap: AttentionTap | None = None  # somebody wants to see what this layer's attention does
-    adapting: StepAdapters | None = None  # some rows run on adapters
+    step_adapters: StepAdapters | None = None  # some rows run on adapters
 
     def linears(self, x: Tensor, maps: Sequence[Linear]) -> list[Tensor]:
         """Several linear maps of the same input, each token's adapter included."""
         outs = self.ops.linears(x, [linear.map for linear in maps])
-        if self.adapting is not None:
-            self.adapting.add(maps, x, outs, self.ops)
+        if self.step_adapters is not None:
+            self.step_adapters.add(maps, x, outs, self.ops)
         return outs
 
-    def linear(self, x: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
-        """One of them, plus `onto`."""
-        out = linear(x, self.ops, onto)
-        if self.adapting is not None:
-            self.adapting.add([linear], x, [out], self.ops, onto is not None)
+    def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
+        """One of them, plus `residual`."""
+        out = linear(x, self.ops, residual)
+        if self.step_adapters is not None:
+            self.step_adapters.add([linear], x, [out], self.ops, residual is not None)
         return out
 
 
@@ -64,8 +64,8 @@ class Linear:
     bias: Tensor | None = None
     name: str = ""  # what adapters know it by
 
-    def __call__(self, x: Tensor, ops: Ops, onto: Tensor | None = None) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, onto)
+    def __call__(self, x: Tensor, ops: Ops, residual: Tensor | None = None) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, residual)
 
     @property
     def map(self) -> LinearMap:
@@ -93,12 +93,12 @@ class FeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, context: LayerContext, onto: Tensor | None = None) -> Tensor:
-        return context.linear(self._opened(x, context), self.down, onto)
+    def __call__(self, x: Tensor, context: LayerContext, residual: Tensor | None = None) -> Tensor:
+        return context.linear(self._opened(x, context), self.down, residual)
 
     def _opened(self, x: Tensor, context: LayerContext) -> Tensor:
-        ops, adapting = context.ops, context.adapting
-        if adapting is None or not adapting.touches(self.gate.name, self.up.name):
-            return ops.gated(x, self.gate.map, self.up.map, self.spec.activation)
+        ops, step_adapters = context.ops, context.step_adapters
+        if step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name):
+            return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation)
         gate, up = context.linears(x, (self.gate, self.up))
-        return ops.opened(gate, up, self.spec.activation)
+        return ops.act_mul(gate, up, self.spec.activation)

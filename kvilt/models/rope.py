@@ -65,6 +65,6 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(between, smooth, stretched)
 
 
-def rotation(spec: RopeSpec, radians: Tensor, positions: Tensor, ops: Ops) -> Rotation:
+def rotation(spec: RopeSpec, inv_freq: Tensor, positions: Tensor, ops: Ops) -> Rotation:
     """Cosines and sines for `positions` [tokens]; computed once a step and shared by layers with the same rope."""
-    return ops.rotation(positions, radians, magnitude(spec), spec.pairing)
+    return ops.rotation(positions, inv_freq, magnitude(spec), spec.pairing)

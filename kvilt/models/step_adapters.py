@@ -66,17 +66,17 @@ class MagnitudeGain:
     gains: Mapping[str, Tensor]  # by the name of a map, [slots, out]
     slots: frozenset[int]  # that have some
     tokens: Tensor  # [n]
-    picks: AdapterSlots  # of these
+    adapter_slots: AdapterSlots  # of these
 
     @staticmethod
-    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], picks: AdapterSlots) -> MagnitudeGain:
+    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], adapter_slots: AdapterSlots) -> MagnitudeGain:
         """For the tokens that use one of the slots."""
-        tokens = torch.isin(picks.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
-        return MagnitudeGain(gains, slots, tokens, picks.of(tokens))
+        tokens = torch.isin(adapter_slots.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
+        return MagnitudeGain(gains, slots, tokens, adapter_slots.of(tokens))
 
-    def of(self, picks: AdapterSlots) -> MagnitudeGain:
+    def of(self, adapter_slots: AdapterSlots) -> MagnitudeGain:
         """The same for other tokens."""
-        return MagnitudeGain.for_picks(self.gains, self.slots, picks)
+        return MagnitudeGain.for_picks(self.gains, self.slots, adapter_slots)
 
     def grow(self, one: LinearModule, x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
         """What an output holds besides the map's product, so that it is a `whole`, does not grow: there the product is
@@ -84,7 +84,7 @@ class MagnitudeGain:
         if (gains := self.gains.get(one.name)) is None or not len(self.tokens):
             return
         made = ops.linear(x[self.tokens], one.weight) if whole else out[self.tokens]
-        out.index_add_(0, self.tokens, made * (gains[self.picks.slots] * self.picks.scales[:, None]))
+        out.index_add_(0, self.tokens, made * (gains[self.adapter_slots.slots] * self.adapter_slots.scales[:, None]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class StepAdapters:
 
     parts: frozenset[str]  # kinds of maps that some row of the step changes: q, gate, head, ...
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
-    picks: AdapterSlots  # of all tokens of the step
+    adapter_slots: AdapterSlots  # of all tokens of the step
     embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
     growth: MagnitudeGain | None = None  # of those that have some
 
@@ -107,16 +107,16 @@ class StepAdapters:
         return not self.embedded and self.growth is None
 
     def add(
-        self, maps: Sequence[LinearModule], x: Tensor, outs: Sequence[Tensor], ops: Ops, onto: bool = False
+        self, maps: Sequence[LinearModule], x: Tensor, outs: Sequence[Tensor], ops: Ops, residual: bool = False
     ) -> None:
-        """To what these maps made of `x`, what the adapters make of it; `onto`: something else is in there already."""
+        """Add what the adapters make of `x` to `outs`; `residual`: `outs` hold more than the products of these maps."""
         chosen = [(one, out) for one, out in zip(maps, outs, strict=True) if one.name in self.tables]
         if not chosen:
             return
         if self.growth is not None:
             for one, out in chosen:
-                self.growth.grow(one, x, out, ops, whole=onto or one.bias is not None)
-        ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.picks)
+                self.growth.grow(one, x, out, ops, whole=residual or one.bias is not None)
+        ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.adapter_slots)
 
     def tables_are(self, other: StepAdapters) -> bool:
         """Whether both read the same memory."""
@@ -126,8 +126,10 @@ class StepAdapters:
         """For some tokens of the step; None: all of them."""
         if tokens is None:
             return self
-        picks = self.picks.of(tokens)
-        return replace(self, picks=picks, growth=None if self.growth is None else self.growth.of(picks))
+        adapter_slots = self.adapter_slots.of(tokens)
+        return replace(
+            self, adapter_slots=adapter_slots, growth=None if self.growth is None else self.growth.of(adapter_slots)
+        )
 
 
 class AdapterTables:

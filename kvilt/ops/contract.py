@@ -108,7 +108,7 @@ class Interpolation:
     """Tokens of a text whose keys and values follow those of others, the leaders, that were computed anew."""
 
     tokens: Tensor  # [followers] int64: their numbers in the text
-    leaders: Tensor  # [leaders] int64, likewise
+    anchors: Tensor  # [leaders] int64, likewise
     weights: Tensor  # [followers, leaders] float32: how much each takes of what each leader has changed by
 
 
@@ -149,7 +149,7 @@ class Recorder(Protocol):
         """Run `step` and remember what it did; None if it did something that cannot be remembered."""
         ...
 
-    def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
         """Inside a step: put the likeliest token of each row into `ids` and move each row one position on."""
         ...
 
@@ -238,20 +238,20 @@ class Ops(Protocol):
         """Rows of `table` [vocab, hidden] for `ids` [tokens], times `scale`, as float32 [tokens, hidden]."""
         ...
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `onto` [tokens, out]."""
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `residual` [tokens, out]."""
         ...
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
         """Several linear maps of the same input, which a backend then has to look at only once."""
         ...
 
-    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
         """activation(gate(x)) * up(x)."""
         ...
 
-    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, to the same bits as by `gated`."""
+    def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, to the same bits as by `gate_up`."""
         ...
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
@@ -262,7 +262,9 @@ class Ops(Protocol):
         """Room for the products of one linear map [outputs, inputs]."""
         ...
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
+    def adapt(
+        self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+    ) -> None:
         """Add to each of `outs` [tokens, out], in place, what each token's slot of its table makes of `x` [tokens, in].
 
         One gathered product for all tokens and adapters; a token with slot -1 keeps its bits.
@@ -281,15 +283,15 @@ class Ops(Protocol):
         """Rotary embedding of `x` [tokens, heads, dim]; dims past 2 * pairs pass through."""
         ...
 
-    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
-        """Cosines and sines of `positions` [tokens] times `radians` [pairs], times `growth`."""
+    def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
+        """Cosines and sines of `positions` [tokens] times `inv_freq` [pairs], times `mscale`."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap); may use the memory of `x`."""
         ...
 
-    def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
         """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
         ...
 
@@ -322,7 +324,7 @@ class Ops(Protocol):
         """
         ...
 
-    def follow(
+    def interpolate(
         self,
         store: PageStore,
         layer: int,

@@ -62,12 +62,12 @@ class PlainTable:
         self.products[slot] = product
 
 
-def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
+def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots) -> None:
     """Add to each of `outs` [tokens, out] what each token's slot makes of `x` [tokens, in]; an obvious loop."""
-    for slot in sorted(set(picks.slots.tolist()) - {-1}):
-        mine = picks.slots == slot
+    for slot in sorted(set(adapter_slots.slots.tolist()) - {-1}):
+        mine = adapter_slots.slots == slot
         for table, out in zip(tables, outs, strict=True):
             assert isinstance(table, PlainTable)
             if (product := table.products[slot]) is not None:
                 inner = x[mine] @ product.down.to(torch.float32).T @ product.up.to(torch.float32).T
-                out[mine] += inner * (product.scale * picks.scales[mine, None])
+                out[mine] += inner * (product.scale * adapter_slots.scales[mine, None])

@@ -85,17 +85,17 @@ class ReferenceOps:
         states = F.embedding(ids, _plain(table))
         return states if scale == 1.0 else states * scale
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         out = F.linear(x, _plain(weight), bias)
-        return out if onto is None else onto + out
+        return out if residual is None else residual + out
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
         return [self.linear(x, weight, bias) for weight, bias in maps]
 
-    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](self.linear(x, *gate)) * self.linear(x, *up)
 
-    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](gate) * up
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
@@ -105,8 +105,10 @@ class ReferenceOps:
     def new_table(self, outputs: int, inputs: int, slots: int) -> PlainTable:  # noqa: ARG002 (the contract's arguments)
         return PlainTable(slots)
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
-        adapt(x, tables, outs, picks)
+    def adapt(
+        self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+    ) -> None:
+        adapt(x, tables, outs, adapter_slots)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -126,14 +128,14 @@ class ReferenceOps:
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
-    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
-        angles = positions.float().unsqueeze(1) * radians
-        return Rotation(angles.cos() * growth, angles.sin() * growth, pairing)
+    def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
+        angles = positions.float().unsqueeze(1) * inv_freq
+        return Rotation(angles.cos() * mscale, angles.sin() * mscale, pairing)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.tanh(x / cap) * cap
 
-    def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
         pages = _own(store)
         out = torch.empty(
             (query.shape[0], query.shape[1], pages.values.shape[-1]), dtype=query.dtype, device=query.device
@@ -182,7 +184,7 @@ class ReferenceOps:
         _put(pages.keys[layer], pages.key_scales[layer], slots, keys)
         _put(pages.values[layer], pages.value_scales[layer], slots, values)
 
-    def follow(
+    def interpolate(
         self,
         store: PageStore,
         layer: int,
@@ -283,5 +285,5 @@ def _own(store: PageStore) -> ReferencePages:
 
 
 def _followed(who: Interpolation, kept: Tensor, fresh: Tensor) -> Tensor:
-    change = (fresh.float() - kept[who.leaders].float()).flatten(1)
+    change = (fresh.float() - kept[who.anchors].float()).flatten(1)
     return torch.addmm(kept[who.tokens].float().flatten(1), who.weights, change).view(-1, *kept.shape[1:])

@@ -28,41 +28,40 @@ class DraftBid:
     probe: bool = False  # one is to be tried, whether it pays or not
 
 
-def possible(wishes: Sequence[DraftBid], price: StepPrice) -> bool:
+def possible(bids: Sequence[DraftBid], price: StepPrice) -> bool:
     """Whether anybody may get a draft at all."""
     least_s = price.all_s(1)
-    return all(least_s <= wish.ahead_s + _worth(wish, wish.most) * price.plain_s for wish in wishes)
+    return all(least_s <= wish.ahead_s + _worth(wish, wish.most) * price.plain_s for wish in bids)
 
 
-def allot(wishes: Sequence[DraftBid], price: StepPrice) -> list[int]:
+def allot(bids: Sequence[DraftBid], price: StepPrice) -> list[int]:
     """Drafts for each row that are expected to pay."""
-    ranked = _ranked(wishes, price)
-    taken = _best(ranked, len(wishes), price)
+    ranked = _ranked(bids, price)
+    taken = _best(ranked, len(bids), price)
     while taken:
-        counts = _counts(ranked[:taken], len(wishes))
-        if nobody_waits(wishes, counts, price):
+        counts = _counts(ranked[:taken], len(bids))
+        if nobody_waits(bids, counts, price):
             return counts
         taken = taken * 3 // 4
-    return [0] * len(wishes)
+    return [0] * len(bids)
 
 
-def probe(wishes: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> list[int]:
+def probe(bids: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> list[int]:
     """With a draft for each row whose turn it is to see whether drafts pay now, if nobody waits for that."""
     tried = list(counts)
-    for place, wish in enumerate(wishes):
+    for place, wish in enumerate(bids):
         if wish.probe and wish.most and not tried[place]:
             tried[place] = 1
-            if not nobody_waits(wishes, tried, price):
+            if not nobody_waits(bids, tried, price):
                 tried[place] = 0
     return tried
 
 
-def nobody_waits(wishes: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> bool:
+def nobody_waits(bids: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> bool:
     """Whether every row, as far as is known, will be no later behind the step than it would be without drafts."""
     extra_s = price.all_s(sum(counts))
     return all(
-        extra_s <= wish.ahead_s + _worth(wish, count) * price.plain_s
-        for wish, count in zip(wishes, counts, strict=True)
+        extra_s <= wish.ahead_s + _worth(wish, count) * price.plain_s for wish, count in zip(bids, counts, strict=True)
     )
 
 
@@ -79,10 +78,10 @@ def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> floa
     return min(max(after_s, _DEEPEST * plain_s), _HIGHEST * plain_s)
 
 
-def _ranked(wishes: Sequence[DraftBid], price: StepPrice) -> list[tuple[float, int]]:
+def _ranked(bids: Sequence[DraftBid], price: StepPrice) -> list[tuple[float, int]]:
     """Every draft that may pay, the likeliest first: its chance, and the place of its row."""
     lowest, ranked = price.share / 2, []
-    for place, wish in enumerate(wishes):
+    for place, wish in enumerate(bids):
         likely = wish.chance
         for _ in range(wish.most):
             if likely <= lowest:

@@ -48,11 +48,11 @@ class Drafter(Protocol):
         """A sample that may want drafts; `parent` is the one it was forked off."""
         ...
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         """What each sample may draw next: `k` tokens at the most, or fewer, or none."""
         ...
 
-    def forget(self, story: DraftContext) -> None:
+    def forget(self, draft_context: DraftContext) -> None:
         """A sample is over."""
         ...
 

@@ -34,7 +34,7 @@ class DraftKV:
 class DraftTurn:
     """A story whose next tokens are being drafted."""
 
-    story: DraftContext
+    draft_context: DraftContext
     kv: KVCache
     most: int
     begun: int  # tokens its state had drawn
@@ -44,7 +44,7 @@ class DraftTurn:
 
     @property
     def position(self) -> int:
-        return len(self.story.ids) + len(self.drafts)
+        return len(self.draft_context.ids) + len(self.drafts)
 
 
 class ModelDrafter:
@@ -71,51 +71,51 @@ class ModelDrafter:
         kv = self._executor.create_kv_cache() if near is None else near.kv.fork_to(near.kv.shared_prefix(ids))
         return DraftContext(ids, state, DraftKV(kv, len(ids)))
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         turns: dict[DraftContext, DraftTurn] = {}
         drafts: dict[DraftContext, Draft] = {}
         room = STEP_TOKENS
-        for story, count in zip(stories, k, strict=True):
-            turn = self._turn(story, min(count, self._executor.max_context - len(story.ids)))
+        for draft_context, count in zip(draft_contexts, k, strict=True):
+            turn = self._turn(draft_context, min(count, self._executor.max_context - len(draft_context.ids)))
             if turn is None:
                 continue
             if len(turn.input) > room:  # a long prompt: some of it now, the rest beside the next steps
-                drafts[story] = Draft(read=room)
+                drafts[draft_context] = Draft(read=room)
                 self._run([turn], room)
                 room = 0
             else:
                 room -= len(turn.input)
-                turns[story] = turn
+                turns[draft_context] = turn
         try:
             self._draft(list(turns.values()))
         finally:
             for turn in turns.values():
-                turn.story.memory.drafted = len(turn.drafts)
-                turn.story.state.rollback(turn.story.state.history.generated_tokens - turn.begun)
-        drafts |= {story: Draft(turn.drafts, read=turn.read) for story, turn in turns.items()}
-        return [drafts.get(story, Draft()) for story in stories]
+                turn.draft_context.memory.drafted = len(turn.drafts)
+                turn.draft_context.state.rollback(turn.draft_context.state.history.generated_tokens - turn.begun)
+        drafts |= {draft_context: Draft(turn.drafts, read=turn.read) for draft_context, turn in turns.items()}
+        return [drafts.get(draft_context, Draft()) for draft_context in draft_contexts]
 
-    def forget(self, story: DraftContext) -> None:
-        memory, story.memory = story.memory, None
+    def forget(self, draft_context: DraftContext) -> None:
+        memory, draft_context.memory = draft_context.memory, None
         if memory is not None:
             memory.kv.close()
 
     def close(self) -> None:
         self._executor.close()
 
-    def _turn(self, story: DraftContext, most: int) -> DraftTurn | None:
+    def _turn(self, draft_context: DraftContext, most: int) -> DraftTurn | None:
         """What is to be done for a story; None where it gets no draft: its context or the KV memory is full."""
-        memory: DraftKV | None = story.memory
+        memory: DraftKV | None = draft_context.memory
         if memory is None or most < 1:
             return None
-        held = self._settle(memory, story.ids)
+        held = self._settle(memory, draft_context.ids)
         try:
-            memory.kv.reserve(len(story.ids) - held + most - 1)
+            memory.kv.reserve(len(draft_context.ids) - held + most - 1)
         except PoolExhausted:
-            self.forget(story)  # and never again: its beginning would have to be read once more
+            self.forget(draft_context)  # and never again: its beginning would have to be read once more
             return None
-        begun, known = story.state.history.generated_tokens, list(story.ids[held:])
-        return DraftTurn(story, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
+        begun, known = draft_context.state.history.generated_tokens, list(draft_context.ids[held:])
+        return DraftTurn(draft_context, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
 
     def _settle(self, memory: DraftKV, ids: Sequence[int]) -> int:
         """Cut the cache to a beginning of `ids`, with at least one of them left to compute; its length then."""
@@ -156,7 +156,9 @@ class ModelDrafter:
     def _sample(self, logits: Tensor, turns: Sequence[DraftTurn]) -> list[int | None]:
         """A token for each; None where this model has none."""
         try:
-            drawn = self._executor.sample(logits, [turn.story.state for turn in turns], [t.position for t in turns])
+            drawn = self._executor.sample(
+                logits, [turn.draft_context.state for turn in turns], [t.position for t in turns]
+            )
         except Cancelled:
             raise
         except KviltError:
@@ -170,7 +172,7 @@ def _goes_on(turn: DraftTurn, token: int | None) -> bool:
     """Take a draft in; whether another one may follow."""
     if token is None:
         return False
-    state = turn.story.state
+    state = turn.draft_context.state
     turn.drafts.append(token)
     if len(turn.drafts) >= turn.most or token in state.end_ids:
         return False

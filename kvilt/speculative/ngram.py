@@ -37,21 +37,23 @@ class NgramDrafter:
     def begin(self, ids: Sequence[int], state: SamplingState, parent: DraftContext | None = None) -> DraftContext:  # noqa: ARG002
         return DraftContext(ids, state, SuffixIndex())
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         left, drafts = _AT_ONCE, []
-        for story, count in zip(stories, k, strict=True):
-            index: SuffixIndex = story.memory
+        for draft_context, count in zip(draft_contexts, k, strict=True):
+            index: SuffixIndex = draft_context.memory
             known = len(index.text)
-            for token in islice(story.ids, known, known + left):
+            for token in islice(draft_context.ids, known, known + left):
                 index.append(token)
             read = len(index.text) - known
             left -= read
-            first = read if not known or len(index.text) < len(story.ids) else 0
-            drafts.append(_draft(index, count, first) if len(index.text) == len(story.ids) else Draft(read=first))
+            first = read if not known or len(index.text) < len(draft_context.ids) else 0
+            drafts.append(
+                _draft(index, count, first) if len(index.text) == len(draft_context.ids) else Draft(read=first)
+            )
         return drafts
 
-    def forget(self, story: DraftContext) -> None:
-        story.memory = None
+    def forget(self, draft_context: DraftContext) -> None:
+        draft_context.memory = None
 
     def close(self) -> None:
         pass

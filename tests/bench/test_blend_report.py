@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvilt.bench.blend_curve import curve, series
-from kvilt.bench.blend_measure import FULL, REUSE, BlendCase, BlendMethod, BlendOutcome, compare, f1, methods, quilt_of
+from kvilt.bench.blend_measure import (
+    FULL,
+    REUSE,
+    BlendCase,
+    BlendMethod,
+    BlendOutcome,
+    blend_prompt_of,
+    compare,
+    f1,
+    methods,
+)
 from kvilt.bench.blend_plot import plot
 from kvilt.bench.blend_results import ReportLine, ReportSettings, lines, summaries
 from kvilt.blend.chunk import ChunkCache
@@ -117,11 +127,11 @@ def test_all_ways_are_compared_with_the_whole_prefill(llm: LLM) -> None:
 
 def test_documents_are_cut_until_they_fit(llm: LLM) -> None:
     long = BlendCase("Why?", (TOWER * 40, PEAK * 40))
-    quilt = quilt_of(llm, long, 300)
-    assert len(quilt.ids) < 300
-    assert len({len(span) for span in quilt.documents}) == 1
+    blend_prompt = blend_prompt_of(llm, long, 300)
+    assert len(blend_prompt.ids) < 300
+    assert len({len(span) for span in blend_prompt.documents}) == 1
     with pytest.raises(InputError, match="do not fit"):
-        quilt_of(llm, long, 40)
+        blend_prompt_of(llm, long, 40)
 
 
 def test_f1_counts_words() -> None:

@@ -21,11 +21,11 @@ def memory_store(total_bytes: int = 1 << 26) -> Store:
     return Store(Budget(total_bytes))
 
 
-def start(executor: Executor, quilt: BlendPrompt) -> KVCache:
+def start(executor: Executor, blend_prompt: BlendPrompt) -> KVCache:
     """A cache that holds what stands before the first document."""
     kv = executor.create_kv_cache()
-    if quilt.exact:
-        executor.prefill(list(quilt.ids[: quilt.exact]), kv)
+    if blend_prompt.exact:
+        executor.prefill(list(blend_prompt.ids[: blend_prompt.exact]), kv)
     return kv
 
 
@@ -43,14 +43,14 @@ def finish(executor: Executor, blending: Blending, step: int = 512, beside: Sequ
 
 
 def blended(
-    executor: Executor, chunks: ChunkCache, quilt: BlendPrompt, recipe: Recipe, step: int = 512
+    executor: Executor, chunks: ChunkCache, blend_prompt: BlendPrompt, recipe: Recipe, step: int = 512
 ) -> tuple[Tensor, KVCache, Blending]:
     """Logits after a blended prompt, its committed cache, and what did it."""
-    blending = Blending(executor, chunks, quilt, recipe)
-    kv = start(executor, quilt)
+    blending = Blending(executor, chunks, blend_prompt, recipe)
+    kv = start(executor, blend_prompt)
     blending.begin(kv)
     logits = finish(executor, blending, step)
-    kv.commit([list(quilt.ids[quilt.exact :])])
+    kv.commit([list(blend_prompt.ids[blend_prompt.exact :])])
     return logits, kv, blending
 
 

@@ -26,7 +26,7 @@ ALWAYS = Recipe(0.2, min_gain=0.0)
 def begins(llm: LLM, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
     """What a chat with a document begins with, up to the document."""
     pieces = llm.chat_pieces(messages, None, [TEXT], ALWAYS)
-    return pieces.quilt.ids[: pieces.quilt.exact]
+    return pieces.blend_prompt.ids[: pieces.blend_prompt.exact]
 
 
 @pytest.mark.parametrize("question", ["How tall?", "A much longer question about everything, and then some?"])
@@ -57,11 +57,13 @@ def test_a_first_document_behind_just_that_is_right_already(tiny_executor: Execu
 def test_what_is_right_already_needs_no_repair(tiny_executor: Executor) -> None:
     """But for the rounding of a key that is kept before its rotation and then once more."""
     head, text, question = tokens(9, 1), tokens(40, 2), tokens(6, 3)
-    quilt = BlendPrompt.of([head, text, question], [False, True, False])
+    blend_prompt = BlendPrompt.of([head, text, question], [False, True, False])
     with memory_store() as store:
-        expected, whole = computed(tiny_executor, quilt.ids)
+        expected, whole = computed(tiny_executor, blend_prompt.ids)
         for behind, same in ((head, True), ((), False)):
-            found, kv, _ = blended(tiny_executor, ChunkCache(tiny_executor, store, behind), quilt, Recipe(0.0, "head"))
+            found, kv, _ = blended(
+                tiny_executor, ChunkCache(tiny_executor, store, behind), blend_prompt, Recipe(0.0, "head")
+            )
             assert bool(torch.allclose(found, expected, atol=0.02)) == same
             kv.close()
         whole.close()

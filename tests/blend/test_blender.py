@@ -67,7 +67,7 @@ def quilts(draw: st.DrawFn) -> BlendPrompt:
 
 @settings(max_examples=examples(25))
 @given(
-    quilt=quilts(),
+    blend_prompt=quilts(),
     strategy=st.sampled_from(STRATEGIES),
     ratio=st.sampled_from([0.0, 0.1, 0.5]),
     first=st.sampled_from([0, 1, 4]),
@@ -76,53 +76,60 @@ def quilts(draw: st.DrawFn) -> BlendPrompt:
     known=st.integers(0, 15),
 )
 def test_cold_warm_cut_and_crowded_are_the_same_to_the_bit(
-    native: Executor, quilt: BlendPrompt, strategy: str, ratio: float, first: int, step: int, beside: bool, known: int
+    native: Executor,
+    blend_prompt: BlendPrompt,
+    strategy: str,
+    ratio: float,
+    first: int,
+    step: int,
+    beside: bool,
+    known: int,
 ) -> None:
     made = recipe(ratio, strategy, first_tokens=first)
     with memory_store() as cold, memory_store() as other:
         chunks = ChunkCache(native, cold)
-        logits, kv, blending = blended(native, chunks, quilt, made)
-        again, twin, second = blended(native, chunks, quilt, made, step)  # everything is stored now
+        logits, kv, blending = blended(native, chunks, blend_prompt, made)
+        again, twin, second = blended(native, chunks, blend_prompt, made, step)  # everything is stored now
         assert torch.equal(logits, again)
         assert second.report().made == 0
         # A store that knows some of the documents, other cuts, and a decode of somebody else in every step.
         there = ChunkCache(native, other)
-        for index, one in enumerate(quilt.documents):
+        for index, one in enumerate(blend_prompt.documents):
             if known >> index & 1:
-                alone = BlendPrompt.of([quilt.ids[one.start : one.stop]], [True])
+                alone = BlendPrompt.of([blend_prompt.ids[one.start : one.stop]], [True])
                 blended(native, there, alone, recipe(0.0, "head"))[1].close()
-        third = Blending(native, there, quilt, made)
-        with start(native, quilt) as mixed, native.create_kv_cache() as neighbour:
+        third = Blending(native, there, blend_prompt, made)
+        with start(native, blend_prompt) as mixed, native.create_kv_cache() as neighbour:
             third.begin(mixed)
             neighbour.reserve(3)
             rows = [Row(Ids([5, 6, 7]), range(3), neighbour)] if beside else []
             assert torch.equal(logits, finish(native, third, step, rows))
-            mixed.commit([list(quilt.ids[quilt.exact :])])
+            mixed.commit([list(blend_prompt.ids[blend_prompt.exact :])])
             with kv, twin:
                 assert all(map(torch.equal, content(kv), content(twin)))
                 assert all(map(torch.equal, content(kv), content(mixed)))
-        check_report(blending, quilt, made)
+        check_report(blending, blend_prompt, made)
 
 
-def check_report(blending: Blending, quilt: BlendPrompt, made: Recipe) -> None:
+def check_report(blending: Blending, blend_prompt: BlendPrompt, made: Recipe) -> None:
     report = blending.report()
-    assert report.computed + report.reused + report.recomputed == len(quilt.ids) - quilt.exact
-    distinct = {quilt.ids[one.start : one.stop] for one in quilt.documents}
+    assert report.computed + report.reused + report.recomputed == len(blend_prompt.ids) - blend_prompt.exact
+    distinct = {blend_prompt.ids[one.start : one.stop] for one in blend_prompt.documents}
     assert report.made == sum(map(len, distinct))
-    forced = sum(min(made.first_tokens, len(one)) for one in quilt.documents)
-    ends = quilt.documents[-1].stop == len(quilt.ids)  # then the last token is one of them
-    budget = int(made.ratio * quilt.reused + 1e-9)
+    forced = sum(min(made.first_tokens, len(one)) for one in blend_prompt.documents)
+    ends = blend_prompt.documents[-1].stop == len(blend_prompt.ids)  # then the last token is one of them
+    budget = int(made.ratio * blend_prompt.reused + 1e-9)
     assert max(budget, forced) <= report.recomputed <= max(budget, forced + ends)
 
 
 @settings(max_examples=examples(15))
-@given(quilt=quilts(), strategy=st.sampled_from(STRATEGIES), step=st.sampled_from([1, 13, 512]))
+@given(blend_prompt=quilts(), strategy=st.sampled_from(STRATEGIES), step=st.sampled_from([1, 13, 512]))
 def test_everything_computed_again_is_a_whole_prefill(
-    native: Executor, quilt: BlendPrompt, strategy: str, step: int
+    native: Executor, blend_prompt: BlendPrompt, strategy: str, step: int
 ) -> None:
     with memory_store() as store:
-        logits, kv, _ = blended(native, ChunkCache(native, store), quilt, recipe(1.0, strategy), step)
-        expected, whole = computed(native, quilt.ids)
+        logits, kv, _ = blended(native, ChunkCache(native, store), blend_prompt, recipe(1.0, strategy), step)
+        expected, whole = computed(native, blend_prompt.ids)
         with kv, whole:
             assert torch.equal(logits, expected)
             assert all(map(torch.equal, content(kv), content(whole)))
@@ -159,9 +166,9 @@ def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
     flags = [False, True, True, False]
     kept = []
     for seed in (20, 30):
-        quilt = BlendPrompt.of([head, document, tokens(33, seed), tokens(4, seed + 1)], flags)
-        blending = Blending(native, chunks, quilt, made)
-        with start(native, quilt) as kv:
+        blend_prompt = BlendPrompt.of([head, document, tokens(33, seed), tokens(4, seed + 1)], flags)
+        blending = Blending(native, chunks, blend_prompt, made)
+        with start(native, blend_prompt) as kv:
             blending.begin(kv)
             finish(native, blending)
             pool, row = native.pool, kv.row(0)
@@ -280,9 +287,9 @@ def test_gradual_filtering_narrows_layer_by_layer(tmp_path: Path, store: Store) 
 
 def test_a_document_that_stands_where_it_was_computed_is_left_alone(native: Executor, store: Store) -> None:
     """The first document, with nothing before it, is right; the budget goes to the others."""
-    quilt = BlendPrompt.of([tokens(30, 1), tokens(30, 2), tokens(4, 3)], [True, True, False])
-    blending = Blending(native, ChunkCache(native, store), quilt, recipe(0.5, "head"))
-    with start(native, quilt) as kv:
+    blend_prompt = BlendPrompt.of([tokens(30, 1), tokens(30, 2), tokens(4, 3)], [True, True, False])
+    blending = Blending(native, ChunkCache(native, store), blend_prompt, recipe(0.5, "head"))
+    with start(native, blend_prompt) as kv:
         blending.begin(kv)
         while not blending.done:
             row = blending.next(512)
@@ -300,9 +307,9 @@ def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> N
         blended(native, chunks, BlendPrompt.of([document], [True]), recipe(0.0, "head"))[1].close()
     one, other = (chunks.open(document).layer(2) for chunks in (plain, backed))
     assert not torch.equal(one.values, other.values)
-    quilt = BlendPrompt.of([behind, document, tokens(4, 42)], [False, True, False])
-    expected, whole = computed(native, quilt.ids)
-    logits, kv, blending = blended(native, backed, quilt, recipe(0.0, "head"))
+    blend_prompt = BlendPrompt.of([behind, document, tokens(4, 42)], [False, True, False])
+    expected, whole = computed(native, blend_prompt.ids)
+    logits, kv, blending = blended(native, backed, blend_prompt, recipe(0.0, "head"))
     with whole, kv:
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-2)  # keys were rounded once more
     assert blending.report().made == 0
@@ -310,10 +317,10 @@ def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> N
 
 def test_tenants_do_not_share_documents(native: Executor, store: Store) -> None:
     chunks, document = ChunkCache(native, store), tokens(20, 41)
-    quilt = BlendPrompt.of([document, tokens(2, 1)], [True, False])
+    blend_prompt = BlendPrompt.of([document, tokens(2, 1)], [True, False])
     for tenant, made in (("one", 20), ("one", 0), ("other", 20), ("", 20)):
-        blending = Blending(native, chunks, quilt, recipe(0.1, "head"), tenant)
-        with start(native, quilt) as kv:
+        blending = Blending(native, chunks, blend_prompt, recipe(0.1, "head"), tenant)
+        with start(native, blend_prompt) as kv:
             blending.begin(kv)
             finish(native, blending)
         assert blending.report().made == made
@@ -322,17 +329,17 @@ def test_tenants_do_not_share_documents(native: Executor, store: Store) -> None:
 def test_blended_kv_never_enters_the_prefix_index(native: Executor, store: Store) -> None:
     _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
     native.prefixes.clear()
-    trail = PrefixKeys(PrefixScope())
+    prefix_keys = PrefixKeys(PrefixScope())
     with kv, kv.fork() as child:
         assert kv.origin == child.origin == blending.recipe.name != "exact"
-        native.prefixes.insert(kv.row(0), trail)
-        native.prefixes.insert(child.row(0), trail)
+        native.prefixes.insert(kv.row(0), prefix_keys)
+        native.prefixes.insert(child.row(0), prefix_keys)
         assert len(native.prefixes) == 0
         child.truncate(0)
         assert child.origin == "exact"
     _, whole = computed(native, QUILT.ids)
     with whole:
-        native.prefixes.insert(whole.row(0), trail)
+        native.prefixes.insert(whole.row(0), prefix_keys)
         assert len(native.prefixes) > 0
     native.prefixes.clear()
 
@@ -415,7 +422,7 @@ def test_segments() -> None:
     ],
 )
 def test_small_gain_is_no_blend(lengths: Sequence[int], ratio: float, strategy: str, worth: bool) -> None:
-    quilt = BlendPrompt.of([tokens(count, 1) for count in lengths], [False, True, False])
-    assert quilt.worth(Recipe(ratio, strategy), 30) is worth
-    assert quilt.worth(Recipe(ratio, strategy, min_gain=0.0), 30)  # 0: whatever it saves
+    blend_prompt = BlendPrompt.of([tokens(count, 1) for count in lengths], [False, True, False])
+    assert blend_prompt.worth(Recipe(ratio, strategy), 30) is worth
+    assert blend_prompt.worth(Recipe(ratio, strategy, min_gain=0.0), 30)  # 0: whatever it saves
     assert not BlendPrompt.of([[1, 2]], [False]).worth(Recipe(min_gain=0.0), 30)

@@ -49,10 +49,10 @@ def make(executor: Executor, store: Store, discover: bool = False) -> Engine:
     return Engine(executor, EngineConfig(discover=discover), chunks=ChunkCache(executor, store))
 
 
-def ask(engine: Engine, quilt: BlendPrompt, named: bool = False, **fields: Any) -> tuple[list[int], Ended]:
+def ask(engine: Engine, blend_prompt: BlendPrompt, named: bool = False, **fields: Any) -> tuple[list[int], Ended]:
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    documents = quilt.documents if named else ()
-    asked = Request(quilt.ids, **{"params": params, "documents": documents, "recipe": RECIPE, **fields})
+    documents = blend_prompt.documents if named else ()
+    asked = Request(blend_prompt.ids, **{"params": params, "documents": documents, "recipe": RECIPE, **fields})
     ear = Ear()
     engine.add(engine.prepare(asked, ear))
     while not ear.over:  # it may wait for a disk meanwhile
@@ -121,8 +121,8 @@ def test_documents_of_other_adapters_are_not_found(tmp_path: Path, store: Store)
 
 def test_what_the_prefix_index_has_is_left_as_it_is(executor: Executor, store: Store) -> None:
     engine = make(executor, store, True)
-    for quilt in (QUILT, OTHER):
-        ask(engine, quilt, named=True)
+    for blend_prompt in (QUILT, OTHER):
+        ask(engine, blend_prompt, named=True)
     executor.prefixes.clear()
     plain, end = ask(engine, OTHER, discover=False)  # all of it is known from here on
     assert end.blended is None

@@ -45,9 +45,9 @@ def recipe(strategy: str, ratio: float = 0.3) -> Recipe:
     return Recipe(ratio, strategy, check_layer=0, min_gain=0.0)
 
 
-def request(quilt: BlendPrompt, made: Recipe, **fields: object) -> Request:
+def request(blend_prompt: BlendPrompt, made: Recipe, **fields: object) -> Request:
     params = fields.pop("params", SamplingParams(max_tokens=8, temperature=0.0))
-    return Request(quilt.ids, params, documents=quilt.documents, recipe=made, **fields)  # type: ignore[arg-type]
+    return Request(blend_prompt.ids, params, documents=blend_prompt.documents, recipe=made, **fields)  # type: ignore[arg-type]
 
 
 def put(engine: Engine, asked: Request) -> Ear:
@@ -56,10 +56,10 @@ def put(engine: Engine, asked: Request) -> Ear:
     return ear
 
 
-def alone(executor: Executor, quilt: BlendPrompt, made: Recipe, count: int = 8) -> list[int]:
+def alone(executor: Executor, blend_prompt: BlendPrompt, made: Recipe, count: int = 8) -> list[int]:
     """What a blended prompt says without an engine."""
     with memory_store() as store:
-        logits, kv, _ = blended(executor, ChunkCache(executor, store), quilt, made)
+        logits, kv, _ = blended(executor, ChunkCache(executor, store), blend_prompt, made)
     with kv:
         first = int(logits.argmax())
         params = SamplingParams(max_tokens=count - 1, temperature=0.0)
@@ -129,9 +129,9 @@ def test_everybody_says_what_they_say_alone(executor: Executor, store: Store, st
     executor.run = watched  # type: ignore[method-assign, assignment]
     try:
         heard, plain = [], []
-        for (quilt, made), other in zip(quilts, others, strict=True):
+        for (blend_prompt, made), other in zip(quilts, others, strict=True):
             plain.append(ask_start(engine, other))
-            heard.append(put(engine, request(quilt, made)))
+            heard.append(put(engine, request(blend_prompt, made)))
         finish(engine)
     finally:
         executor.run = run  # type: ignore[method-assign]
@@ -192,8 +192,8 @@ def test_only_the_kv_of_a_blended_prompt(executor: Executor, store: Store) -> No
 def test_a_prompt_too_large_for_the_pool_fails_alone(tmp_path: Path, store: Store) -> None:
     executor = load_small(tmp_path, 6, None, "native")
     engine = Engine(executor, chunks=ChunkCache(executor, store))
-    quilt = BlendPrompt.of([tokens(2, 1), tokens(150, 2), tokens(3, 3)], [False, True, False])
-    ear = put(engine, request(quilt, recipe("query")))
+    blend_prompt = BlendPrompt.of([tokens(2, 1), tokens(150, 2), tokens(3, 3)], [False, True, False])
+    ear = put(engine, request(blend_prompt, recipe("query")))
     finish(engine)
     assert isinstance(ear.error, PoolExhausted)
     assert executor.pool.usage().used == 0

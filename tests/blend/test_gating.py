@@ -62,9 +62,9 @@ def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
     return Recipe(ratio, strategy, check_layer=0, **{"min_gain": 0.0, **fields})
 
 
-def put(engine: Engine, quilt: BlendPrompt, made: Recipe, **fields: Any) -> Ear:
+def put(engine: Engine, blend_prompt: BlendPrompt, made: Recipe, **fields: Any) -> Ear:
     params = fields.pop("params", SamplingParams(max_tokens=6, temperature=0.0))
-    asked = Request(quilt.ids, params, documents=quilt.documents, recipe=made, **fields)
+    asked = Request(blend_prompt.ids, params, documents=blend_prompt.documents, recipe=made, **fields)
     ear = Ear(asked.samples)
     engine.add(engine.prepare(asked, ear))
     return ear
@@ -77,8 +77,8 @@ def settle(engine: Engine) -> None:
 
 
 def close(engine: Engine) -> None:
-    assert engine._gating is not None
-    engine._gating.gate.close()
+    assert engine._quality_checks is not None
+    engine._quality_checks.gate.close()
 
 
 def value(engine: Engine, metric: Counter | Gauge, **labels: str) -> float:
@@ -86,10 +86,10 @@ def value(engine: Engine, metric: Counter | Gauge, **labels: str) -> float:
     return sum(point["value"] for point in series if labels.items() <= point["labels"].items())
 
 
-def whole_prompt(executor: Executor, quilt: BlendPrompt, count: int = 6) -> list[int]:
+def whole_prompt(executor: Executor, blend_prompt: BlendPrompt, count: int = 6) -> list[int]:
     with executor.create_kv_cache() as kv:
         params = SamplingParams(max_tokens=count, temperature=0.0)
-        return executor.sample_tokens(count, list(quilt.ids), kv, params=params)[0]
+        return executor.sample_tokens(count, list(blend_prompt.ids), kv, params=params)[0]
 
 
 # What is measured.
@@ -188,14 +188,14 @@ def test_beside_drafts(executor: Executor, store: Store) -> None:
 ACT = GateConfig(every=1, max_kl=1e-3, least=2)
 
 
-def served(engine: Engine, quilt: BlendPrompt, made: Recipe) -> str:
+def served(engine: Engine, blend_prompt: BlendPrompt, made: Recipe) -> str:
     """The recipe that a request was answered with."""
-    ear = put(engine, quilt, made)
+    ear = put(engine, blend_prompt, made)
     settle(engine)
     end = ear.ends[0]
     assert end is not None
     assert end.blended is not None
-    assert end.cached + end.computed == len(quilt.ids)
+    assert end.cached + end.computed == len(blend_prompt.ids)
     return end.blended.recipe
 
 
@@ -296,7 +296,7 @@ def test_comparisons_wait_for_prompts_and_go_on_beside_decodes(executor: Executo
             engine.step()
         assert batches == [[1, 127], [1, 127], [1, 46]]  # all of the budget is the prompt's
         assert [sample.request for sample in engine.view("").samples] == [
-            track.sample.request for track in engine._tracks.values() if not track.job.request.background
+            track.sample.request for track in engine._seqs.values() if not track.job.request.background
         ]
         settle(engine)
     finally:
@@ -376,11 +376,11 @@ def _arrivals(dice: random.Random) -> list[tuple[int, Request]]:
     for index in range(dice.randrange(2, 7)):
         begin, end = tokens(dice.randrange(40), 50 + dice.randrange(3)), tokens(dice.randrange(1, 12), 70 + index)
         parts = [begin, *dice.sample(texts, dice.randrange(1, 3)), end]
-        quilt = BlendPrompt.of(parts, [False, *[True] * (len(parts) - 2), False])
+        blend_prompt = BlendPrompt.of(parts, [False, *[True] * (len(parts) - 2), False])
         own = recipe(dice.choice([0.0, 0.2, 1.0]), dice.choice(["head", "query", "deviation"]))
         params = SamplingParams(max_tokens=dice.randrange(1, 50), temperature=0.0, n=dice.choice([1, 1, 2]))
-        documents = quilt.documents if dice.random() < 0.7 else ()
-        request = Request(quilt.ids, params, id=str(index), documents=documents, recipe=own)
+        documents = blend_prompt.documents if dice.random() < 0.7 else ()
+        request = Request(blend_prompt.ids, params, id=str(index), documents=documents, recipe=own)
         made.append((dice.randrange(40), request))
     return made
 

@@ -66,10 +66,10 @@ def test_a_recipe_is_a_recipe() -> None:
 
 
 def test_what_is_computed_again_in_any_case_saves_nothing() -> None:
-    quilt = BlendPrompt.of([[1] * 4, [2] * 100, [3] * 100, [4] * 6], [False, True, True, False])
-    assert quilt.worth(Recipe(0.1, "head"), 12)
-    assert not quilt.worth(Recipe(0.1, "head", first_tokens=99), 12)
-    assert not quilt.worth(Recipe(0.1, "head", load_floor=0.9), 12)
+    blend_prompt = BlendPrompt.of([[1] * 4, [2] * 100, [3] * 100, [4] * 6], [False, True, True, False])
+    assert blend_prompt.worth(Recipe(0.1, "head"), 12)
+    assert not blend_prompt.worth(Recipe(0.1, "head", first_tokens=99), 12)
+    assert not blend_prompt.worth(Recipe(0.1, "head", load_floor=0.9), 12)
 
 
 def test_different_recipes_have_different_names() -> None:

@@ -175,8 +175,8 @@ def test_a_driver_sleeps_until_the_store_answers(
         gate.release(2)  # the headers are there before it begins
 
     class Told(Ear):
-        def hear(self, event: object) -> bool:
-            said = super().hear(event)  # type: ignore[arg-type]
+        def on_event(self, event: object) -> bool:
+            said = super().on_event(event)  # type: ignore[arg-type]
             if self.over:
                 over.set()
             return said

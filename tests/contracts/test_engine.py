@@ -39,7 +39,7 @@ def test_abort(executor: Executor, engine: Engine, stop: int) -> None:
     for _ in range(stop):
         engine.step()
     engine.abort("doomed")
-    engine.attend()
+    engine.drain_inbox()
     (ended,) = doomed.ends
     assert ended is not None
     assert ended.kv is not None

@@ -131,7 +131,7 @@ class Kitchen:
         self.texts: dict[Sample, list[int]] = {}
         self.live: list[Sample] = []
         self.ended: dict[tuple[str, int], tuple[str, list[int]]] = {}
-        self.unborn: dict[str, int] = {}
+        self.unforked: dict[str, int] = {}
         self.log: list[str] = []
         self.computed_tokens = self.preemptions = self.steps = 0
         self.most_running = 0
@@ -155,7 +155,7 @@ class Kitchen:
         sample.keys = keys_of(text, self.limits.page_tokens) if self.index else ()
         self.texts[sample] = list(text)
         self.live.append(sample)
-        self.unborn[name] = n - 1
+        self.unforked[name] = n - 1
         self.scheduler.add(sample)
         return sample
 
@@ -174,7 +174,7 @@ class Kitchen:
         if sample in self.pages.tables:
             self.pages.release(sample)
         if sample.index == 0:
-            for index in range(1, self.unborn.pop(sample.request) + 1):
+            for index in range(1, self.unforked.pop(sample.request) + 1):
                 self.ended[sample.request, index] = (reason, [])
 
     def step(self) -> StepPlan:
@@ -229,7 +229,7 @@ class Kitchen:
             most = min(most, scored - scored % self.limits.page_tokens)
         return self.pages.probe(self._keys(sample), most) if self.index else PrefixHit()
 
-    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
+    def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
     def shares_tail(self, sample: Sample) -> bool:
@@ -268,6 +268,6 @@ class Kitchen:
             self.texts[one.sample] = self.texts[one.parent][: one.sample.prompt]
             self.pages.fork(one.parent, one.sample)
             self.live.append(one.sample)
-            self.unborn[one.sample.request] -= 1
+            self.unforked[one.sample.request] -= 1
         if one.token is not None:
             self.texts[one.sample].append(one.token)

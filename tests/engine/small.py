@@ -46,7 +46,7 @@ class Ear:
         self.tokens = [[] for _ in range(self.samples)]
         self.ends = [None] * self.samples
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         assert self.ends[event.index] is None, "nothing is heard after the end"
         match event:
             case TokenEvent(index, token):
@@ -103,11 +103,13 @@ def asks(count: int, seed: int, temperature: float = 0.0, longest: int = 150) ->
     return made
 
 
-def start(engine: Engine, ask: Ask, *, ear: Ear | None = None, lent: BorrowedKV | None = None, **fields: object) -> Ear:
+def start(
+    engine: Engine, ask: Ask, *, ear: Ear | None = None, borrowed: BorrowedKV | None = None, **fields: object
+) -> Ear:
     """Ask an engine; the ear hears the answer."""
     ear = ear or Ear(ask.params.n)
     request = Request(ask.prompt, ask.params, **fields)  # type: ignore[arg-type]
-    engine.add(engine.prepare(request, ear, lent))
+    engine.add(engine.prepare(request, ear, borrowed))
     return ear
 
 

@@ -367,21 +367,21 @@ def test_a_reader_who_catches_up_while_it_is_being_held_is_not_left_held() -> No
             """A driver during whose hold the reader runs."""
 
             def hold(self, _job: object) -> None:
-                while outlet._queue:
+                while token_stream._queue:
                     with pytest.raises(StopIteration):
-                        outlet.next().send(None)
+                        token_stream.next().send(None)
                 calls.append("hold")
 
             def resume(self, _job: object) -> None:
                 calls.append("resume")
 
         texts = SimpleNamespace(take=lambda: "x")
-        answer = SimpleNamespace(hear=lambda _event: False, over=False, error=None, samples=[texts])
-        outlet = TokenStream(answer, asyncio.get_running_loop(), Between(), Notifier(), unread=4)  # type: ignore[arg-type]
-        outlet.job = object()  # type: ignore[assignment]
+        answer = SimpleNamespace(on_event=lambda _event: False, over=False, error=None, samples=[texts])
+        token_stream = TokenStream(answer, asyncio.get_running_loop(), Between(), Notifier(), unread=4)  # type: ignore[arg-type]
+        token_stream.job = object()  # type: ignore[assignment]
         for token in range(4):
-            outlet.hear(TokenEvent(0, token))
-        waiting = outlet.next()
+            token_stream.on_event(TokenEvent(0, token))
+        waiting = token_stream.next()
         waiting.send(None)  # nothing is there: it waits, and before that it looks whether it was held
         waiting.close()
 

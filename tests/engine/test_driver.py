@@ -34,8 +34,8 @@ class Waiting(Ear):
         super().__post_init__()
         self.done, self.begun = threading.Event(), threading.Event()
 
-    def hear(self, event: Event) -> bool:
-        enough = super().hear(event)
+    def on_event(self, event: Event) -> bool:
+        enough = super().on_event(event)
         self.begun.set()
         if isinstance(event, Ended) and self.over:
             self.done.set()
@@ -62,9 +62,9 @@ class Desk:
         self.hung: list[StepHung] = []
         self.driver = Driver(self.engine, executor, self.config, on_hung=self.hung.append)
 
-    def ask(self, ask: Ask, lent: BorrowedKV | None = None, **fields: Any) -> Waiting:
+    def ask(self, ask: Ask, borrowed: BorrowedKV | None = None, **fields: Any) -> Waiting:
         ear = Waiting(ask.params.n)
-        self.driver.submit(self.engine.prepare(Request(ask.prompt, ask.params, **fields), ear, lent))
+        self.driver.submit(self.engine.prepare(Request(ask.prompt, ask.params, **fields), ear, borrowed))
         return ear
 
 
@@ -106,7 +106,7 @@ def test_an_abort_ends_a_request_and_an_idle_driver_rests(
     ear = desk.ask(ENDLESS, id="a")
     assert ear.begun.wait(300)
     desk.driver.abort("a")
-    stuck.let_go.set()
+    stuck.release_resources.set()
     assert ear.done.wait(300)
     assert ear.reasons == ["cancelled"]
     assert not desk.engine.ready
@@ -117,7 +117,7 @@ def test_a_held_request_waits_for_its_reader(executor: Executor, desk: Desk, mon
     ear = desk.ask(ENDLESS, id="a")
     assert ear.begun.wait(300)
     desk.driver.hold("a")
-    stuck.let_go.set()
+    stuck.release_resources.set()
     other = desk.ask(SHORT)
     assert other.done.wait(300)
     said = len(ear.tokens[0])
@@ -180,7 +180,7 @@ def test_too_many_that_wait_are_refused_without_a_trace(executor: Executor, monk
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(desk.driver.close, 300)
         until(desk.driver._closing.is_set)
-        stuck.let_go.set()
+        stuck.release_resources.set()
         closing.result(300)
     assert all(isinstance(ear.error, Draining) for ear in (running, *waiting))
 
@@ -199,7 +199,7 @@ def test_a_queue_that_one_owner_fills_has_room_for_another(executor: Executor, m
     until(lambda: desk.engine.waiting == 6)
     with pytest.raises(QueueFull, match="2 requests wait and 2 may"):
         desk.ask(SHORT, owner="late")
-    stuck.let_go.set()
+    stuck.release_resources.set()
     assert all(ear.done.wait(300) for ear in late), "the crowd's endless request holds no other owner up"
     assert [ear.reasons for ear in late] == [["length"]] * 2
     desk.driver.close(300)
@@ -220,7 +220,7 @@ def test_draining_says_when_it_took_too_long(executor: Executor, desk: Desk, mon
     ear = desk.ask(ENDLESS)
     assert not desk.driver.drain(0.01)
     desk.driver.close(0)
-    stuck.let_go.set()
+    stuck.release_resources.set()
     desk.driver.close(300)
     assert isinstance(ear.error, Draining)
 
@@ -229,14 +229,14 @@ class Stuck:
     """A forward that waits, after some steps, until it is let go, or until it is cancelled if it looks."""
 
     def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch, looks: bool, steps: int = 0) -> None:
-        self.let_go, self._looks, self._steps = threading.Event(), looks, steps
+        self.release_resources, self._looks, self._steps = threading.Event(), looks, steps
         self._honest, self._executor = executor.run, executor
         monkeypatch.setattr(executor, "run", self)
 
     def __call__(self, batch: Batch) -> Logits:
         self._steps -= 1
         with self._executor.call() as stop:
-            while self._steps < 0 and not self.let_go.wait(0.005):
+            while self._steps < 0 and not self.release_resources.wait(0.005):
                 if self._looks and stop.is_set():
                     raise Cancelled()
         return self._honest(batch)
@@ -254,7 +254,7 @@ def test_a_hung_step_is_cancelled_and_its_requests_fail(
     assert isinstance(ear.error, StepHung)
     assert len(desk.hung) >= 1
     assert "a step has taken more than 0.05 s" in caplog.text
-    stuck.let_go.set()
+    stuck.release_resources.set()
     until(lambda: desk.driver.healthy)
     ear = desk.ask(SHORT)
     assert ear.done.wait(300)
@@ -277,7 +277,7 @@ def test_a_step_that_hears_no_cancel_is_told_to_readers_and_newcomers(
     assert not desk.driver.accepting
     with pytest.raises(StepHung, match=r"0\.05 s"):
         desk.ask(SHORT)
-    stuck.let_go.set()
+    stuck.release_resources.set()
     assert ear.done.wait(300), "it ended after all, and so did its request"
     until(lambda: desk.driver.healthy)
     rounds.end()
@@ -330,6 +330,6 @@ def test_time_in_which_the_whole_process_stood_still_hangs_no_step(
     rounds.make(2)
     assert ear.done.wait(300)
     assert isinstance(ear.error, StepHung)
-    stuck.let_go.set()
+    stuck.release_resources.set()
     rounds.end()
     desk.driver.close()

@@ -67,7 +67,7 @@ def test_an_abort_at_every_step_frees_pages_at_once_and_touches_nobody(executor:
         before = executor.pool.usage().used
         ended = victim.over
         engine.abort("doomed")
-        engine.attend()
+        engine.drain_inbox()
         assert victim.over
         if not ended:
             assert victim.reasons == ["cancelled"]
@@ -90,7 +90,7 @@ def test_an_abort_of_something_unknown_or_over_is_fine(engine: Engine) -> None:
     finish(engine)
     engine.abort("a")
     engine.abort("never")
-    engine.attend()
+    engine.drain_inbox()
     assert ear.reasons == ["length"]
 
 
@@ -240,8 +240,8 @@ def test_a_row_that_may_draw_nothing_fails_alone(executor: Executor, engine: Eng
 
 def test_a_listener_that_raises_ends_its_own_request_alone(executor: Executor, engine: Engine) -> None:
     class Deaf(Ear):
-        def hear(self, event: Event) -> bool:
-            super().hear(event)
+        def on_event(self, event: Event) -> bool:
+            super().on_event(event)
             raise ValueError("deaf")
 
     deaf, ear = start(engine, LONG, ear=Deaf()), start(engine, LONG)
@@ -482,7 +482,7 @@ def test_a_lent_cache_is_the_beginning_also_after_preemption(executor: Executor)
             expected = executor.sample_tokens(60, [9, 8], own)[0]
         engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8))
         first = [start(engine, one, reuse=False) for one in asks(8, seed=3, longest=120)]
-        ear = start(engine, ask, lent=BorrowedKV(kv.fork()), priority=1)
+        ear = start(engine, ask, borrowed=BorrowedKV(kv.fork()), priority=1)
         for _ in range(4):
             engine.step()
         taken = executor.pool.take([min(executor.pool.free_pages())] * len(executor.layout.groups))
@@ -514,7 +514,7 @@ def test_kept_kv_holds_all_but_the_last_token_however_a_request_ends(executor: E
         for _ in range(stop):
             engine.step()
         engine.abort("a")
-        engine.attend()
+        engine.drain_inbox()
         assert ear.ends[0] is not None
         kv = ear.ends[0].kv
         assert kv is not None
@@ -574,7 +574,7 @@ def test_an_abort_ends_every_sample_once(engine: Engine, stop: int) -> None:
         engine.step()
     engine.abort("a")
     engine.abort("a")
-    engine.attend()
+    engine.drain_inbox()
     assert ear.reasons == ["cancelled"] * 4
     assert not engine.ready
 
@@ -640,7 +640,7 @@ def test_what_happens_is_counted_under_known_names(executor: Executor, engine: E
 def test_gauges_are_true_where_no_step_follows(executor: Executor, engine: Engine) -> None:
     """Whatever ends the last request ends what is shown of it: an abort between two steps, or an end of everything."""
     for leave in (
-        lambda: (engine.abort("a"), engine.abort("b"), engine.attend()),
+        lambda: (engine.abort("a"), engine.abort("b"), engine.drain_inbox()),
         lambda: engine.fail_all(InputError("the end")),
     ):
         for name in "ab":

@@ -104,10 +104,16 @@ class Faults:
         if self.victim is None:
             return False
         own: list[Any] = [self.victim.listener]
-        for track in {id(one): one for one in (self.victim.first, *self.victim.live)}.values():
-            own += [track.kv, track.trail, track.blending, track.scoring, track.course and track.course.story]
-            if track.state is not None:
-                own += [track.state, track.state.matcher, track.state.history]
+        for seq in {id(one): one for one in (self.victim.first, *self.victim.live)}.values():
+            own += [
+                seq.kv,
+                seq.prefix_keys,
+                seq.blending,
+                seq.scoring,
+                seq.draft_state and seq.draft_state.draft_context,
+            ]
+            if seq.state is not None:
+                own += [seq.state, seq.state.matcher, seq.state.history]
         owned = {id(one) for one in own if one is not None}
         # A list holds what several requests share, such as all stories of a drafter: that is nobody's alone.
         return any(id(one) in owned for one in given)
@@ -127,15 +133,15 @@ def tokens(dice: random.Random, size: int) -> list[int]:
 def victim(kind: str) -> Request:
     dice = random.Random(1)
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=3, n=2, logprobs=2, repetition_penalty=1.1)
-    quilt = BlendPrompt.of([tokens(dice, 20), tokens(dice, 33), tokens(dice, 7)], [False, True, False])
-    request = Request(quilt.ids, params, id="victim", progress=True, keep_kv=True, end_ids=frozenset([END]))
+    blend_prompt = BlendPrompt.of([tokens(dice, 20), tokens(dice, 33), tokens(dice, 7)], [False, True, False])
+    request = Request(blend_prompt.ids, params, id="victim", progress=True, keep_kv=True, end_ids=frozenset([END]))
     match kind:
         case "grammar":
             return replace(request, params=SamplingParams.of(params, grammar=GRAMMAR.constraint), grammar=GRAMMAR)
         case "scored":
             return replace(request, params=SamplingParams.of(params, prompt_logprobs=1))
         case "documents":
-            return replace(request, documents=quilt.documents, recipe=Recipe(0.2, "query", 0, min_gain=0.0))
+            return replace(request, documents=blend_prompt.documents, recipe=Recipe(0.2, "query", 0, min_gain=0.0))
         case _:
             loop = tokens(dice, 5) * 8  # something to look up
             return replace(request, prompt=tuple(loop), params=SamplingParams.of(params, n=1))
@@ -151,10 +157,10 @@ def neighbours() -> list[Request]:
 class Keeper(Ear):
     """Closes the KV it is given."""
 
-    def hear(self, event: Any) -> bool:
+    def on_event(self, event: Any) -> bool:
         if getattr(event, "kv", None) is not None:
             event.kv.close()
-        return super().hear(event)
+        return super().on_event(event)
 
 
 @dataclass
@@ -220,7 +226,7 @@ def test_a_fault_at_any_callback_of_a_step_ends_its_own_request_alone(
         day.run()
         assert (heard([day.asked]), heard(day.others)) == (right, alone), "spies change nothing"
         found = dict(faults.calls)
-        assert found.keys() >= {"SamplingState.advance", "Ear.hear", "KVCache.commit", *KINDS[kind]}, found
+        assert found.keys() >= {"SamplingState.advance", "Ear.on_event", "KVCache.commit", *KINDS[kind]}, found
         number = 0
         for method, times in sorted(found.items()):
             for at in sorted({1, (times + 1) // 2, times}):
@@ -233,7 +239,7 @@ def test_a_fault_at_any_callback_of_a_step_ends_its_own_request_alone(
                     where = f"{method} call {at} {'after' if after else 'before'}"
                     assert faults.raised == 1, where
                     assert heard(day.others) == alone, where
-                    if method != "Ear.hear":  # a listener that fails may not hear its own end
+                    if method != "Ear.on_event":  # a listener that fails may not hear its own end
                         assert day.asked.over, where
                         assert "error" in day.asked.reasons or heard([day.asked]) == right, where
                     assert (day.engine.requests, executor.pool.usage().used) == (0, 0), where

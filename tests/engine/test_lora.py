@@ -158,14 +158,14 @@ def test_aborted_and_refused_requests_let_go_of_their_adapter(executor: Executor
     ear = Ear()
     job = engine.prepare(Request(TEXT, SamplingParams(), adapter=adapter), ear)
     engine.abort(job)
-    engine.attend()
+    engine.drain_inbox()
     with pytest.raises(InputError):
         engine.prepare(Request(TEXT * 100, SamplingParams(), adapter=adapter), Ear())
     running = ask(engine, TEXT, adapter)
     engine.step()
     assert executor.adapters.find("lora0").users == 1
     engine.abort(next(iter(engine._jobs)))
-    engine.attend()
+    engine.drain_inbox()
     assert running.over
     assert executor.adapters.find("lora0").users == 0
 

@@ -328,7 +328,7 @@ class Some:
     def hit(self, sample: Sample, most: int) -> PrefixHit:
         return PrefixHit()
 
-    def seeks(self, sample: Sample, hit: PrefixHit) -> bool:
+    def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
     def shares_tail(self, sample: Sample) -> bool:

@@ -29,7 +29,7 @@ def test_a_request_is_seen_from_its_arrival_to_its_end(executor: Executor, engin
     assert (seen.state, seen.computed, seen.cached, seen.prompt_tokens) == ("running", 32, 0, 90)
     assert (seen.pages, seen.shared_pages) == (groups * -(-32 // size), 0)
     engine.hold("one")
-    engine.attend()
+    engine.drain_inbox()
     assert engine.view("").samples[0].state == "held"
     engine.resume("one")
     pages = engine.view("").pages
@@ -128,4 +128,4 @@ def test_a_view_shows_no_more_than_it_is_asked_for(executor: Executor, engine: E
     assert some.omitted == 2
     for n in range(4):
         engine.abort(f"waits-{n}")
-    engine.attend()
+    engine.drain_inbox()

@@ -194,17 +194,19 @@ def test_a_damaged_page_is_computed(
 
 def test_blended_kv_never_goes_there(full: Executor, tmp_path: Path) -> None:
     parts = [WARM.prompt[:70], OTHER.prompt[:60], (1, 2, 3)]
-    quilt = BlendPrompt.of(parts, [False, True, False])
+    blend_prompt = BlendPrompt.of(parts, [False, True, False])
     with on_disk(tmp_path) as store:
         engine = Engine(full, chunks=ChunkCache(full, store), store=store)
         ear = Ear()
         recipe = Recipe(0.3, "head", min_gain=0.0)
-        engine.add(engine.prepare(Request(quilt.ids, GREEDY, documents=quilt.documents, recipe=recipe), ear))
+        engine.add(
+            engine.prepare(Request(blend_prompt.ids, GREEDY, documents=blend_prompt.documents, recipe=recipe), ear)
+        )
         run(engine, lambda: ear.over)
         engine.close()
         assert store.flush(300)
         restart(full)
-        plain = Ask(quilt.ids, GREEDY)
+        plain = Ask(blend_prompt.ids, GREEDY)
         assert say(engine_over(full, store), plain) == (plain.alone(full), 2 * SIZE)
 
 

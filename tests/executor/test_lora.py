@@ -140,8 +140,8 @@ def test_steps_that_are_replayed_are_those_of_the_decoder_to_the_bit(
                 other.reserve(1)
                 row = Row(Ids([token]), [other.num_entries], other, adapter=native.adapters.choose(lora))
                 batch = Batch.of([row])
-                with native.adapters.step(batch.rows, batch.starts) as adapting, torch.no_grad():
-                    direct = native._decoder(batch, lambda _: None, adapting)
+                with native.adapters.step(batch.rows, batch.starts) as step_adapters, torch.no_grad():
+                    direct = native._decoder(batch, lambda _: None, step_adapters)
                 assert torch.equal(direct.values, replayed)
                 other.commit([[token]])
                 other.row(0).adapter = kv.row(0).adapter
@@ -245,14 +245,14 @@ def test_unloading_while_a_step_runs_neither_stops_nor_changes_it(base: Path, fo
     adapter = executor.adapters.choose(lora)
     (wanted,) = decoded(executor, [prompt(2, 5)], [adapter], steps=1)
     inside, go_on = threading.Event(), threading.Event()
-    real = executor.pool.ops.attend
+    real = executor.pool.ops.attention
 
     def slow(*args: object) -> Tensor:
         inside.set()
         assert go_on.wait(60)
         return real(*args)  # type: ignore[arg-type]
 
-    executor.pool.ops.attend = slow  # type: ignore[method-assign]
+    executor.pool.ops.attention = slow  # type: ignore[method-assign]
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.extend(decoded(executor, [prompt(2, 5)], [adapter], steps=1)))
     thread.start()

@@ -22,7 +22,7 @@ class Line:
     """A sequence as an engine has it: its cache, its way through the index, and what it must hold."""
 
     cache: KVCache
-    trail: PrefixKeys
+    prefix_keys: PrefixKeys
     cells: list[Any]
 
     @property
@@ -44,21 +44,21 @@ class Desk:
 
     def begin(self, tokens: Sequence[int], scope: PrefixScope = BASE, most: int | None = None) -> Line:
         """A new sequence with whatever the index has of it."""
-        trail = PrefixKeys(scope)
-        trail.extend(tokens, SIZE)
+        prefix_keys = PrefixKeys(scope)
+        prefix_keys.extend(tokens, SIZE)
         most = len(tokens) - 1 if most is None else most
-        found = self.index.match(trail, most)
-        cache = self.index.fork(trail, most, self.pool.tokens)
+        found = self.index.match(prefix_keys, most)
+        cache = self.index.fork(prefix_keys, most, self.pool.tokens)
         assert cache.num_entries == found.tokens
-        line = Line(cache, trail, self.cells(tokens, scope)[: found.tokens])
+        line = Line(cache, prefix_keys, self.cells(tokens, scope)[: found.tokens])
         self.scribe.check(cache, [line.cells])
         return line
 
     def extend(self, line: Line, tokens: Sequence[Token]) -> None:
-        new = self.scribe.cells(tokens, line.cells, line.trail.scope.key())
+        new = self.scribe.cells(tokens, line.cells, line.prefix_keys.scope.key())
         line.cache.reserve(len(new))
         self.scribe.write(line.cache, [new])
-        line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.trail))
+        line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.prefix_keys))
         line.cells += new
 
     def run(self, tokens: Sequence[int], scope: PrefixScope = BASE) -> Line:
@@ -71,6 +71,6 @@ class Desk:
         self.run(tokens, scope).cache.close()
 
     def found(self, tokens: Sequence[int], scope: PrefixScope = BASE, most: int = 1 << 30) -> int:
-        trail = PrefixKeys(scope)
-        trail.extend(tokens, SIZE)
-        return self.index.match(trail, most).tokens
+        prefix_keys = PrefixKeys(scope)
+        prefix_keys.extend(tokens, SIZE)
+        return self.index.match(prefix_keys, most).tokens

@@ -114,13 +114,13 @@ def test_whole_pages_of_a_finished_sequence_are_found_and_hold_its_kv(desk: Desk
 
 def test_a_hit_costs_no_page_that_somebody_holds_and_says_how_many_nobody_does(desk: Desk) -> None:
     first = desk.run(range(10))
-    trail = PrefixKeys(BASE)
-    trail.extend(range(10), SIZE)
-    assert desk.index.match(trail, 9) == PrefixMatch(8, idle=0)
+    prefix_keys = PrefixKeys(BASE)
+    prefix_keys.extend(range(10), SIZE)
+    assert desk.index.match(prefix_keys, 9) == PrefixMatch(8, idle=0)
     first.cache.close()
-    assert desk.index.match(trail, 9) == PrefixMatch(8, idle=2)
-    assert desk.index.match(trail, 5) == PrefixMatch(5, idle=2)
-    assert desk.index.match(trail, 0) == PrefixMatch(0, idle=0)
+    assert desk.index.match(prefix_keys, 9) == PrefixMatch(8, idle=2)
+    assert desk.index.match(prefix_keys, 5) == PrefixMatch(5, idle=2)
+    assert desk.index.match(prefix_keys, 0) == PrefixMatch(0, idle=0)
 
 
 def test_a_hit_may_end_inside_a_page_which_is_then_copied_by_the_first_write(desk: Desk) -> None:
@@ -167,12 +167,12 @@ def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
         desk.extend(line, [1, one, 2, 3, 4])
         line.cache.close()
     for one in (image, other):
-        trail = PrefixKeys(BASE)
+        prefix_keys = PrefixKeys(BASE)
         row = KVCache(desk.pool)
         row.reserve(4)
         row.commit([[1, one, 2, 3]])
-        trail.add(row.row(0).content(0, 4))
-        with desk.index.fork(trail, 4, 32) as cache:
+        prefix_keys.add(row.row(0).content(0, 4))
+        with desk.index.fork(prefix_keys, 4, 32) as cache:
             assert cache.tokens() == [1, one, 2, 3]
             desk.scribe.check(cache, [desk.cells([1, one, 2, 3], BASE)])
         row.close()
@@ -202,7 +202,7 @@ def test_a_page_that_is_known_is_never_written_to(desk: Desk) -> None:
     assert not line.cache.row(0).writable([6])
     with pytest.raises(AssertionError):
         desk.scribe.write(line.cache, [desk.cells([1], BASE)])
-    line.trail, line.cells = PrefixKeys(BASE), line.cells[:6]
+    line.prefix_keys, line.cells = PrefixKeys(BASE), line.cells[:6]
     desk.extend(line, [50, 51, 52])
     desk.scribe.check(line.cache, [line.cells])
     assert desk.found(range(8)) == 8
@@ -212,9 +212,9 @@ def test_a_page_that_is_known_is_never_written_to(desk: Desk) -> None:
 
 def test_a_trail_of_other_tokens_makes_nothing_known(desk: Desk) -> None:
     cache, _ = desk.scribe.grown(desk.pool, range(8))
-    trail = PrefixKeys(BASE)
-    trail.extend([9] * 8, SIZE)
-    desk.index.insert(cache.row(0), trail)
+    prefix_keys = PrefixKeys(BASE)
+    prefix_keys.extend([9] * 8, SIZE)
+    desk.index.insert(cache.row(0), prefix_keys)
     assert len(desk.index) == 0
     cache.close()
 
@@ -307,12 +307,12 @@ def test_what_left_can_be_restored_as_far_as_there_is_room(desk: Desk, known: in
     pages = [image_of(page) for page in desk.index.leaving()]
     desk.index.clear()
     desk.once(range(known * SIZE))
-    trail = PrefixKeys(BASE)
-    trail.extend(range(14), SIZE)
-    assert desk.index.missing(trail, 13) == known
+    prefix_keys = PrefixKeys(BASE)
+    prefix_keys.extend(range(14), SIZE)
+    assert desk.index.missing(prefix_keys, 13) == known
     desk.pool.take([min(taken, 8 - known)])
     room = 8 - known - min(taken, 8 - known)
-    assert desk.index.restore(trail, pages[known:]) == min(3 - known, room)
+    assert desk.index.restore(prefix_keys, pages[known:]) == min(3 - known, room)
     line = desk.begin(range(14))
     assert line.cache.num_entries == SIZE * (known + min(3 - known, room))
     line.cache.close()
@@ -323,13 +323,13 @@ def test_what_is_not_the_trails_is_not_restored(desk: Desk) -> None:
     desk.once(range(12))
     first, second, third = (image_of(page) for page in desk.index.leaving())
     desk.index.clear()
-    trail = PrefixKeys(BASE)
-    trail.extend([*range(8), 99, 99, 99, 99], SIZE)
-    assert desk.index.restore(trail, [second]) == 0  # nothing stands before it
-    assert desk.index.restore(trail, [dataclasses.replace(first, origin="blend")]) == 0
-    assert desk.index.restore(trail, [first, second, third]) == 2
+    prefix_keys = PrefixKeys(BASE)
+    prefix_keys.extend([*range(8), 99, 99, 99, 99], SIZE)
+    assert desk.index.restore(prefix_keys, [second]) == 0  # nothing stands before it
+    assert desk.index.restore(prefix_keys, [dataclasses.replace(first, origin="blend")]) == 0
+    assert desk.index.restore(prefix_keys, [first, second, third]) == 2
     assert desk.found(range(12)) == 8
-    assert desk.index.restore(trail, [first]) == 1  # it is known already, and held once
+    assert desk.index.restore(prefix_keys, [first]) == 1  # it is known already, and held once
     assert desk.pool.usage().cached == 2
 
 
@@ -347,7 +347,7 @@ def test_a_sink_that_fails_costs_no_page(scribe: Any, caplog: pytest.LogCaptureF
 def test_forgetting_a_doubtful_prefix_leaves_its_holders_alone(desk: Desk) -> None:
     line = desk.run(range(12))
     desk.once([50, 51, 52, 53])
-    desk.index.forget(line.trail)
+    desk.index.forget(line.prefix_keys)
     assert (desk.found(range(12)), desk.found([50, 51, 52, 53])) == (0, 4)
     desk.scribe.check(line.cache, [line.cells])
     desk.extend(line, [7, 7, 7, 7, 7])
@@ -459,7 +459,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.lines.append(line)
             self.grow(line, text[line.cache.num_entries :])
             if len(line.cells) < len(text):
-                line.trail = PrefixKeys(line.trail.scope)  # what follows may be other tokens
+                line.prefix_keys = PrefixKeys(line.prefix_keys.scope)  # what follows may be other tokens
 
     @precondition(lambda self: self.lines)
     @rule(index=pick, text=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=6))
@@ -476,21 +476,21 @@ class PrefixMachine(RuleBasedStateMachine):
     def preempt_and_return(self, index: int) -> None:
         line, tokens = self.any(index), self.any(index).tokens
         line.cache.close()
-        line.trail.rewind()
-        line.trail.extend(tokens, SIZE)  # type: ignore[arg-type]
-        line.cache = self.desk.index.fork(line.trail, max(0, len(tokens) - 1), self.desk.pool.tokens)
+        line.prefix_keys.rewind()
+        line.prefix_keys.extend(tokens, SIZE)  # type: ignore[arg-type]
+        line.cache = self.desk.index.fork(line.prefix_keys, max(0, len(tokens) - 1), self.desk.pool.tokens)
         line.cells = line.cells[: line.cache.num_entries]
         self.grow(line, tokens[len(line.cells) :])  # type: ignore[arg-type]
         if len(line.cells) < len(tokens):
-            line.trail = PrefixKeys(line.trail.scope)  # what follows may be other tokens
+            line.prefix_keys = PrefixKeys(line.prefix_keys.scope)  # what follows may be other tokens
 
     @precondition(lambda self: 0 < len(self.lines) < MOST_LINES)
     @rule(index=pick)
     def another_sample(self, index: int) -> None:
         line = self.any(index)
-        trail = PrefixKeys(line.trail.scope)
-        trail.extend(line.tokens, SIZE)  # type: ignore[arg-type]
-        self.lines.append(Line(line.cache.fork(), trail, list(line.cells)))
+        prefix_keys = PrefixKeys(line.prefix_keys.scope)
+        prefix_keys.extend(line.tokens, SIZE)  # type: ignore[arg-type]
+        self.lines.append(Line(line.cache.fork(), prefix_keys, list(line.cells)))
 
     @precondition(lambda self: self.lines)
     @rule(index=pick, back=st.integers(1, 5))
@@ -500,7 +500,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if length and length < line.cache.row(0).floor:
             return
         line.cache.truncate(length)
-        line.cells, line.trail = line.cells[:length], PrefixKeys(line.trail.scope)
+        line.cells, line.prefix_keys = line.cells[:length], PrefixKeys(line.prefix_keys.scope)
 
     @rule(count=st.integers(1, 6))
     def somebody_else_takes_pages(self, count: int) -> None:
@@ -518,7 +518,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lines)
     @rule(index=pick)
     def doubt(self, index: int) -> None:
-        self.desk.index.forget(self.any(index).trail)
+        self.desk.index.forget(self.any(index).prefix_keys)
 
     @invariant()
     def every_sequence_holds_its_own(self) -> None:
@@ -547,9 +547,9 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def what_a_sequence_holds_is_found(self) -> None:
         for line in self.lines:
-            node = line.trail.node
+            node = line.prefix_keys.node
             if node is not None and node.alive:
-                assert self.desk.index.match(line.trail, 1 << 30).tokens >= line.trail.placed * SIZE
+                assert self.desk.index.match(line.prefix_keys, 1 << 30).tokens >= line.prefix_keys.placed * SIZE
 
     @invariant()
     def what_was_evicted_was_what_the_model_computes(self) -> None:

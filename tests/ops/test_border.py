@@ -59,9 +59,9 @@ def put(_c: Any, t: Tensors) -> None:
     NativeTable(5, 6, 2).put(0, LowRank(t["down"], t["up"], 1.0))
 
 
-def follow(c: Any, t: Tensors) -> None:
-    who = Interpolation(t["tokens"], t["leaders"], t["weights"])
-    c.ops.follow(c.pages, 0, t["slots"], who, (t["old_k"], t["old_v"]), (t["new_k"], t["new_v"]), rotation(t))
+def interpolate(c: Any, t: Tensors) -> None:
+    who = Interpolation(t["tokens"], t["anchors"], t["weights"])
+    c.ops.interpolate(c.pages, 0, t["slots"], who, (t["old_k"], t["old_v"]), (t["new_k"], t["new_v"]), rotation(t))
 
 
 def write_slots(c: Any, t: Tensors) -> None:
@@ -69,7 +69,7 @@ def write_slots(c: Any, t: Tensors) -> None:
 
 
 def recorded(c: Any, t: Tensors) -> None:
-    c.ops.recorder().follow(t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4)
+    c.ops.recorder().interpolate(t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4)
 
 
 def loop(c: Any, t: Tensors) -> None:
@@ -80,7 +80,7 @@ KV = {"keys": torch.ones(2, 2, 2, 8, dtype=torch.float16), "values": torch.ones(
 FOLLOW = {
     "slots": longs(0, 1),
     "tokens": longs(0, 1),
-    "leaders": longs(2),
+    "anchors": longs(2),
     "weights": torch.ones(2, 1),
     **{name: torch.ones(3, 2, 8) for name in ("old_k", "old_v")},
     **{name: torch.ones(1, 2, 8) for name in ("new_k", "new_v")},
@@ -89,8 +89,8 @@ FOLLOW = {
 ENTRIES = {
     "embed": Entry(lambda c, t: c.ops.embed(c.weight, t["ids"]), {"ids": longs(1, 2)}, "ids", free="ids"),
     "linear": Entry(
-        lambda c, t: c.ops.linear(t["x"], c.weight, t["bias"], t["onto"]),
-        {"x": torch.ones(2, 6), "bias": torch.ones(5), "onto": torch.ones(2, 5)},
+        lambda c, t: c.ops.linear(t["x"], c.weight, t["bias"], t["residual"]),
+        {"x": torch.ones(2, 6), "bias": torch.ones(5), "residual": torch.ones(2, 5)},
         "x onto",
     ),
     "linears": Entry(
@@ -98,13 +98,13 @@ ENTRIES = {
         {"x": torch.ones(2, 6), "bias": torch.ones(5)},
         "x",
     ),
-    "gated": Entry(
-        lambda c, t: c.ops.gated(t["x"], (c.weight, t["a"]), (c.weight, t["b"]), "silu"),
+    "gate_up": Entry(
+        lambda c, t: c.ops.gate_up(t["x"], (c.weight, t["a"]), (c.weight, t["b"]), "silu"),
         {"x": torch.ones(2, 6), "a": torch.ones(5), "b": torch.ones(5)},
         "x",
     ),
-    "opened": Entry(
-        lambda c, t: c.ops.opened(t["gate"], t["up"], "silu"), {"gate": torch.ones(2, 5), "up": torch.ones(2, 5)}
+    "act_mul": Entry(
+        lambda c, t: c.ops.act_mul(t["gate"], t["up"], "silu"), {"gate": torch.ones(2, 5), "up": torch.ones(2, 5)}
     ),
     "adapt": Entry(
         adapt,
@@ -117,8 +117,8 @@ ENTRIES = {
         lambda c, t: c.ops.rms_norm(t["x"], t["weight"], 1e-6), {"x": torch.ones(2, 5), "weight": torch.ones(5)}, "x"
     ),
     "rotation": Entry(
-        lambda c, t: c.ops.rotation(t["positions"], t["radians"], 1.0, "half"),
-        {"positions": longs(0, 1), "radians": torch.ones(4)},
+        lambda c, t: c.ops.rotation(t["positions"], t["inv_freq"], 1.0, "half"),
+        {"positions": longs(0, 1), "inv_freq": torch.ones(4)},
         "positions",
         free="positions radians",
     ),
@@ -126,8 +126,8 @@ ENTRIES = {
         lambda c, t: c.ops.rotate(t["x"], rotation(t)), {"x": torch.ones(2, 3, 8), **TURN}, "x", free="x"
     ),
     "soft_cap": Entry(lambda c, t: c.ops.soft_cap(t["x"], 2.0), {"x": torch.ones(2, 5)}, free="x"),
-    "attend": Entry(
-        lambda c, t: c.ops.attend(t["query"], c.pages, 0, paging(t), AttentionMask(1.0)),
+    "attention": Entry(
+        lambda c, t: c.ops.attention(t["query"], c.pages, 0, paging(t), AttentionMask(1.0)),
         {"query": torch.ones(2, 4, 8), "tables": longs(0, 1).view(1, 2), "positions": longs(0, 1)},
         "query tables positions",
     ),
@@ -137,8 +137,8 @@ ENTRIES = {
         "slots keys values",
         "keys values",
     ),
-    "follow": Entry(
-        follow,
+    "interpolate": Entry(
+        interpolate,
         FOLLOW,
         "slots tokens leaders weights old_k old_v new_k new_v",
         "weights old_v new_k new_v",
@@ -220,7 +220,7 @@ def test_another_dtype_is_refused(border: Border, name: str, tensor: str) -> Non
         if tensor in entry.converts.split():
             entry.call(border, tensors)
             border.spy.calls.clear()
-        elif (name, tensor) != ("follow", "old_k") or dtype not in (torch.float16,):
+        elif (name, tensor) != ("interpolate", "old_k") or dtype not in (torch.float16,):
             refused(border, name, tensors)
 
 
@@ -231,7 +231,7 @@ def test_another_shape_is_refused(border: Border, name: str, tensor: str) -> Non
     shapes = [own.unsqueeze(0), own.flatten()[:0]] if own.dim() else []
     if tensor not in entry.free.split():
         shapes += [torch.cat([own, own], dim=axis) for axis in range(own.dim())]
-    lenient = {("rms_norm", "x"), ("opened", "gate"), ("add", "x"), ("soft_cap", "x")}  # of any number of rows
+    lenient = {("rms_norm", "x"), ("act_mul", "gate"), ("add", "x"), ("soft_cap", "x")}  # of any number of rows
     for other in shapes:
         if tensor in entry.free.split() and other.dim() == own.dim():
             continue
@@ -244,11 +244,11 @@ def test_another_shape_is_refused(border: Border, name: str, tensor: str) -> Non
 def _fits(name: str, tensor: str, other: Tensor) -> bool:
     """Shapes that are right too: more rows where every other tensor follows, more heads of a query, a longer table."""
     match name, tensor:
-        case ("linears", "x") | ("gated", "x") | ("rms_norm", "x"):
+        case ("linears", "x") | ("gate_up", "x") | ("rms_norm", "x"):
             return other.dim() == 2 and other.shape[1] == ENTRIES[name].tensors["x"].shape[1]
-        case "attend", "query":
+        case "attention", "query":
             return other.dim() == 3 and other.shape[0] == 2 and other.shape[2] == 8
-        case "attend", "tables":
+        case "attention", "tables":
             return other.dim() == 2 and other.shape[0] == 1
         case "recorded", "tables":
             return other.dim() == 2 and other.shape[0] == 2
@@ -279,21 +279,21 @@ def test_another_device_is_refused(border: Border, name: str, tensor: str) -> No
 
 
 def test_sizes_that_must_fit_each_other(border: Border) -> None:
-    attend = ENTRIES["attend"].tensors
+    attention = ENTRIES["attention"].tensors
     for starts in ((0, 1), (0, 2, 2), (1, 2), (0, 3), (0,)):
         with pytest.raises(InputError):
-            border.ops.attend(
-                attend["query"], border.pages, 0, replace(paging(attend), starts=starts), AttentionMask(1.0)
+            border.ops.attention(
+                attention["query"], border.pages, 0, replace(paging(attention), starts=starts), AttentionMask(1.0)
             )
     with pytest.raises(InputError):
-        border.ops.attend(torch.ones(2, 3, 8), border.pages, 0, paging(attend), AttentionMask(1.0))
+        border.ops.attention(torch.ones(2, 3, 8), border.pages, 0, paging(attention), AttentionMask(1.0))
     with pytest.raises(InputError):
         border.ops.rotate(torch.ones(2, 3, 8), Rotation(torch.ones(2, 5), torch.ones(2, 5), "half"))
     wide = NativeOps(1).prepare(torch.ones(5, 7))
     with pytest.raises(InputError):
         border.ops.linears(torch.ones(2, 6), [(border.weight, None), (wide, None)])
     with pytest.raises(InputError):
-        border.ops.gated(torch.ones(2, 6), (border.weight, None), (wide, None), "silu")
+        border.ops.gate_up(torch.ones(2, 6), (border.weight, None), (wide, None), "silu")
     assert border.spy.calls == []
 
 

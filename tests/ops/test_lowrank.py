@@ -117,5 +117,5 @@ def test_a_gate_opens_to_the_same_bits_fused_and_not(ops: Ops, activation: Activ
     x = torch.randn(9, 40)
     gate, up = (ops.prepare(torch.randn(50, 40) / 6) for _ in range(2))
     bias = torch.randn(50)
-    fused = ops.gated(x, (gate, bias), (up, None), activation)
-    assert torch.equal(ops.opened(*ops.linears(x, [(gate, bias), (up, None)]), activation), fused)
+    fused = ops.gate_up(x, (gate, bias), (up, None), activation)
+    assert torch.equal(ops.act_mul(*ops.linears(x, [(gate, bias), (up, None)]), activation), fused)

@@ -39,7 +39,7 @@ def test_mass_is_the_sum_of_weights(
     written = paging_of(4, (table, list(range(KEYS))))
     ops.write(store, 1, written.slots, random_of(KEYS, 2, 16, seed=1), names)
     paging = paging_of(4, (table, at))
-    weights = ops.attend(query, store, 1, paging, mask)  # [tokens, heads, keys]
+    weights = ops.attention(query, store, 1, paging, mask)  # [tokens, heads, keys]
     found = ops.key_mass(query, store, 1, paging.tables[0], paging.positions, mask)
     assert found.shape == (max(at) + 1,)
     torch.testing.assert_close(found, weights.mean(1).sum(0)[: max(at) + 1], rtol=0, atol=2e-3)

@@ -73,19 +73,19 @@ def test_gated_is_activation_of_one_product_times_the_other(
 ) -> None:
     x, gate, up = random_of(9, 20), random_of(33, 20, seed=1), random_of(33, 20, seed=2)
     bias = random_of(33, seed=3)
-    opens, opened = x.double() @ gate.double().T + bias.double(), x.double() @ up.double().T
+    opens, act_mul = x.double() @ gate.double().T + bias.double(), x.double() @ up.double().T
     each = [
-        ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(opens.flatten(), opened.flatten(), strict=True)
+        ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(opens.flatten(), act_mul.flatten(), strict=True)
     ]
-    found = ops.gated(x, (ops.prepare(gate), bias), (ops.prepare(up), None), activation)
+    found = ops.gate_up(x, (ops.prepare(gate), bias), (ops.prepare(up), None), activation)
     near(found, torch.tensor(each, dtype=torch.float64).view(9, 33))
 
 
 def test_add_and_a_product_onto_something(ops: Ops, near: Any, random_of: Any) -> None:
     x, y = random_of(5, 3, 7), random_of(5, 3, 7, seed=1)
     assert torch.equal(ops.add(x, y), x + y)
-    rows, weight, onto = random_of(3, 8), random_of(20, 8, seed=1), random_of(3, 20, seed=2)
-    near(ops.linear(rows, ops.prepare(weight), None, onto), onto.double() + rows.double() @ weight.double().T)
+    rows, weight, residual = random_of(3, 8), random_of(20, 8, seed=1), random_of(3, 20, seed=2)
+    near(ops.linear(rows, ops.prepare(weight), None, residual), residual.double() + rows.double() @ weight.double().T)
 
 
 def test_a_soft_cap_bends_what_is_large(ops: Ops, near: Any, random_of: Any) -> None:

@@ -18,8 +18,8 @@ from kvilt.ops.native.memory import SLAB_BYTES, Buffers, Slabs
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=60))
 def test_tensors_that_live_never_share_a_buffer(steps: list[tuple[int, bool]]) -> None:
     buffers, living = Buffers(spare_bytes=1 << 16), []
-    for mark, (size, let_go) in enumerate(steps):
-        if let_go and living:
+    for mark, (size, release_resources) in enumerate(steps):
+        if release_resources and living:
             living.pop(0)
         tensor = buffers.empty(size, 1)
         tensor.fill_(mark)

@@ -39,20 +39,20 @@ class Oracle:
         self.live += 1
         return DraftContext(ids, state, tuple(state.history.ids[: state.history.prompt_tokens]))
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
-        return [self._draft(story, count) for story, count in zip(stories, k, strict=True)]
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+        return [self._draft(draft_context, count) for draft_context, count in zip(draft_contexts, k, strict=True)]
 
-    def _draft(self, story: DraftContext, count: int) -> Draft:
-        known = len(story.ids) - len(story.memory)
-        coming = [*self._answers.get(story.memory, ())][known : known + self._dice.randrange(count + 1)]
+    def _draft(self, draft_context: DraftContext, count: int) -> Draft:
+        known = len(draft_context.ids) - len(draft_context.memory)
+        coming = [*self._answers.get(draft_context.memory, ())][known : known + self._dice.randrange(count + 1)]
         return Draft([t if self._dice.random() < self._truth else self._lie() for t in coming])
 
     def _lie(self) -> int:
         return self._dice.randrange(self._vocab + 3)  # some are no tokens at all
 
-    def forget(self, story: DraftContext) -> None:
-        assert story.memory is not None
-        story.memory = None
+    def forget(self, draft_context: DraftContext) -> None:
+        assert draft_context.memory is not None
+        draft_context.memory = None
         self.live -= 1
 
     def close(self) -> None:
@@ -62,5 +62,5 @@ class Oracle:
 class Broken(Oracle):
     """Fails every time."""
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         raise RuntimeError("no idea")

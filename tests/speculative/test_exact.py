@@ -170,8 +170,8 @@ def test_samples_of_one_prompt_have_drafts_of_their_own(executor: Executor, twin
 class Content(Ear):
     """Stops at a token, wherever in a run it comes."""
 
-    def hear(self, event: Event) -> bool:
-        super().hear(event)
+    def on_event(self, event: Event) -> bool:
+        super().on_event(event)
         return isinstance(event, TokenEvent) and len(self.tokens[0]) >= 7
 
 
@@ -197,10 +197,10 @@ def test_logprobs_are_those_of_plain_decoding(executor: Executor) -> None:
     ask = Ask(asks(4, 2)[1].prompt, SamplingParams(max_tokens=20, temperature=0.9, seed=2, logprobs=3))
 
     class Noting(Ear):
-        def hear(self, event: Event) -> bool:
+        def on_event(self, event: Event) -> bool:
             if isinstance(event, TokenEvent):
                 noted.append(event.logprobs)
-            return super().hear(event)
+            return super().on_event(event)
 
     results = []
     for drafting in (None, Drafting(NgramDrafter(6), Free()), None):

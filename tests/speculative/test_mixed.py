@@ -111,11 +111,13 @@ def requests(executor: Executor, seed: int, count: int = 12) -> list[Request]:
         draw = dice.choice(DRAWS)
         params = SamplingParams.of(None, **{"max_tokens": dice.choice([9, 20, 90]), "seed": number, **draw})
         parts = [dice.choice(stems), *dice.sample(shelf, 2), [*INVOCATION, *tokens(dice, dice.randrange(1, 9))]]
-        quilt = BlendPrompt.of(parts, [False, True, True, False])
-        request = Request(quilt.ids, params, id=str(number), adapter=dice.choice(adapters(executor, quilt.ids)))
+        blend_prompt = BlendPrompt.of(parts, [False, True, True, False])
+        request = Request(
+            blend_prompt.ids, params, id=str(number), adapter=dice.choice(adapters(executor, blend_prompt.ids))
+        )
         if number % 2:
             recipe = Recipe(dice.choice([0.2, 1.0]), dice.choice(["query", "head", "deviation"]), 0, min_gain=0.0)
-            request = replace(request, documents=quilt.documents, recipe=recipe)
+            request = replace(request, documents=blend_prompt.documents, recipe=recipe)
         if number % 4 > 1:
             held = SamplingParams.of(params, grammar=GRAMMAR.constraint)
             request = replace(request, params=held, grammar=GRAMMAR, end_ids=frozenset([END]))

@@ -18,16 +18,16 @@ COMPUTES = StepPrice(0.023, 0.001, 0.0020, 0.0, 8)  # eight rows: a draft costs 
 
 def run(chance: float, steps: int, price: StepPrice, most: int = 16, seed: int = 0) -> tuple[int, int, int]:
     """Steps of a sample alone whose drafts are accepted by chance: drafts, those accepted, and steps with drafts."""
-    pace, dice = AcceptanceRate.of([0.7]), random.Random(seed)
+    acceptance, dice = AcceptanceRate.of([0.7]), random.Random(seed)
     drafted = accepted = busy = 0
     for _ in range(steps):
-        pace.steps += 1
-        wishes = [DraftBid(pace.chance(0), pace.sure(0, pace), most, 1.0, pace.is_due(0))]
-        paying = allot(wishes, price)
-        (count,) = probe(wishes, paying, price)
+        acceptance.steps += 1
+        bids = [DraftBid(acceptance.chance(0), acceptance.sure(0, acceptance), most, 1.0, acceptance.is_due(0))]
+        paying = allot(bids, price)
+        (count,) = probe(bids, paying, price)
         if count:
             good = next((i for i in range(count) if dice.random() >= chance), count)
-            pace.took(0, count, good, probed=not paying[0])
+            acceptance.took(0, count, good, probed=not paying[0])
             drafted, accepted, busy = drafted + count, accepted + good, busy + 1
     return drafted, accepted, busy
 
@@ -60,27 +60,27 @@ def test_drafts_are_the_longer_the_likelier_they_are_and_the_cheaper() -> None:
 
 
 def test_what_rests_is_found_again_when_it_pays_again() -> None:
-    pace, price = AcceptanceRate.of([0.7]), dear(0.3)
+    acceptance, price = AcceptanceRate.of([0.7]), dear(0.3)
     for step in range(3000):
-        pace.steps += 1
-        wishes = [DraftBid(pace.chance(0), pace.sure(0, pace), 8, 1.0, pace.is_due(0))]
-        paying = allot(wishes, price)
-        (count,) = probe(wishes, paying, price)
+        acceptance.steps += 1
+        bids = [DraftBid(acceptance.chance(0), acceptance.sure(0, acceptance), 8, 1.0, acceptance.is_due(0))]
+        paying = allot(bids, price)
+        (count,) = probe(bids, paying, price)
         if count:
-            pace.took(0, count, count if step > 1000 else 0, probed=not paying[0])
-    assert allot([DraftBid(pace.chance(0), pace.sure(0, pace), 8, 1.0)], price) == [8]
+            acceptance.took(0, count, count if step > 1000 else 0, probed=not paying[0])
+    assert allot([DraftBid(acceptance.chance(0), acceptance.sure(0, acceptance), 8, 1.0)], price) == [8]
 
 
 def test_grades_fare_apart() -> None:
-    pace = AcceptanceRate.of([0.5, 0.5])
+    acceptance = AcceptanceRate.of([0.5, 0.5])
     for _ in range(50):
-        pace.steps += 1
-        pace.took(0, 4, 0, probed=True)
-        pace.took(1, 4, 4, probed=False)
-    assert pace.chance(1) > 0.9
-    assert pace.is_due(1)
-    assert pace.chance(0) < 0.15
-    assert not pace.is_due(0)
+        acceptance.steps += 1
+        acceptance.took(0, 4, 0, probed=True)
+        acceptance.took(1, 4, 4, probed=False)
+    assert acceptance.chance(1) > 0.9
+    assert acceptance.is_due(1)
+    assert acceptance.chance(0) < 0.15
+    assert not acceptance.is_due(0)
 
 
 # Who gets how many.
@@ -126,13 +126,13 @@ def test_who_gains_nothing_does_not_wait_for_others() -> None:
     st.floats(0, 0.01),
 )
 def test_whatever_is_wished_nobody_is_likely_to_wait(
-    wishes: list[DraftBid], plain_s: float, first_s: float, each_s: float, own_s: float
+    bids: list[DraftBid], plain_s: float, first_s: float, each_s: float, own_s: float
 ) -> None:
-    price = StepPrice(plain_s, first_s, each_s, own_s, len(wishes))
-    paying = allot(wishes, price)
-    for counts in (paying, probe(wishes, paying, price)):
-        assert all(0 <= count <= wish.most for count, wish in zip(counts, wishes, strict=True))
-        assert not any(counts) or (possible(wishes, price) and nobody_waits(wishes, counts, price))
+    price = StepPrice(plain_s, first_s, each_s, own_s, len(bids))
+    paying = allot(bids, price)
+    for counts in (paying, probe(bids, paying, price)):
+        assert all(0 <= count <= wish.most for count, wish in zip(counts, bids, strict=True))
+        assert not any(counts) or (possible(bids, price) and nobody_waits(bids, counts, price))
 
 
 def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:

@@ -45,10 +45,10 @@ class Timed(Ear):
     machine: Machine = field(default_factory=lambda: Machine(0, 0))
     over_s: float = 0.0
 
-    def hear(self, event: Event) -> bool:
+    def on_event(self, event: Event) -> bool:
         if isinstance(event, Ended):
             self.over_s = self.machine.now_s
-        return super().hear(event)
+        return super().on_event(event)
 
 
 class Mixed(Oracle):
@@ -60,15 +60,15 @@ class Mixed(Oracle):
         self.machine: Machine | None = None
         self.token_s = 0.0
 
-    def propose(self, stories: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
+    def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
         if self.machine is not None:
             self.machine.now_s += self.token_s * sum(k)
-        return super().propose(stories, k)
+        return super().propose(draft_contexts, k)
 
-    def _draft(self, story: DraftContext, count: int) -> Draft:
-        known = len(story.ids) - len(story.memory)
-        right = [*self._answers[story.memory]][known : known + count]
-        return Draft(right if story.memory in self._good else [(token + 1) % VOCAB for token in right])
+    def _draft(self, draft_context: DraftContext, count: int) -> Draft:
+        known = len(draft_context.ids) - len(draft_context.memory)
+        right = [*self._answers[draft_context.memory]][known : known + count]
+        return Draft(right if draft_context.memory in self._good else [(token + 1) % VOCAB for token in right])
 
 
 @pytest.fixture(scope="module")

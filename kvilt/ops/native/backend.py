@@ -92,14 +92,14 @@ class NativeOps:
         self._engine.embed(packed.handle, ids.data_ptr(), len(ids), scale, out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         packed = self._packed(weight)
         x = _input(x, packed)
         _check_bias(bias, packed)
-        if onto is not None:
-            onto = checked("onto", onto.contiguous(), (x.shape[0], packed.shape[0]))
+        if residual is not None:
+            residual = checked("residual", residual.contiguous(), (x.shape[0], packed.shape[0]))
         out = self.buffers.empty(x.shape[0], packed.shape[0])
-        to = ([_at(bias)], [_at(onto)], [out.data_ptr()])
+        to = ([_at(bias)], [_at(residual)], [out.data_ptr()])
         self._engine.linears([packed.handle], *to, x.data_ptr(), x.shape[0])
         return out
 
@@ -113,18 +113,18 @@ class NativeOps:
         self._engine.linears([one.handle for one in packed], *to, x.data_ptr(), x.shape[0])
         return outs
 
-    def gated(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
-        opens, opened = self._packed(gate[0]), self._packed(up[0])
-        check(opens.shape == opened.shape, "up", "a gate and what it opens must have one shape")
+    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+        opens, act_mul = self._packed(gate[0]), self._packed(up[0])
+        check(opens.shape == act_mul.shape, "up", "a gate and what it opens must have one shape")
         x = _input(x, opens)
         _check_bias(gate[1], opens)
-        _check_bias(up[1], opened)
+        _check_bias(up[1], act_mul)
         out = self.buffers.empty(x.shape[0], opens.shape[0])
-        maps = (opens.handle, _at(gate[1]), opened.handle, _at(up[1]))
+        maps = (opens.handle, _at(gate[1]), act_mul.handle, _at(up[1]))
         self._engine.gated(*maps, x.data_ptr(), x.shape[0], _ACTIVATIONS[activation], out.data_ptr())
         return out
 
-    def opened(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gate, up = checked("gate", gate, gate.shape), checked("up", up, gate.shape)
         out = self.buffers.empty(*gate.shape)
         self._engine.open(gate.data_ptr(), up.data_ptr(), gate.numel(), _ACTIVATIONS[activation], out.data_ptr())
@@ -136,8 +136,10 @@ class NativeOps:
     def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
         return lora.NativeTable(outputs, inputs, slots)
 
-    def adapt(self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
-        lora.adapt(self._engine, x, tables, outs, picks)
+    def adapt(
+        self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+    ) -> None:
+        lora.adapt(self._engine, x, tables, outs, adapter_slots)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = checked("x", x.contiguous(), x.shape), checked("y", y.contiguous(), x.shape)
@@ -153,12 +155,12 @@ class NativeOps:
         self._engine.rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // n, n, out.data_ptr())
         return out
 
-    def rotation(self, positions: Tensor, radians: Tensor, growth: float, pairing: Pairing) -> Rotation:
+    def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
         positions = checked("positions", positions.contiguous(), (positions.numel(),), I64)
-        radians, shape = checked("radians", radians, (radians.numel(),)), (len(positions), len(radians))
+        inv_freq, shape = checked("inv_freq", inv_freq, (inv_freq.numel(),)), (len(positions), len(inv_freq))
         cos, sin = self.buffers.empty(*shape), self.buffers.empty(*shape)
-        angles = (positions.data_ptr(), len(positions), radians.data_ptr(), len(radians))
-        self._engine.rotation(*angles, growth, cos.data_ptr(), sin.data_ptr())
+        angles = (positions.data_ptr(), len(positions), inv_freq.data_ptr(), len(inv_freq))
+        self._engine.rotation(*angles, mscale, cos.data_ptr(), sin.data_ptr())
         return Rotation(cos, sin, pairing)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -176,8 +178,8 @@ class NativeOps:
         self._engine.soft_cap(x.data_ptr(), x.numel(), cap)
         return x
 
-    def attend(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return paged.attend(self._engine, self.buffers, query, store, layer, paging, mask)
+    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+        return paged.attention(self._engine, self.buffers, query, store, layer, paging, mask)
 
     def key_mass(
         self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
@@ -198,7 +200,7 @@ class NativeOps:
     ) -> None:
         paged.write(self._engine, store, layer, slots, keys, values, rotation)
 
-    def follow(
+    def interpolate(
         self,
         store: PageStore,
         layer: int,
@@ -208,7 +210,7 @@ class NativeOps:
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
     ) -> None:
-        paged.follow(self._engine, store, layer, slots, who, kept, fresh, rotation)
+        paged.interpolate(self._engine, store, layer, slots, who, kept, fresh, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         paged.copy_pages(source, sources, target, targets)

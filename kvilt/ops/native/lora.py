@@ -55,18 +55,20 @@ def prepare(engine: Any, product: LowRank) -> LowRank:
     return LowRank(_whole_lanes(down), _whole_lanes(up), product.scale)
 
 
-def adapt(engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], picks: AdapterSlots) -> None:
+def adapt(
+    engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+) -> None:
     own = [table for table in tables if isinstance(table, NativeTable)]
     check(0 < len(own) == len(outs), "outs", "one output belongs to each table of this backend")
     x = checked("x", x.contiguous(), (len(x), own[0].inputs))
     for table, out in zip(own, outs, strict=True):
         check((table.inputs, len(table.entries)) == (x.shape[1], len(own[0].entries)), "tables", "must be of one input")
         checked("out", out, (len(x), table.outputs))
-    checked("slots", picks.slots, (len(x),), I64)
-    checked("scales", picks.scales, (len(x),))
+    checked("slots", adapter_slots.slots, (len(x),), I64)
+    checked("scales", adapter_slots.scales, (len(x),))
     maps = ([one.entries.ctypes.data for one in own], [one.outputs for one in own], [out.data_ptr() for out in outs])
     rows = (x.data_ptr(), x.shape[0], x.shape[1])
-    engine.adapt(*maps, *rows, picks.slots.data_ptr(), picks.scales.data_ptr(), len(own[0].entries))
+    engine.adapt(*maps, *rows, adapter_slots.slots.data_ptr(), adapter_slots.scales.data_ptr(), len(own[0].entries))
 
 
 def _padded(size: int) -> int:

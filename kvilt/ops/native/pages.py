@@ -50,7 +50,7 @@ def new_pages(module: Any, shape: PageShape, pages: int, device: torch.device) -
     return NativePages(shape, data, layers)
 
 
-def attend(
+def attention(
     engine: Any, buffers: Buffers, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
 ) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
@@ -94,7 +94,7 @@ def write(
     engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr(), *turn)
 
 
-def follow(
+def interpolate(
     engine: Any,
     store: PageStore,
     layer: int,
@@ -107,13 +107,13 @@ def follow(
     """Put what followers take from leaders into `slots`."""
     pages, slots = own(store), _slots(slots)
     tokens = checked("followers", who.tokens.contiguous(), (len(slots),), I64)
-    leaders = checked("leaders", who.leaders.contiguous(), (who.leaders.numel(),), I64)
-    weights = checked("weights", who.weights.float().contiguous(), (len(tokens), len(leaders)))
-    new = _heads(pages.shape, *fresh, len(leaders))
+    anchors = checked("anchors", who.anchors.contiguous(), (who.anchors.numel(),), I64)
+    weights = checked("weights", who.weights.float().contiguous(), (len(tokens), len(anchors)))
+    new = _heads(pages.shape, *fresh, len(anchors))
     check(kept[0].dtype in _FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
     old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
     text = (_DTYPES[old[0].dtype], len(old[0]), old[0].data_ptr(), old[1].data_ptr())
-    led = (tokens.data_ptr(), leaders.data_ptr(), len(leaders), weights.data_ptr(), *(one.data_ptr() for one in new))
+    led = (tokens.data_ptr(), anchors.data_ptr(), len(anchors), weights.data_ptr(), *(one.data_ptr() for one in new))
     turn = _turn(rotation, len(slots), pages.shape.key_dim)
     engine.follow(pages.layers[layer], slots.data_ptr(), len(slots), *text, *led, *turn)
 

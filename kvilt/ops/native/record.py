@@ -88,7 +88,7 @@ class NativeRecorder:
             program = self._engine.recorded()
         return NativeRecorded(program, self._buffers.place(result), self._buffers)
 
-    def follow(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
         check_dims("logits", logits, 2)
         rows = len(logits)
         checked("logits", logits, logits.shape)

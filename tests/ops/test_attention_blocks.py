@@ -97,14 +97,14 @@ def drawn(draw: st.DrawFn) -> Drawn:
 def test_a_query_gathers_the_same_in_any_block(isa: str, case: Drawn, threads: int) -> None:
     ops, alone = NativeOps(threads, isa), NativeOps(1, isa)
     store, query = case.fill(ops), case.queries()
-    together = ops.attend(query, store, 0, case.paging(case.rows), case.mask).clone()
+    together = ops.attention(query, store, 0, case.paging(case.rows), case.mask).clone()
     reference = ReferenceOps()
-    truth = reference.attend(query, case.fill(reference), 0, case.paging(case.rows), case.mask)
+    truth = reference.attention(query, case.fill(reference), 0, case.paging(case.rows), case.mask)
     torch.testing.assert_close(together, truth, rtol=3e-5, atol=3e-5)
     at = 0
     for table, positions in case.rows:
         for position in positions:
-            one = alone.attend(query[at : at + 1], store, 0, case.paging([(table, [position])]), case.mask)
+            one = alone.attention(query[at : at + 1], store, 0, case.paging([(table, [position])]), case.mask)
             assert torch.equal(one[0].view(torch.int32), together[at].view(torch.int32))  # also the sign of a zero
             at += 1
 
@@ -119,7 +119,7 @@ def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: torch.dtype) -> 
     for noise in (float("nan"), float("inf"), -1e30, 0.0):
         case = Drawn(shape, 3, AttentionMask(0.3, 50), rows, 1)
         ops = NativeOps(2, isa)
-        found.append(ops.attend(case.queries(), case.fill(ops, noise), 0, case.paging(rows), case.mask).clone())
+        found.append(ops.attention(case.queries(), case.fill(ops, noise), 0, case.paging(rows), case.mask).clone())
     assert torch.isfinite(found[0]).all()
     assert all(torch.equal(found[0].view(torch.int32), other.view(torch.int32)) for other in found)
 
@@ -132,7 +132,7 @@ def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
     found = []
     for threads in (1, 2, 5, 16):
         ops = NativeOps(threads, isa)
-        found.append(ops.attend(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone())
+        found.append(ops.attention(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone())
     assert all(torch.equal(found[0], other) for other in found)
 
 
@@ -143,7 +143,7 @@ def test_pages_that_are_not_there_are_refused() -> None:
 
     def ask(table: list[int], position: int) -> Tensor:
         paging = Paging(torch.tensor([table]), torch.empty(0, dtype=torch.int64), (0, 1), torch.tensor([position]))
-        return ops.attend(query, store, 0, paging, mask)
+        return ops.attention(query, store, 0, paging, mask)
 
     for table, position in (([0, 1], 8), ([0, 1], -1), ([0, 3], 5), ([0, -1], 5), ([-1, 1], 5)):
         with pytest.raises(IndexError):

@@ -42,7 +42,7 @@ def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question
     for number, one in enumerate(DOCUMENTS):
         own = [run for run in made if run.document == number]
         mine = sorted(i - one.start for i in chosen if one.start <= i < one.stop)
-        assert [i for run in own for i in run.who.leaders.tolist()] == mine
+        assert [i for run in own for i in run.who.anchors.tolist()] == mine
         assert [positions[i] - one.start for run in own for i in range(run.first, run.stop)] == mine
         others = [i for run in own for i in run.who.tokens.tolist()]
         assert others == ([i for i in range(len(one)) if i not in mine] if mine else [])
@@ -51,14 +51,14 @@ def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
         # Nobody who is run before a run sees any token of it.
         for before, run in pairwise(own):
-            assert before.who.leaders[-1] < min([*run.who.leaders.tolist(), *run.who.tokens.tolist()])
+            assert before.who.anchors[-1] < min([*run.who.anchors.tolist(), *run.who.tokens.tolist()])
 
 
 @given(chosen=st.sets(st.integers(0, 249), min_size=1))
 def test_weights_fall_with_the_distance(chosen: set[int]) -> None:
     for run in runs(DOCUMENTS, spread(DOCUMENTS, chosen, 1)):
         for i, other in enumerate(run.who.tokens.tolist()):
-            expected = list(weights(other, run.who.leaders.tolist()).values())
+            expected = list(weights(other, run.who.anchors.tolist()).values())
             torch.testing.assert_close(run.who.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
 
 
@@ -83,23 +83,23 @@ def expected_layer(stored: Tensor, fresh: Tensor, computed: list[int], share: fl
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: float) -> None:
     text, head, question = tokens(40, 2), tokens(5, 1), tokens(8, 4)
-    quilt = BlendPrompt.of([head, text, question], [False, True, False])
+    blend_prompt = BlendPrompt.of([head, text, question], [False, True, False])
     made = Recipe(0.3, "head", min_gain=0.0, mend=share)
     with memory_store() as store, tiny.create_kv_cache() as alone:
-        blending = Blending(tiny, ChunkCache(tiny, store), quilt, made)
+        blending = Blending(tiny, ChunkCache(tiny, store), blend_prompt, made)
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def watched(mend: Mend, layer: int, keys: Tensor, values: Tensor) -> None:
             seen[layer] = (keys.clone(), values.clone())
             mend(layer, keys, values)
 
-        with start(tiny, quilt) as kv:
+        with start(tiny, blend_prompt) as kv:
             blending.begin(kv)
             while not blending.done:
                 row = blending.next(512)
                 row = replace(row, mend=partial(watched, row.mend)) if row.mend is not None else row
                 blending.took(row, tiny.run(Batch.of([row])), 0)
-            kv.commit([list(quilt.ids[quilt.exact :])])
+            kv.commit([list(blend_prompt.ids[blend_prompt.exact :])])
             (group,) = kv.row(0).image().groups
         alone.reserve(40)
         layers = range(len(tiny.spec.layers))
@@ -200,11 +200,13 @@ def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
 @pytest.mark.parametrize("strategy", ["head", "query"])
 def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
     """It changes answers, the name that its KV is known by, and not how much is computed."""
-    quilt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False])
+    blend_prompt = BlendPrompt.of(
+        [tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False]
+    )
     made = [Recipe(0.3, strategy, check_layer=0, min_gain=0.0, mend=share) for share in (0.0, 0.8, 0.8)]
     with memory_store() as store:
         chunks = ChunkCache(tiny, store)
-        found = [blended(tiny, chunks, quilt, one, step) for one, step in zip(made, (512, 512, 6), strict=True)]
+        found = [blended(tiny, chunks, blend_prompt, one, step) for one, step in zip(made, (512, 512, 6), strict=True)]
         logits, caches, blendings = zip(*found, strict=True)
         assert not torch.equal(logits[0], logits[1])
         torch.testing.assert_close(logits[1], logits[2], rtol=1e-4, atol=1e-4)
@@ -216,16 +218,16 @@ def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
 
 def test_a_preempted_row_mends_the_same_again(tiny: Executor) -> None:
     """A row that was made, and even run, but not taken leaves nothing behind."""
-    quilt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
+    blend_prompt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
     made = Recipe(0.3, "head", min_gain=0.0)
     with memory_store() as store:
         chunks = ChunkCache(tiny, store)
-        expected, kv, _ = blended(tiny, chunks, quilt, made)
-        again = Blending(tiny, chunks, quilt, made)
-        with kv, start(tiny, quilt) as other:
+        expected, kv, _ = blended(tiny, chunks, blend_prompt, made)
+        again = Blending(tiny, chunks, blend_prompt, made)
+        with kv, start(tiny, blend_prompt) as other:
             again.begin(other)
             tiny.run(Batch.of([again.next(512)]))
             again.next(512)
             assert torch.equal(expected, finish(tiny, again))
-            other.commit([list(quilt.ids[quilt.exact :])])
+            other.commit([list(blend_prompt.ids[blend_prompt.exact :])])
             assert all(map(torch.equal, content(kv), content(other)))

@@ -149,7 +149,7 @@ def test_attention_equals_explicit_loops(
 ) -> None:
     case = CASES[name]
     scene = Scene(case, ops, noisy_pages, paging_of, random_of)
-    found = ops.attend(scene.query, scene.store, case.layer, scene.paging, case.mask)
+    found = ops.attention(scene.query, scene.store, case.layer, scene.paging, case.mask)
     # Scores of some hundreds carry their rounding into the weights.
     near(found, scene.truth(), scale=max(1.0, 10 * case.mask.scale))
 
@@ -159,12 +159,12 @@ def test_queries_do_not_change_with_their_neighbours(
 ) -> None:
     case = CASES["ragged rows"]
     scene = Scene(case, ops, noisy_pages, paging_of, random_of)
-    together = ops.attend(scene.query, scene.store, case.layer, scene.paging, case.mask)
+    together = ops.attention(scene.query, scene.store, case.layer, scene.paging, case.mask)
     at = 0
     for row in case.rows:
         for position in row.asking:
             alone = paging_of(4, (row.table, [position]))
-            found = ops.attend(scene.query[at : at + 1], scene.store, case.layer, alone, case.mask)
+            found = ops.attention(scene.query[at : at + 1], scene.store, case.layer, alone, case.mask)
             near(found, together[at : at + 1].double())
             at += 1
 
@@ -181,4 +181,4 @@ def test_noise_between_sparse_windows_is_seen_by_none(
     """Two queries of one row far apart: what lies between their windows was never written."""
     case = Case([RowCase([5, 0, 7, 1], [2, 3, 12, 13], [3, 13])], mask=AttentionMask(scale=0.35, window=2))
     scene = Scene(case, ops, noisy_pages, paging_of, random_of)
-    near(ops.attend(scene.query, scene.store, case.layer, scene.paging, case.mask), scene.truth())
+    near(ops.attention(scene.query, scene.store, case.layer, scene.paging, case.mask), scene.truth())
