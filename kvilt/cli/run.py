@@ -47,7 +47,7 @@ def answer(
     if given_params(sampling).logprobs is not None and not request.json:
         raise ParamError("logprobs", "are shown as JSON only; add --json")
     check_store_options(store)
-    prompt, own = read_prompt(request.prompt), _own(request)
+    prompt, own = read_prompt(request.prompt), _keywords(request)
     started_s = time.perf_counter()
     with open_store(store) as kept:
         with bars() as shown:
@@ -71,11 +71,11 @@ def _answer(
         done = _show_samples(_complete(llm, request, prompt, params, own))
     else:
         done = _show(_stream(llm, request, prompt, params, own))
-    for line in _lines_below(llm, request, params, done, model, load_s):
+    for line in _footer(llm, request, params, done, model, load_s):
         print(line, file=sys.stderr)
 
 
-def _lines_below(
+def _footer(
     llm: LLM, request: RunRequest, params: SamplingParams, done: Completion, model: str, load_s: float
 ) -> Iterator[str]:
     """The lines on stderr after an answer."""
@@ -137,7 +137,7 @@ def _complete(llm: LLM, request: RunRequest, prompt: str, params: SamplingParams
     return llm.generate(prompt, params, **own) if messages is None else llm.chat(messages, params, **own)
 
 
-def _own(request: RunRequest) -> dict[str, Any]:
+def _keywords(request: RunRequest) -> dict[str, Any]:
     """The keywords besides the prompt: adapter, documents, recipe."""
     if request.ratio is not None and not request.documents:
         raise ParamError("blend_ratio", "is for documents; give one with --document")

@@ -35,7 +35,7 @@ def serve(
         from ..server.listener import serve as listen
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
-    settings = settings_of(model, options, store["store"])
+    settings = serve_config(model, options, store["store"])
     given = {name: value for name, value in engine.items() if value is not None}
     chosen = EngineConfig(**given, owner_weights=owner_weights(options["api_key_file"]))
     gate = gate_of(options)
@@ -72,7 +72,7 @@ def _ready(listener: HTTPServer) -> None:
         )
 
 
-def settings_of(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
+def serve_config(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
     """The options as the server's configuration, with keys from files and the environment.
 
     Without --kv-dir, handles are saved in the folder of the store.

@@ -69,7 +69,7 @@ def warm(request: WarmRequest, model: str, store: dict[str, Any], config: dict[s
     tenant, counts = _tenant(request.key_file), WarmCounts()
     files = list(_read(request, counts))  # before the model: files that cannot be read should not cost a load
     if not files:
-        _tell(request, counts)
+        _print_summary(request, counts)
         return False
     with open_store(store, memory=False) as kept:
         assert kept is not None
@@ -86,7 +86,7 @@ def warm(request: WarmRequest, model: str, store: dict[str, Any], config: dict[s
                 kept.flush()
                 counts.lost = _counted(kept, DROPPED.name)
                 counts.evicted = _counted(kept, EVICTED.name)
-                _tell(request, counts)
+                _print_summary(request, counts)
     return counts.ok
 
 
@@ -161,7 +161,7 @@ def _counted(store: Store, name: str) -> dict[str, int]:
     return {": ".join(one["labels"].values()): int(one["value"]) for one in series if one["value"]}
 
 
-def _tell(request: WarmRequest, counts: WarmCounts) -> None:
+def _print_summary(request: WarmRequest, counts: WarmCounts) -> None:
     found = [one.tokens for _, one in counts.done if one.found]
     computed = [one.tokens for _, one in counts.done if not one.found]
     if request.json:
@@ -170,9 +170,11 @@ def _tell(request: WarmRequest, counts: WarmCounts) -> None:
     for document, one in counts.done:
         print(f"{'found' if one.found else 'computed':<8} {one.tokens:>7,} tokens  {document.name}")
     for why, count in counts.lost.items():
-        print(f"kvilt: {_some(count)} not taken by the store ({why})", file=sys.stderr)
+        print(f"kvilt: {_documents_were(count)} not taken by the store ({why})", file=sys.stderr)
     for tier, count in counts.evicted.items():  # older records, or with a small budget the first of these
-        print(f"kvilt: {_some(count)} removed from the {tier} tier to make room; give it more", file=sys.stderr)
+        print(
+            f"kvilt: {_documents_were(count)} removed from the {tier} tier to make room; give it more", file=sys.stderr
+        )
     speed = f" ({sum(computed) / counts.seconds:.0f} tok/s)" if computed and counts.seconds else ""
     said = [f"{len(computed)} computed, {sum(computed):,} tokens{speed}", f"{len(found)} found already"]
     if counts.failed:
@@ -180,7 +182,7 @@ def _tell(request: WarmRequest, counts: WarmCounts) -> None:
     print(" · ".join(said), file=sys.stderr)
 
 
-def _some(count: int) -> str:
+def _documents_were(count: int) -> str:
     return "1 document was" if count == 1 else f"{count} documents were"
 
 

@@ -48,7 +48,7 @@ class LoadLora(RequestModel):
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
-        description="Its PEFT folder, inside the folder that the server's owner named with --lora-dir."
+        description="Its PEFT folder, inside the folder of --lora-dir."
     )
 
 

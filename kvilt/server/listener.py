@@ -21,9 +21,9 @@ from .service import Service
 
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LAST_WORDS_S = 2.0
+_ERROR_GRACE_S = 2.0
 _METRICS_CONNECTIONS = 64
-_QUIET: dict[str, Any] = {
+_UVICORN_OPTIONS: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "log_config": None,
@@ -44,7 +44,7 @@ class MetricsServer(uvicorn.Server):
             port=port,
             http=protocol_class(config),
             timeout_graceful_shutdown=1,
-            **_QUIET,
+            **_UVICORN_OPTIONS,
         )
         super().__init__(made)
 
@@ -72,7 +72,7 @@ class HTTPServer(uvicorn.Server):
                 http=protocol_class(config),
                 timeout_keep_alive=int(config.idle_timeout_s) or 1,
                 timeout_graceful_shutdown=5,
-                **_QUIET,
+                **_UVICORN_OPTIONS,
             )
         )
         self.service = service
@@ -123,7 +123,7 @@ class HTTPServer(uvicorn.Server):
         if not await self.service.idle(self.service.config.grace_s):
             _log.error("requests that are still in progress are ended")
             await self.service.llm.aclose()  # open requests get an error
-            await self.service.idle(_LAST_WORDS_S)
+            await self.service.idle(_ERROR_GRACE_S)
         self.should_exit = True
 
     @property

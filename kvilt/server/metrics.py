@@ -22,6 +22,7 @@ LOOP_PAUSE_SECONDS = Histogram(
 LOOP_PAUSE_MAX_SECONDS = Gauge("kvilt_event_loop_pause_max_seconds", "The longest pause of the last minute.")
 OFFLOAD_RUNNING = Gauge("kvilt_offload_running", "Work off the event loop that runs.", ("kind",))
 OFFLOAD_WAITING = Gauge("kvilt_offload_waiting", "Work off the event loop that waits for a thread.", ("kind",))
+
 SERVER_METRICS = (
     HTTP_REQUESTS,
     HTTP_SECONDS,
@@ -30,6 +31,7 @@ SERVER_METRICS = (
     OFFLOAD_RUNNING,
     OFFLOAD_WAITING,
 )
+
 TICK_S = 0.005
 WINDOW_S = 60.0
 _PARTS = 12  # of the window: each part has its own longest pause

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvilt.cli.main import app
 from kvilt.cli.options import SERVER
-from kvilt.cli.serve import default_name, owner_weights, read_keys, settings_of
+from kvilt.cli.serve import default_name, owner_weights, read_keys, serve_config
 from kvilt.errors import ParamError
 from kvilt.server.auth import tenant_of_key
 
@@ -218,7 +218,7 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     (tmp_path / "keys").write_text("# ours\n  # alice\nsk-#file\n\nsk-option \n")
     monkeypatch.setenv("KVILT_API_KEY", "sk-env, sk-other")
     given = {name: option.default for name, option in SERVER.options.items()}
-    made = settings_of("smollm2", {**given, "api_key": ["sk-option"], "api_key_file": str(tmp_path / "keys")})
+    made = serve_config("smollm2", {**given, "api_key": ["sk-option"], "api_key_file": str(tmp_path / "keys")})
     assert made.api_keys == ("sk-option", "sk-#file", "sk-env", "sk-other")
     assert made.names == ("smollm2",)
     assert made.kv_dir is None
@@ -230,7 +230,7 @@ def test_a_file_without_keys_starts_no_open_server(tmp_path: Path, text: str, op
     (tmp_path / "keys").write_text(text)
     given = {name: each.default for name, each in SERVER.options.items()}
     with pytest.raises(ParamError, match="holds no key") as refused:
-        settings_of("smollm2", {**given, option: str(tmp_path / "keys")})
+        serve_config("smollm2", {**given, option: str(tmp_path / "keys")})
     assert refused.value.field == option
 
 
@@ -238,7 +238,7 @@ def test_a_file_without_keys_starts_no_open_server(tmp_path: Path, text: str, op
 def test_an_environment_without_keys_starts_no_open_server(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("KVILT_API_KEY", value)
     with pytest.raises(ParamError, match="KVILT_API_KEY"):
-        settings_of("smollm2", {name: option.default for name, option in SERVER.options.items()})
+        serve_config("smollm2", {name: option.default for name, option in SERVER.options.items()})
 
 
 @pytest.mark.parametrize("line", ["sk-1 # alice", "sk-1 sk-2", "sk\t1"])
@@ -252,18 +252,18 @@ def test_a_key_is_a_whole_line(tmp_path: Path, line: str) -> None:
 def test_the_owners_key_stands_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "admin").write_text("sk-#owner\n")
     given = {name: option.default for name, option in SERVER.options.items()}
-    assert settings_of("smollm2", given).admin_key is None
-    assert settings_of("smollm2", {**given, "admin_key_file": str(tmp_path / "admin")}).admin_key == "sk-#owner"
+    assert serve_config("smollm2", given).admin_key is None
+    assert serve_config("smollm2", {**given, "admin_key_file": str(tmp_path / "admin")}).admin_key == "sk-#owner"
     monkeypatch.setenv("KVILT_ADMIN_KEY", "sk-env")
-    assert settings_of("smollm2", given).admin_key == "sk-env"
+    assert serve_config("smollm2", given).admin_key == "sk-env"
     with pytest.raises(ParamError, match="2 times"):
-        settings_of("smollm2", {**given, "admin_key": "sk-option"})
+        serve_config("smollm2", {**given, "admin_key": "sk-option"})
 
 
 def test_handles_are_saved_in_the_store_unless_they_have_a_folder_of_their_own(tmp_path: Path) -> None:
     given = {name: option.default for name, option in SERVER.options.items()}
-    assert settings_of("smollm2", given, str(tmp_path)).kv_dir == tmp_path / "handles"
-    assert settings_of("smollm2", {**given, "kv_dir": "own"}, str(tmp_path)).kv_dir == Path("own")
+    assert serve_config("smollm2", given, str(tmp_path)).kv_dir == tmp_path / "handles"
+    assert serve_config("smollm2", {**given, "kv_dir": "own"}, str(tmp_path)).kv_dir == Path("own")
 
 
 @pytest.mark.parametrize(

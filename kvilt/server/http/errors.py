@@ -43,6 +43,7 @@ from ...errors import (
 )
 
 _log = logging.getLogger(__name__)
+
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 _NO_RETRY = {"x-should-retry": "false"}  # the openai client repeats a 409 unless told not to

@@ -27,7 +27,7 @@ HandleId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="The id o
 SafeName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", description="A name of letters, digits, - and _.")
 ]
-TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle is forgotten.")]
+TtlS = Annotated[float, Field(gt=0, le=10 * 365 * 86400, description="Seconds until a handle expires.")]
 LoraScale = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
@@ -42,7 +42,7 @@ def _few(value: object) -> object:
 
 Salt = Annotated[
     str,
-    Field(min_length=1, max_length=256, description="KV is reused, and handles are seen, only with the same salt."),
+    Field(min_length=1, max_length=256, description="KV is reused, and handles are visible, only with the same salt."),
 ]
 
 
@@ -114,8 +114,8 @@ class StructuredOutputs(RequestModel):
 class StreamOptionsParam(RequestModel):
     """What a stream reports besides text."""
 
-    include_usage: bool | None = Field(None, description="A last chunk with the counts of tokens.")
-    continuous_usage_stats: bool | None = Field(None, description="The counts so far in every chunk.")
+    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the token counts so far in every chunk.")
 
 
 class Document(RequestModel):
@@ -154,9 +154,9 @@ class BlendOptions(RequestModel):
     """How documents are blended: whether to discover them, and the fields of a recipe. Every field has a default."""
 
     discover: bool | None = Field(
-        None, description="Blend known documents that the prompt holds without naming them; the server's own default."
+        None, description="Find stored documents in the prompt and blend them; the server sets the default."
     )
-    ratio: Share | None = Field(None, description="Of the documents' tokens, the share that is computed again.")
+    ratio: Share | None = Field(None, description="Share of the documents' tokens to recompute.")
     strategy: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Which tokens: query, head, deviation, or a mix such as head:0.2+query:0.8."
     )
@@ -166,10 +166,12 @@ class BlendOptions(RequestModel):
         None
     )
     mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
-    mend: Share | None = Field(None, description="How far tokens between computed ones follow them; 0: not at all.")
+    mend: Share | None = Field(None, description="How strongly tokens between recomputed ones are repaired; 0 is off.")
     min_gain: Share | None = None
     load_floor: Share | None = None
-    gate: bool | None = Field(None, description="False: just this recipe, whatever the quality gate found.")
+    gate: bool | None = Field(
+        None, description="False: use exactly this recipe, even if quality checks ask for another ratio."
+    )
 
 
 class GenerationRequest(RequestModel):
@@ -196,7 +198,7 @@ class GenerationRequest(RequestModel):
     ) = Field(None, description="By token id.")
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
-        None, description="Answers; they share the prompt's KV."
+        None, description="Number of answers; they share the prompt's KV."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -204,23 +206,21 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = Field(
-        None, description="Most tokens to draft ahead; 0 is off. Changes no token."
+        None, description="Maximum number of draft tokens; 0 is off. Changes no token."
     )
     lora_scale: LoraScale | None = Field(
-        None, description="How strongly the adapter acts that is named as the model; 1 by default."
+        None, description="Scale of the adapter that is named as the model; 1 by default."
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptionsParam | None = None
-    return_progress: bool | None = Field(
-        None, description="In a stream: chunks that say how much of the prompt is read."
-    )
+    return_progress: bool | None = Field(None, description="In a stream: send chunks with the progress of the prompt.")
     cache_salt: Salt | None = None
-    kv: HandleId | None = Field(None, description="The KV handle that the prompt stands behind.")
+    kv: HandleId | None = Field(None, description="The KV handle that the prompt continues.")
     kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
     documents: Documents | None = Field(
-        None, description="Stand in the prompt; their KV is reused wherever they stand."
+        None, description="Texts that are part of the prompt; their KV is reused at any position."
     )
     blend: BlendOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted without effect.")

@@ -29,7 +29,7 @@ class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
     messages: Messages
-    max_tokens: MaxTokens | None = Field(None, description="By default what is left of the context.")
+    max_tokens: MaxTokens | None = Field(None, description="The rest of the context by default.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name for max_tokens.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -48,10 +48,14 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Ids | Texts | IdLists
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
-        None, description="16 by default; 0 only beside echo, to score the prompt."
+        None, description="16 by default; 0 is possible with echo only, to score the prompt."
     )
-    logprobs: TopLogprobs | None = Field(None, description="Those of each token and of so many likelier ones.")
-    echo: bool | None = Field(None, description="Begin the text with the prompt; with logprobs, those of its tokens.")
+    logprobs: TopLogprobs | None = Field(
+        None, description="Logprobs of each token, and of this many most likely tokens."
+    )
+    echo: bool | None = Field(
+        None, description="Start the text with the prompt; with logprobs, also those of the prompt's tokens."
+    )
 
 
 class PromptTokensDetails(ResponseModel):

@@ -23,10 +23,10 @@ class TokenizeRequest(RequestModel):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | None = None
-    add_special_tokens: bool = Field(True, description="Whether a prompt begins a text.")
+    add_special_tokens: bool = Field(True, description="Whether to add the tokens that start a text.")
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
-    add_generation_prompt: bool = Field(True, description="Whether messages are followed by the begin of an answer.")
+    add_generation_prompt: bool = Field(True, description="Whether the template adds the start of an answer.")
     return_token_strs: bool | None = None
 
 
