@@ -1,4 +1,4 @@
-"""Drafts against draws: a sample draws from row after row of logits for as long as it draws what was drafted.
+"""Acceptance of drafts: a sample draws from one row of logits after another for as long as it draws the drafted token.
 
 What is drawn never depends on drafts (law 10): each token is the one that this state draws at this position, with the
 noise of that position. Refuses to know where drafts come from, and leaves every state as it was.
@@ -19,7 +19,7 @@ Draw = Callable[[Tensor, Sequence[SamplingState], Sequence[int]], SamplerOutput]
 
 @dataclass(frozen=True, slots=True)
 class DraftRun:
-    """A sample and its rows of logits: behind its last token the one at `row`, behind each draft the next ones."""
+    """A sample and its rows of logits: the row after its last token is at `row`, the rows after its drafts follow."""
 
     state: SamplingState
     position: int  # of the first token it draws
@@ -29,7 +29,7 @@ class DraftRun:
 
 @dataclass(slots=True)
 class AcceptedTokens:
-    """What a run drew: its accepted drafts, and one token more."""
+    """The tokens of a run: its accepted drafts, and one more."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -68,7 +68,7 @@ def accept(logits: Tensor, runs: Sequence[DraftRun], draw: Draw, at_once: bool =
 
 
 def _roll_back(runs: Sequence[DraftRun], begun: Sequence[int]) -> None:
-    """Take every state back to where it began; one that cannot go back keeps no other from it."""
+    """Roll every state back to where it began, also if one of them fails."""
     failures: list[BaseException] = []
     for run, count in zip(runs, begun, strict=True):
         try:

@@ -1,4 +1,4 @@
-"""Token sequences that must not be completed, ready for the question which id may not come next.
+"""Banned token sequences, indexed by which id may not come next.
 
 Knows ids alone, and the end of a history; refuses to know text.
 """

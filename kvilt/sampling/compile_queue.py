@@ -1,7 +1,7 @@
 """A queue of grammars that wait to be compiled, a few at a time, each by a thread with a worker process of its own.
 
-The same constraint is compiled once, however many callers wait for it. A grammar whose last caller leaves is taken out,
-or its worker is ended. Refuses to know what compiling is: it is given.
+The same constraint is compiled once, however many callers wait for it. When the last caller of a grammar cancels, the
+grammar is removed or its worker is ended. Refuses to know what compiling is: the function is given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Job(Generic[Made]):
 
 @dataclass(frozen=True, slots=True)
 class PendingGrammar(Generic[Made]):
-    """A grammar in the making: its future, and how a caller says that it waits no longer."""
+    """A grammar that is being compiled: its future, and how a caller cancels its wait."""
 
     future: Future[Made]
     leave: Callable[[], None]
@@ -59,7 +59,7 @@ class CompileQueue(Generic[Made]):
             os.register_at_fork(after_in_child=partial(_reset, weakref.ref(self)))
 
     def _reset(self) -> None:
-        """Begin with nothing: threads do not live on in a process that is forked, and the workers are its parent's."""
+        """Start empty: a forked process has none of the threads, and the workers belong to its parent."""
         self._changed = threading.Condition()
         self._queue: deque[_Job[Made]] = deque()
         self._pending: dict[Constraint, _Job[Made]] = {}
@@ -67,7 +67,7 @@ class CompileQueue(Generic[Made]):
         self._idle = 0  # threads that have no grammar, or will not once their future is set
 
     def submit(self, constraint: Constraint) -> PendingGrammar[Made]:
-        """Ask for a grammar; GrammarQueueFull where too many wait already."""
+        """Queue a grammar; GrammarQueueFull if too many wait already."""
         with self._changed:
             if self._closed:
                 raise ModelClosed
@@ -149,6 +149,6 @@ class CompileQueue(Generic[Made]):
 
 
 def _reset(queue: weakref.ref[CompileQueue[Any]]) -> None:
-    """In a process that was forked."""
+    """Reset the queue in a forked process."""
     if (own := queue()) is not None:
         own._reset()

@@ -1,7 +1,7 @@
-"""Trials: a grammar is compiled in a process that can be ended before it is compiled in this one.
+"""Worker processes that compile a grammar first, because a process can be killed; then it is compiled in this one.
 
 A worker is started when first needed, compiles one grammar at a time, and is ended where a grammar goes over a limit on
-time or memory, or when its caller no longer waits. Refuses to know constraints and what the library's words mean.
+time or memory, or when its caller no longer waits. Refuses to know constraints and the library's messages.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class CompileWorker:
         return verdict
 
     def cancel(self) -> None:
-        """End the trial that runs, if one does."""
+        """End the compilation that runs, if one does."""
         with self._lock:
             if self._trying:
                 self._cancelled = True
                 self._kill()
 
     def close(self) -> None:
-        """End the process; the next trial starts another one."""
+        """End the process; the next compilation starts another one."""
         with self._lock:
             self._kill()
             process, self._process = self._process, None
@@ -144,7 +144,7 @@ def _own_command() -> list[str]:
 
 
 def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A worker's process, which sees nothing of this one but two pipes."""
+    """A worker's process, which shares nothing with this one but two pipes."""
     try:
         return subprocess.Popen(
             list(command),

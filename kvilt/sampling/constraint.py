@@ -1,7 +1,7 @@
-"""What a caller may demand of the text that is generated: five kinds of constraint, as frozen values.
+"""Constraints on generated text: five kinds, as frozen values.
 
-Checked for shape and size when written down. Refuses to know tokens, and what a schema or a grammar means: compiling it
-finds that out.
+Checked for shape and size when they are made. Refuses to know tokens, and what a schema or a grammar means: compiling
+it finds that out.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def draw(
 
 
 def draws_of(rows: Sequence[int], params: Sequence[SamplingParams], keys: Sequence[int]) -> Draws:
-    """The same as a backend takes it."""
+    """The arguments of `draw` as a backend takes them."""
     return Draws(
         rows=rows,
         keys=keys,

@@ -115,7 +115,7 @@ class Compiler:
             ticket.leave()
 
     def begin(self, constraint: Constraint) -> PendingGrammar[Grammar]:
-        """Ask for the grammar of a constraint; an isolated compiler answers at once and compiles meanwhile."""
+        """Start compiling a constraint; an isolated compiler returns at once and compiles in a worker."""
         done: Future[Grammar] = Future()
         with self._lock:
             kept = self._grammars.get(constraint)
@@ -163,7 +163,7 @@ class Compiler:
         )
 
     def _tried(self, constraint: Constraint, worker: CompileWorker) -> Grammar:
-        """A grammar that the worker has compiled before; in a thread of the queue."""
+        """Compile a grammar that the worker has compiled before; runs in a thread of the queue."""
         text, where = _checked_text(constraint), _name(constraint)
         verdict = worker.try_compile(text, where)
         _check(verdict, where)
@@ -183,7 +183,7 @@ class Compiler:
 
 @dataclass(eq=False, slots=True)
 class Lexer:
-    """A lexer of the library that samples share: a matcher at the beginning, and who has a place on it."""
+    """A lexer of the library that samples share: a matcher at the beginning, and the matchers that use it."""
 
     start: LLMatcher
     masks: int = 0  # made with it so far
@@ -276,7 +276,7 @@ def _name(constraint: Constraint) -> str:
 
 
 def _check(verdict: CompileResult, where: str) -> None:
-    """Raise what is wrong with a grammar, told from the library's words."""
+    """Raise the error that the library's message stands for."""
     match verdict.problem:
         case "":
             return

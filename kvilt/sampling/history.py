@@ -16,7 +16,7 @@ from ..errors import InputError
 
 
 class History:
-    """Prompt ids, then generated ids, with a tally of distinct ids that exists once someone asks for it."""
+    """Prompt ids, then generated ids, with a count of distinct ids that is built on first use."""
 
     __slots__ = ("_array", "_arrayed", "_counts", "_distinct", "_places", "_prompt_places", "ids", "prompt_tokens")
 
@@ -64,7 +64,7 @@ class History:
         self._arrayed = min(self._arrayed, len(self.ids))
 
     def fork(self) -> History:
-        """The same history, free to go its own way."""
+        """An independent copy."""
         other = History()
         other.ids, other.prompt_tokens = list(self.ids), self.prompt_tokens
         if self._places is not None:

@@ -33,7 +33,7 @@ class LibraryFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What became of a grammar: `problem` is empty, or says where it came up, and `message` is the library's."""
+    """The result of compiling: `problem` is empty or names the stage that failed; `message` is the library's."""
 
     problem: str = ""  # grammar, warning, mask, empty, stack, panic
     message: str = ""
@@ -75,7 +75,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str, limits: Mapping[str, Any])
 
 
 def compile_result(matcher: LLMatcher) -> CompileResult:
-    """What is wrong with a grammar, its first mask included."""
+    """The result for a grammar, after its first mask."""
     if matcher.is_error():
         return CompileResult("grammar", matcher.get_error())
     if warnings := matcher.get_grammar_warnings():
@@ -126,7 +126,7 @@ def frame(content: bytes) -> bytes:
 
 
 def startup_message(vocabulary: Sequence[bytes], settings: Mapping[str, Any]) -> bytes:
-    """What a worker is told first: settings, the lengths of all tokens, and their bytes end to end."""
+    """The first message to a worker: settings, the lengths of all tokens, and their bytes end to end."""
     lengths = b"".join(len(token).to_bytes(4, "little") for token in vocabulary)
     return frame(json.dumps(dict(settings)).encode()) + frame(lengths) + frame(b"".join(vocabulary))
 
@@ -152,7 +152,7 @@ def _vocabulary(source: BinaryIO) -> list[bytes]:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Compile what comes, one grammar at a time, until the parent closes the pipe."""
+    """Compile grammars from the pipe, one at a time, until the parent closes it."""
     settings = json.loads(_read(source))
     tokenizer = new_tokenizer(_vocabulary(source), settings["end_ids"])
     _limit_memory(settings["memory_bytes"])

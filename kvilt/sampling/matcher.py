@@ -1,4 +1,4 @@
-"""Matchers: where samples stand in their grammar, which tokens may come next, and masks of several at once.
+"""Matchers: the position of each sample in its grammar, the tokens that may come next, and masks of several samples.
 
 Refuses to know how grammars are written and compiled. A matcher belongs to one sample and is used by one thread at a
 time.
@@ -6,7 +6,7 @@ time.
 Samples of one grammar share a lexer of the library, which builds states as they are needed. A lexer that goes over a
 limit is broken for all of its samples at once. Masks report that, but taking in a token does not: the library then
 answers as if the grammar did not allow the token. So a sample whose mask was made before another sample broke the lexer
-had a token refused that its own mask allowed. Therefore masks are the only answers that are believed here. A sample
+had a token refused that its own mask allowed. Therefore only masks are trusted here. A sample
 whose lexer is broken takes in its tokens again on another one, and fails only where a new lexer is not enough.
 """
 
@@ -38,14 +38,14 @@ _DISAGREES = "the library does not take in the tokens that it allowed"
 
 @dataclass(frozen=True, slots=True)
 class GrammarPosition:
-    """A place in a grammar, as the library has it, on a lexer."""
+    """A position in a grammar: the library's matcher, and the lexer that it uses."""
 
     lexer: Lexer
     place: LLMatcher
 
 
 class Matcher:
-    """Where one sample stands in its grammar: which tokens may come next, and whether it may end."""
+    """The position of one sample in its grammar: which tokens may come next, and whether it may end."""
 
     __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_stand", "_taken_s", "_tokens")
 
@@ -107,7 +107,7 @@ class Matcher:
             self._stand, self._failure = None, ""
 
     def fork(self) -> Matcher:
-        """The same place in the same grammar, free to go its own way."""
+        """An independent matcher at the same position."""
         other = Matcher(self._grammar, self._tokens, self._ends)
         other._failure, other._mask = self._failure, self._mask
         if self._stand is not None:
@@ -115,7 +115,7 @@ class Matcher:
         return other
 
     def leave(self, lexer: Lexer) -> None:
-        """Let go of a lexer that is broken, and of its memory; the sample finds another one when it goes on."""
+        """Release a broken lexer and its memory; the sample takes another one when it continues."""
         if self._stand is not None and self._stand.lexer is lexer:
             self._stand = None
 
@@ -163,13 +163,13 @@ class Matcher:
                 self._failure = first_line(error)
 
     def _here(self) -> GrammarPosition | None:
-        """Where this sample stands; one that stands nowhere takes in its tokens again. None: it has failed."""
+        """The current position; without one, the tokens are replayed. None: the matcher has failed."""
         if self._stand is None and not self._failure:
             self._replay(self._tokens)
         return None if self._failure else self._stand
 
     def _replay(self, tokens: Sequence[int]) -> None:
-        """Stand behind tokens that were allowed: on the lexer that others use or, where it breaks, on a new one."""
+        """Replay tokens that were allowed: on the shared lexer or, if that breaks, on a new one."""
         failure = ""
         for _ in range(2):
             try:
@@ -233,7 +233,7 @@ def _unpacked(bits: npt.NDArray[np.int32], known: int, vocab_size: int) -> Tenso
 
 
 def first_line(message: str) -> str:
-    """What the library says, without its drawings and the place in a text that kvilt wrote."""
+    """The library's message, without its source excerpt and position."""
     line = message.split("\n", 1)[0]
     return line.split("failed to compile JSON schema: ", 1)[-1].strip()[:200]
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, checked field by field the moment it is written down.
+"""Sampling parameters, checked field by field when the object is made.
 
 Refuses to know models and text: ids are checked against a vocabulary only when `validate_vocab` is given its size.
 """

@@ -88,7 +88,7 @@ class SamplingState:
 
     @property
     def bans(self) -> bool:
-        """Whether some tokens may be out of reach now."""
+        """Whether some tokens may be banned now."""
         return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids) or not self.may_end
 
     def banned(self) -> npt.NDArray[np.int64]:
@@ -183,7 +183,7 @@ def _refuse(peak: Sequence[float], rows: Sequence[int]) -> None:
 
 
 def is_argmax(state: SamplingState) -> bool:
-    """Whether the next token is simply the likeliest one."""
+    """Whether the next token is the argmax of the logits."""
     return state.params.greedy and not _edited(state)
 
 
@@ -249,7 +249,7 @@ def _adjust(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
 
 
 def _ban(scores: Tensor, rows: Sequence[int], states: Sequence[SamplingState]) -> None:
-    """Put out of reach what repeats an n-gram, completes a bad word, ends a sample too early, or breaks its grammar."""
+    """Mask tokens that repeat an n-gram, complete a bad word, end a sample too early, or break its grammar."""
     at = [i for i, state in enumerate(states) if state.bans]
     banned = [states[i].banned() for i in at]
     if any(len(ids) for ids in banned):

@@ -65,7 +65,7 @@ def checked(text: str) -> str:
 
 
 class _Writer:
-    """Writes one document anew; schemas that are referred to get a name, the others stand where they stood."""
+    """Rewrites one document; referenced schemas get a name, the others stay in place."""
 
     def __init__(self, source: SchemaDocument) -> None:
         self.source = source

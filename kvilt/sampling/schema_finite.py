@@ -1,4 +1,4 @@
-"""Whether a schema has a value that ends: one that requires itself inside itself has none, and no model could write it.
+"""Whether a schema has a finite value: one that requires itself inside itself has none, and no model could write it.
 
 Errs on the side of yes. Refuses to know keywords that cannot make a value longer.
 """
@@ -15,7 +15,7 @@ _WORK = 200_000  # looks at schemas; a chain of references that takes more is be
 
 
 def check_finite(source: SchemaDocument, used: Sequence[Path]) -> None:
-    """Refuse a schema none of whose values ends; `used` are the subschemas that matter, all of them checked."""
+    """Refuse a schema without a finite value; `used` are the subschemas that matter, all of them checked."""
     finite: set[Path] = set()
     left, work = list(reversed(used)), 0  # what is referred to stands behind what refers
     while work < _WORK:
@@ -36,7 +36,7 @@ def check_finite(source: SchemaDocument, used: Sequence[Path]) -> None:
 
 
 def _ends(source: SchemaDocument, path: Path, finite: set[Path]) -> bool:
-    """Whether some value of a schema ends, given schemas of which that is known."""
+    """Whether a schema has a finite value, given schemas of which that is known."""
     schema = source.places[path].schema
     if isinstance(schema, bool):
         return True  # false has no values, which is for others to say

@@ -1,4 +1,4 @@
-"""What stands between a model's logits and a draw, in Hugging Face's order, as functions over float32 rows.
+"""Logits processors between a model's logits and a draw, in Hugging Face's order, as functions over float32 rows.
 
 Those whose names end in an underscore write into the scores they are given; the others write into nothing.
 Order: logit bias, repetition, frequency and presence penalties, bans, temperature, top-k, top-p, min-p, typical-p. A
@@ -84,12 +84,12 @@ def penalize_(scores: Tensor, touched: PenalizedTokens) -> Tensor:
 
 
 def ban_(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Put the tokens at (rows, ids) of scores [rows, vocab] out of reach; a pair may stand twice."""
+    """Set scores [rows, vocab] at (rows, ids) to -inf; a pair may stand twice."""
     return scores.index_put_((rows, ids), scores.new_tensor(_NEVER))
 
 
 def mask_(scores: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
-    """Leave the given rows of scores [rows, vocab], in ascending order, only their allowed tokens [given, vocab]."""
+    """Set all but the allowed tokens [given, vocab] of the given rows of scores [rows, vocab] to -inf."""
     if len(rows) == len(scores):
         return scores.masked_fill_(~allowed, _NEVER)
     kept = torch.where(allowed, scores[rows], _NEVER)
@@ -118,7 +118,7 @@ def _groups(widths: Sequence[int]) -> list[list[int]]:
 
 
 def _row_mass(scores: Tensor, peak: Tensor, filters: Filters) -> Tensor:
-    """Sum of exp(score - peak) in float64 for rows with top-p and no top-k [rows]; 0 for the rest, who need none.
+    """Sum of exp(score - peak) in float64 for rows with top-p and no top-k [rows]; 0 for the others, which need none.
 
     By cumsum, since torch adds a cumsum strictly in order, but splits a sum among threads by the shape of the batch.
     """

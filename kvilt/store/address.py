@@ -1,7 +1,6 @@
-"""Where a record lives: a key over everything that decides its content, and that content itself for comparison.
+"""Addresses of records: a hash key over everything that decides a record's content, and that content for comparison.
 
-An `Address` is a question with all its conditions: a record answers it only if it agrees with every one of them.
-Refuses to know tiers and bytes of KV.
+A record matches an `Address` only if all of its fields agree, token by token. Refuses to know tiers and bytes of KV.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ KEY_BYTES = 32
 class Kind(StrEnum):
     """What a record is for; one kind is never served as another."""
 
-    CHUNK = "chunk"  # a text computed standalone, keys unrotated
-    HANDLE = "handle"  # a whole row of a cache, keys as they live in pages
-    PREFIX = "prefix"  # one page of a row behind all the tokens before it
+    CHUNK = "chunk"  # a document computed on its own, keys before rotation
+    HANDLE = "handle"  # a whole row of a cache, keys as they are in pages
+    PREFIX = "prefix"  # one page of a prompt, valid after all tokens before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ Form = tuple[LayerForm, ...]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What is asked for. Only the factories below make one, because they make the key with it."""
+    """What a lookup asks for. Only the factories below make one, because they compute the key."""
 
     kind: Kind
     identity: Identity
@@ -68,7 +67,7 @@ class Address:
 
     @property
     def owner(self) -> str:
-        """For whom a tier counts the record, whatever the salts of a key."""
+        """The owner whose quota the record counts against: an API key, whatever its salts."""
         return owner_of(self.tenant)
 
     def key_under(self, codec: bytes, secret: bytes) -> bytes:
@@ -79,12 +78,12 @@ class Address:
         return _digest(b"more", b"".join(parts))
 
     def with_firsts(self, firsts: tuple[int, ...]) -> Address:
-        """The same question with other demands on what must be there."""
+        """The same address with other first positions per layer."""
         return replace(self, firsts=firsts)
 
 
 def tenant_of(salt: str) -> str:
-    """A name for a tenant that does not tell its salt; it still says which tenants have one owner."""
+    """The hashed name of a tenant: it hides the salt, and tenants of one owner still share their first part."""
     owner = owner_of(salt)
     hidden = _digest(b"tenant", owner.encode("utf-8", "surrogatepass")).hex()[:32]
     if owner == salt:
@@ -107,12 +106,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def chunk_address(identity: Identity, tokens: Sequence[Token], form: Form) -> Address:
-    """Where the chunk of exactly these tokens is; all of it must be there."""
+    """The address of the chunk of exactly these tokens; a match holds all of them."""
     return _address(Kind.CHUNK, identity, tokens, form, (0,) * len(form))
 
 
 def row_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout) -> Address:
-    """Where a whole row of a cache is; all that the next query sees must be there."""
+    """The address of a whole cache row; a match holds every position that the next query attends to."""
     needed = [group.first_needed(len(tokens)) for group in layout.groups]
     firsts = tuple(needed[place.group] for place in layout.places())
     return _address(Kind.HANDLE, identity, tokens, form_of(layout), firsts)
@@ -121,9 +120,9 @@ def row_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout) -
 def page_addresses(
     identity: Identity, tokens: Sequence[Token], layout: KVLayout, page_tokens: int, start: int = 0
 ) -> Iterator[Address]:
-    """Where each whole page of a prompt from position `start` on is, which begins a page.
+    """The address of each full page of a prompt from position `start` on, which must begin a page.
 
-    A page that a window no longer sees behind all of `tokens` need not hold that window's KV. Each key costs one page
+    A page that a sliding window no longer reaches need not hold that window's KV. Each key costs one page
     of hashing, however long the prompt is.
     """
     if page_tokens < 1 or start < 0 or start % page_tokens:
@@ -143,7 +142,7 @@ def page_addresses(
 
 
 def page_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout, start: int) -> Address:
-    """Where the page is that ends with these tokens and begins at `start`."""
+    """The address of the page that begins at `start` and ends with the last of these tokens."""
     form = form_of(layout)
     return _address(Kind.PREFIX, identity, tokens, form, (start,) * len(form))
 
@@ -197,7 +196,7 @@ def _address(kind: Kind, identity: Identity, tokens: Sequence[Token], form: Form
 
 
 def _beginning(kind: Kind, identity: Identity, form: Form) -> hashlib.blake2b:
-    """The part of every key that stands before the tokens, each field with its length before it."""
+    """The hash state of a key before its tokens; each field is preceded by its length."""
     shapes = ";".join(f"{one.heads},{one.key_dim},{one.value_dim},{one.dtype}" for one in form)
     own = (identity.model, identity.numerics, identity.adapter, identity.origin, tenant_of(identity.salt))
     fields = [text.encode("utf-8", "surrogatepass") for text in (str(FORMAT), kind.value, *own, shapes)]

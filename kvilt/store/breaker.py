@@ -1,4 +1,4 @@
-"""A circuit breaker: after some failures in a row a tier is left alone for a while, then asked whether it is back."""
+"""A circuit breaker: after some failures in a row a tier is not called for a while, then probed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CircuitBreaker:
     def record_failure(self) -> None:
         with self._lock:
             if self._wait_s and not self._asking:
-                return  # something that began before: it says nothing new
+                return  # a call from before the breaker opened: not counted again
             self._failed += 1
             self._asking = False
             if self._failed >= self._most:

@@ -29,9 +29,9 @@ from .tier import Tier
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-# What says that a tier is unwell, and not that a record is.
-FIRST = -1  # the priority of what says whether a record is there: more depends on it than on any layer
-_CROWD = 32  # records on their way that may keep files or connections open between two reads
+# Reasons that count as failures of the tier, not of one record.
+FIRST = -1  # the priority of lookups, before any layer
+_CROWD = 32  # loading records that may keep files or connections open between two reads
 UNWELL = frozenset({"io", "timeout", "down", "garbage", "disk_full", "read_only", "descriptors", "index"})
 
 
@@ -46,7 +46,7 @@ class QueuedWrite:
 
 
 class TierChannel:
-    """The way to one tier."""
+    """Access to one tier from any thread."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class TierChannel:
     # Reading.
 
     def is_open(self, direction: str) -> bool:
-        """Whether the tier is asked at all now; if it is being left alone and its time has come, it is probed."""
+        """Whether the tier is called now. If its breaker is open and the wait is over, a probe is started."""
         breaker = self._breakers[direction]
         if breaker.closed:
             return True
@@ -97,7 +97,7 @@ class TierChannel:
         return False
 
     def read(self, priority: int, work: Callable[[], None]) -> bool:
-        """Let a reader thread do this, smaller priorities first; False once the channel is closed."""
+        """Queue work for a reader thread, smaller priorities first; False once the channel is closed."""
         with self._change:
             if self._closed:
                 return False
@@ -112,7 +112,7 @@ class TierChannel:
         return len(self._reads) >= _CROWD
 
     def ask(self, question: Callable[[Tier], T]) -> Future[T]:
-        """The answer of the tier to a question, from a reader thread."""
+        """Run `question` on the tier in a reader thread."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -127,7 +127,7 @@ class TierChannel:
         return future
 
     def guarded(self, direction: str, work: Callable[[], T]) -> T:
-        """What `work` returns; the breaker hears how it went."""
+        """Run `work`, and report success or failure to the breaker."""
         try:
             result = work()
         except StoreError as error:
@@ -162,7 +162,7 @@ class TierChannel:
         return not reason
 
     def later(self, work: Callable[[Tier], None]) -> None:
-        """Something small for the writing thread; dropped where the queue is full."""
+        """Queue a small job for the writer thread; dropped if the queue is full."""
         with self._change:
             if not self._closed and len(self._writes) < self._queue_records:
                 self._queue(lambda: work(self.tier))
@@ -188,7 +188,7 @@ class TierChannel:
         self.tier.close()
 
     def _at_exit(self, owner: int) -> None:
-        """Programs that end without closing a store lose nothing that is queued; a fork of one has no say in that."""
+        """A program that ends without closing the store still writes its queue; a forked child does not."""
         if os.getpid() == owner:
             self.close()
 

@@ -1,7 +1,7 @@
 """The disk tier: one file for each record, named by its key, and an index that can be lost.
 
 A lookup opens the file and needs no index, so it costs the same among a thousand records and a million. Several
-processes may share a folder. Refuses to know what the bytes mean, but for who owns them.
+processes may share a folder. Refuses to know what the bytes mean, except whose quota they count against.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DiskReader:
             return self._files.pread(self._fd, size, offset)
 
     def abort(self) -> None:
-        """A read of a file cannot be ended; it is waited for by its own thread alone."""
+        """A file read cannot be interrupted; only its own thread waits for it."""
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -89,7 +89,7 @@ class Disk:
 
     @property
     def folder(self) -> Path:
-        """The folder; what is not a record's or the index's is left alone there."""
+        """The folder; files in it that are neither records nor the index are not touched."""
         return self._folder
 
     # Reading: the file alone.
@@ -217,7 +217,7 @@ class Disk:
         self._reconciling.start()
 
     def _reconcile(self) -> None:
-        """Let the index know the files that are there, and forget those that are not."""
+        """Add files that the index lacks, and remove rows whose files are gone."""
         try:
             for shard in range(256):
                 if self._stop.is_set():
@@ -250,7 +250,7 @@ class Disk:
         return {key: None for _, name in names if (key := _key_of(name, shard)) is not None}
 
     def _row(self, key: bytes) -> IndexRow | None:
-        """What the index should know of a file; what is no record is removed, what has another format leaves first."""
+        """The index row of a file. A file that is no record is removed; one of another format is evicted first."""
         try:
             if (reader := self.open(key)) is None:
                 return None

@@ -1,4 +1,4 @@
-"""The few things the disk tier asks of a file system, each whole or without effect, with reasons for what fails."""
+"""File system calls of the disk tier: each succeeds completely or changes nothing, and failures have reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def explained() -> Iterator[None]:
 
 
 class FileSystem:
-    """A real file system; a test may put a failing one in its place."""
+    """The real file system; tests replace it with one that fails."""
 
     def write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
@@ -62,7 +62,7 @@ class FileSystem:
             os.close(fd)
 
     def write_whole(self, path: Path, pieces: Sequence[bytes], scratch: Path) -> None:
-        """The pieces under that name, on the disk to stay, or a StoreError and no trace."""
+        """Write a file durably and atomically; on a StoreError nothing is left."""
         with explained():
             fd, temporary = create_temporary(scratch)
             try:

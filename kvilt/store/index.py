@@ -1,4 +1,4 @@
-"""The disk tier's index: sizes, owners and order of use, in SQLite. It can be lost at any time: records are the truth.
+"""The disk tier's index: sizes, owners and order of use, in SQLite. It can be rebuilt from the records at any time.
 
 Refuses to know files; several processes may share one index.
 """
@@ -43,7 +43,7 @@ VERSION = 1  # of the schema; another one is dropped and built again
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """One record, as the index knows it."""
+    """The row of one record."""
 
     key: bytes
     tenant: str
@@ -78,7 +78,7 @@ class DiskIndex:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Several statements as one, also to other processes."""
+        """A transaction."""
         self._sql.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -88,7 +88,7 @@ class DiskIndex:
         self._sql.execute("COMMIT")
 
     def add(self, rows: Iterable[IndexRow]) -> None:
-        """Know these records, in the place of what was known under their keys."""
+        """Add these records, replacing rows with the same keys."""
         with self.change():
             for row in rows:
                 self._sql.execute("DELETE FROM records WHERE key = ?", (row.key,))
@@ -99,13 +99,13 @@ class DiskIndex:
             self._sql.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
 
     def touch(self, keys: Sequence[bytes], now_s: float) -> list[bytes]:
-        """These were used now; those that the index does not know."""
+        """Mark records as used now; returns the keys that have no row."""
         with self.change():
             update = "UPDATE records SET used = ? WHERE key = ?"
             return [key for key in keys if not self._sql.execute(update, (now_s, key)).rowcount]
 
     def retain(self, key: bytes, budget: Budget) -> None:
-        """Give a record the bias to stay, and take it from older ones of the tenant that has the most of it."""
+        """Mark a record as retained; if the retained budget is full, unmark the oldest of the tenant with the most."""
         with self.change():
             found = self._one("SELECT nbytes, retained FROM records WHERE key = ?", key)
             if found is None or found[1] or found[0] > budget.retain:
@@ -121,7 +121,7 @@ class DiskIndex:
             self._sql.execute("UPDATE records SET retained = 1 WHERE key = ?", (key,))
 
     def admit(self, row: IndexRow, budget: Budget) -> list[bytes]:
-        """Count a record that is about to be written; who must leave for it, and is forgotten here."""
+        """Count a record that is about to be written; returns the keys that are evicted for it."""
         gone: list[bytes] = []
         with self.change():
             self._sql.execute("DELETE FROM records WHERE key = ?", (row.key,))

@@ -60,7 +60,7 @@ def layer_bytes(form: LayerForm, tokens: int) -> int:
 
 
 def owned(layers: Sequence[LayerKV | tuple[Tensor, ...]]) -> tuple[LayerKV, ...]:
-    """The layers on the CPU, in order, and holding no more memory than they show."""
+    """The layers on the CPU, contiguous, and without the memory of larger tensors behind views."""
     made = [one if isinstance(one, LayerKV) else LayerKV(*one) for one in layers]
     made = [LayerKV(*(part.detach().cpu().contiguous() for part in one.parts)) for one in made]
     shown = sum(one.nbytes for one in made)

@@ -1,7 +1,7 @@
 """A record that is loading: layers arrive in order from the tiers, each verified before it is handed out.
 
-A tier that has the record but not all of it, or not in time, is given up for the next one, from the layer that is
-missing on. When no tier is left, the rest of the record is a miss. Refuses to know what the tiers are.
+If a tier fails or is late in the middle of a record, the next tier continues from the missing layer. When no tier is
+left, the rest of the record is a miss. Refuses to know what the tiers are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tier import RecordReader
 
 @dataclass(frozen=True, slots=True)
 class LookupContext:
-    """What every lookup of one kind has in common."""
+    """What all lookups of one record kind share."""
 
     channels: tuple[TierChannel, ...]
     codec: Codec
@@ -40,16 +40,16 @@ class LookupContext:
     secret: bytes | None
     lookup_s: float  # to a trusted header
     layer_s: float  # for each layer from then on
-    found: Callable[[MemoryEntry, TierChannel], None]  # told once all of a record has come
+    found: Callable[[MemoryEntry, TierChannel], None]  # called once a whole record has been loaded
 
     def key(self, address: Address) -> bytes:
-        """Where a record of this store is: neither rounded KV nor that of holders of another secret is at its place."""
+        """The key of a record in this store: a lossy codec and a secret have keys of their own."""
         codec = self.codec.name.encode() if self.codec.lossy else b""
         return address.key_under(codec, b"" if self.secret is None else self.secret)
 
 
 class Loading:
-    """One lookup. Methods may be called from any thread; layers may be asked for while later ones still load."""
+    """One lookup. Methods may be called from any thread; early layers can be used while later ones load."""
 
     def __init__(self, address: Address, context: LookupContext, started: bool = True) -> None:
         self.address = address
@@ -74,7 +74,7 @@ class Loading:
 
     @classmethod
     def ready(cls, entry: MemoryEntry, context: LookupContext, tier: str = "memory") -> Loading:
-        """A record that is here already."""
+        """A lookup that is complete."""
         made = cls(entry.address, context, started=False)
         made._layers = list(entry.layers)
         made._firsts, made._tier, made._next = entry.address.firsts, tier, len(entry.layers)
@@ -104,7 +104,7 @@ class Loading:
             return next((i for i, one in enumerate(self._layers) if one is None), len(self._layers))
 
     def settled(self, layers: int = 0) -> bool:
-        """Whether so many layers are here, or will not be; with 0, whether the record is there. Never waits.
+        """Whether so many layers are loaded or a miss; with 0, whether hit or miss is known. Never waits.
 
         The deadline runs as if the caller waited: after it, what is missing counts as a miss.
         """
@@ -117,28 +117,28 @@ class Loading:
         return True
 
     def patience_s(self, layers: int = 0) -> float:
-        """Seconds after which `settled` is true if nothing more comes; 0 where it is so already."""
+        """Seconds until `settled` is true at the latest; 0 if it is already."""
         with self._change:
             return 0.0 if self._settled(layers) else max(0.0, self._left_s())
 
     def settle(self, layers: int = 0) -> None:
-        """Wait until that is so, and not long."""
+        """Wait until `settled`, at most until the deadline."""
         while not self.settled(layers):
             with self._change:
                 self._change.wait_for(lambda: self._settled(layers), max(0.0, self._left_s()))
 
     def watch(self, told: Callable[[], None], layers: int = 0) -> None:
-        """Call this, from whatever thread, each time that more is here, so many layers at least, or it is a miss."""
+        """Call `told`, from any thread, whenever more layers than `layers` are loaded or the lookup is a miss."""
         with self._change:
             self._watchers.append((layers, told))
 
     def hit(self) -> bool:
-        """Whether the record is there, as far as its header and tokens tell; waits for that, and not long."""
+        """Whether the record was found and its header and tokens match; waits for that up to the deadline."""
         self.settle()
         return not self._reason
 
     def layer(self, index: int) -> LayerKV:
-        """One layer, once it is there; StoreMiss where it will not be."""
+        """One layer; waits for it, and raises StoreMiss if it does not come."""
         if not 0 <= index < len(self._layers):
             raise InputError(f"layer {index} does not exist; this record has layers 0 to {len(self._layers) - 1}")
         if self._layers[index] is None:
@@ -149,7 +149,7 @@ class Loading:
         return found if isinstance(found, LayerKV) else self._decode(index, found)
 
     def wait(self) -> bool:
-        """Whether all of it is here; waits until that is known."""
+        """Wait for the whole record; whether all of it came."""
         try:
             for index in range(len(self._layers)):
                 if self._layers[index] is None:
@@ -198,7 +198,7 @@ class Loading:
         return self._context.layer_s - (now_s - self._since_s())
 
     def _since_s(self) -> float:
-        """Since when it is waited for."""
+        """When the current wait began."""
         return self._began_s if self._asked_s is None else max(self._asked_s, self._heard_s)
 
     def _tell(self) -> None:
@@ -251,7 +251,7 @@ class Loading:
             self._refused(channel, StoreError("closed", "the store is closed"))
 
     def _begin(self) -> bool:
-        """Open the record and settle every doubt about its header; False where there is none."""
+        """Open the record and verify its header; False if the tier has no record."""
         context, channel = self._context, self._context.channels[self._channel]
         reader = channel.tier.open(context.key(self.address))
         self._reader = reader
@@ -293,7 +293,7 @@ class Loading:
         reason = error.field if isinstance(error, BlobError) else error.reason
         self._doubt = reason
         self._context.metrics.add(REFUSED, tier=channel.name, reason=reason)
-        if isinstance(error, BlobError):  # it would be refused every time; a good one may take its place
+        if isinstance(error, BlobError):  # it would be refused every time: removed, so that a good one can be written
             key = self._context.key(self.address)
             channel.later(lambda tier: tier.discard(key))
         self._next_channel()

@@ -1,4 +1,4 @@
-"""The first tier: records as tensors, ready for use. What is here was verified when it came."""
+"""The first tier: records as tensors, ready for use. Records were verified when they were loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOUCH_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryEntry:
-    """A whole record in memory. Layers of a lossy codec stay encoded: that is what it is for."""
+    """A whole record in memory. Layers of a lossy codec stay encoded, which saves memory."""
 
     address: Address
     codec: Codec
@@ -36,7 +36,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHit:
-    """An entry, and whether tiers below should hear that it is in use."""
+    """An entry, and whether the tiers below should be told of its use."""
 
     entry: MemoryEntry
     should_touch: bool
@@ -55,7 +55,7 @@ class MemoryTier:
         self._told_s: dict[bytes, float] = {}
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether it is here; that alone is no use of it."""
+        """Whether it is here; does not count as a use."""
         with self._lock:
             return key in self._entries
 
@@ -72,7 +72,7 @@ class MemoryTier:
             return MemoryHit(entry, should_touch)
 
     def put(self, key: bytes, entry: MemoryEntry, retain: bool) -> list[bytes] | None:
-        """Keep an entry; the keys that had to leave for it, or None where it is too large to be kept."""
+        """Keep an entry; returns the keys evicted for it, or None if it is too large."""
         with self._lock:
             gone = self._ledger.add(key, entry.address.owner, entry.nbytes, retain)
             if gone is None:

@@ -30,7 +30,7 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class HandleNote:
-    """A handle on paper. Times are of the wall clock: they mean the same to the next process."""
+    """A handle without its KV. Times are wall-clock times, so that the next process can read them."""
 
     name: str
     owner: str  # a tenant, hashed
@@ -88,12 +88,12 @@ def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Handl
 
 
 def peek_expiry(data: bytes) -> float:
-    """When a note says that its handle ends; nothing of it is trusted beyond that."""
+    """The expiry time that an unverified note claims."""
     return _time(_header(data)[0], "expires_s")
 
 
 def scope_of(model: str, secret: bytes | None) -> str:
-    """What stands before the names of all notes that a reader may understand: others it does not even open."""
+    """The prefix of the file names of one model's notes; a reader opens no others."""
     parts = (str(FORMAT).encode(), model.encode(), secret or b"")
     state = hashlib.blake2b(digest_size=8, person=b"kvilt notes")
     state.update(b"".join(len(one).to_bytes(8, "little") + one for one in parts))

@@ -43,7 +43,7 @@ class HandleNotes:
     ) -> None:
         """`folder` is the disk's own; notes may take `most_bytes` in it, those of other models included.
 
-        A disk that fails is left alone for `rest_s`, then for twice as long, up to 30 s.
+        After a failure the disk is not used for `rest_s`, then for twice as long, up to 30 s.
         """
         self._folder = folder / "notes"
         self._scratch = folder / "tmp"
@@ -59,7 +59,7 @@ class HandleNotes:
         self._sizes: dict[str, int] = {}  # of files, by their names
         self._known: Callable[[str], HandleNote | None] = lambda _: None
         self._change = threading.Condition()
-        self._marked: dict[str, None] = {}  # names of handles whose files are not what is known of them
+        self._marked: dict[str, None] = {}  # names of handles whose files are out of date
         self._writing = False
         self._rest_s = 0.0  # after a failure, until the next attempt
         self._closed = self._abandoned = False
@@ -131,7 +131,7 @@ class HandleNotes:
         self._known = known
 
     def mark(self, name: str) -> None:
-        """A handle has come, changed or gone. Waits for nothing."""
+        """Note that a handle was added, changed or removed. Never waits."""
         with self._change:
             if self._closed:
                 return
@@ -148,7 +148,7 @@ class HandleNotes:
             return not (self._marked or self._writing)
 
     def close(self) -> None:
-        """Write what is marked, as far as time allows, and end. What is forgotten from now on stays on the disk."""
+        """Write what is marked, as far as time allows, and stop. Notes of handles removed later stay on disk."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -178,7 +178,7 @@ class HandleNotes:
                 self._change.notify_all()
 
     def _settled(self, name: str) -> bool:
-        """Whether the file of a handle now says what is known of it, or shall not."""
+        """Write or remove the file of a handle; whether that is done."""
         try:
             note = self._known(name)
             if self._abandoned:  # and so may have been the handles that it asks

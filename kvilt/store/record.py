@@ -38,7 +38,7 @@ Read = Callable[[int, int], Data]  # offset, size
 
 @dataclass(frozen=True, slots=True)
 class RecordSection:
-    """Where a part of a record is, and what its bytes must hash to."""
+    """A byte range of a record, and its digest."""
 
     offset: int
     nbytes: int
@@ -47,7 +47,7 @@ class RecordSection:
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself, once its seal is right."""
+    """A record's header, after its seal was verified."""
 
     kind: str
     names: tuple[str, ...]  # model, numerics, adapter, origin
@@ -63,7 +63,7 @@ class RecordHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """What a tier must know of a record to count it."""
+    """What a tier needs to know of a record to count it against quotas."""
 
     tenant: str  # by which quotas count: the owner of all its salts
     kind: str
@@ -103,14 +103,14 @@ def read_header(read: Read, nbytes: int, secret: bytes | None) -> RecordHeader:
 
 
 def peek(read: Read, nbytes: int) -> RecordInfo:
-    """Whose record this is, for an index; nothing of it is trusted beyond that."""
+    """The unverified owner and kind of a record, for an index."""
     head = _head(read, nbytes)
     fields = _json(head[PREFIX.size : -SEAL_BYTES])
     return RecordInfo(owner_of(_text(fields, "tenant")), _text(fields, "kind"))
 
 
 def read_content(read: Read, header: RecordHeader, address: Address) -> None:
-    """Raise unless the record answers the question, down to the last token."""
+    """Raise unless the record matches the address, down to the last token."""
     identity = address.identity
     _same("kind", header.kind, address.kind.value)
     for name, found in zip(_IDENTITY, header.names, strict=True):

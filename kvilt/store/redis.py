@@ -1,7 +1,7 @@
 """The shared tier: records in Redis or Valkey, with time to live, budgets and an index that the server keeps.
 
-A server that is down, slow or talks nonsense costs a StoreError within the time limits, nothing else. Refuses to know
-what the bytes mean, but for who owns them.
+A server that is down, slow or sends garbage causes a StoreError within the time limits, nothing else. Refuses to know
+what the bytes mean, except whose quota they count against.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_VALUE_BYTES = (512 << 20) - 1  # what the server takes as one value
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Whatever goes wrong with a server, as a StoreError with its reason."""
+    """Turn any failure of a server into a StoreError with its reason."""
     try:
         yield
     except (StoreError, BlobError):
@@ -235,7 +235,7 @@ class Redis:
                 raise StoreError("garbage", "the Redis tier answered a ping with something else")
 
     def rebuild(self) -> None:
-        """Let the index know all records that are there."""
+        """Rebuild the index from all records."""
         with explained():
             found: list[bytes] = []
             for text in self._texts():
@@ -257,7 +257,7 @@ class Redis:
             yield name[len(self._prefix) + 2 :]
 
     def _know(self, keys: Sequence[bytes]) -> None:
-        """Add records to the index; whose they are stands in their headers."""
+        """Add records to the index; their headers name the owners."""
         pairs: list[str] = []
         facts = self._client.hmget(self._prefix + "facts", keys) if keys else []
         for text in [key for key, fact in zip(keys, facts, strict=True) if fact is None]:

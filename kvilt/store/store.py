@@ -1,7 +1,7 @@
-"""The store's door: put KV away by what it is, and find it again, in memory or in the tiers below.
+"""The store: writes KV under its content address, and finds it again in memory or in the tiers below.
 
-Nothing here waits for a tier unless the caller asks for an answer, and then not long. What cannot be kept is dropped
-and counted; what cannot be trusted is a miss and counted. Refuses to know models, engines and requests.
+No method waits for a tier unless the caller asks for an answer, and then only up to a deadline. What cannot be kept is
+dropped and counted; what cannot be verified is a miss and counted. Refuses to know models, engines and requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StoreLimits:
     queue_bytes: int = 256 << 20  # of records that wait to be written to one tier
     queue_records: int = 4096
     readers: int = 2  # threads that read from one tier
-    cooldown_s: float = 1.0  # a failing tier is left alone for so long, then for twice as long, up to 30 s
+    cooldown_s: float = 1.0  # a failing tier is not called for so long, then for twice as long, up to 30 s
     close_s: float = 10.0  # for writing what is queued when the store is closed
 
     def __post_init__(self) -> None:
@@ -114,9 +114,9 @@ class Store:
     # Any record.
 
     def put(self, address: Address, layers: Sequence[LayerKV | tuple[Tensor, ...]], retain: bool = False) -> Loading:
-        """Keep the KV of an address, whose `firsts` say what of it is there, and give it back as it will be found.
+        """Store the KV of an address, whose `firsts` say which positions it holds; returns it as a lookup would.
 
-        The tensors belong to the store from now on. `retain` asks for a bias to stay.
+        The store takes the tensors over. A record with `retain` is evicted later than others.
         """
         made, context = owned(layers), self._context_for(address)
         check_layers(made, address.form, [address.tokens - first for first in address.firsts])
@@ -131,7 +131,7 @@ class Store:
         return Loading.ready(entry, context)
 
     def open(self, address: Address) -> Loading:
-        """Begin to look for a record; returns at once."""
+        """Start a lookup; returns at once."""
         context = self._context_for(address)
         self.metrics.add(LOOKUPS, kind=address.kind.value)
         key = context.key(address)
@@ -148,7 +148,7 @@ class Store:
         return Loading.ready(found.entry, context)
 
     def count_leading(self, addresses: Sequence[Address]) -> int:
-        """How many of these, from the first on, seem to be there; waits for the answer, and not long."""
+        """How many of these, counted from the first without a gap, seem to be stored; waits up to `lookup_s`."""
         deadline_s = time.monotonic() + self._limits.lookup_s
         keys = [self._context_for(one).key(one) for one in addresses]
         there = [key in self._memory for key in keys]
@@ -193,15 +193,15 @@ class Store:
         layers: Sequence[LayerKV | tuple[Tensor, ...]],
         retain: bool = False,
     ) -> Loading:
-        """Keep a text's KV with unrotated keys, layer by layer [tokens, heads, dim], as it was computed standalone.
+        """Store a document's KV with keys before rotation, layer by layer [tokens, heads, dim], as computed on its own.
 
-        Blend what comes back, not what was given: with a lossy codec they differ, and later lookups find the former.
+        Use what this returns, not what was given: a lossy codec rounds, and later lookups find the rounded KV.
         """
         made = [one if isinstance(one, LayerKV) else LayerKV(*one) for one in layers]
         return self.put(chunk_address(identity, tokens, tuple(one.form for one in made)), made, retain)
 
     def open_chunk(self, identity: Identity, tokens: Sequence[Token], form: Form) -> Loading:
-        """Begin to look for a text's KV; its layers arrive in order."""
+        """Start the lookup of a document's KV; its layers arrive in order."""
         return self.open(chunk_address(identity, tokens, form))
 
     def put_cache(self, kv: KVCache, identity: Identity | None = None, retain: bool = False) -> list[Loading]:
@@ -221,11 +221,11 @@ class Store:
         return self.put(address, _layers(layout, image), retain)
 
     def open_row(self, identity: Identity, layout: KVLayout, tokens: Sequence[Token]) -> Loading:
-        """Begin to look for a row of exactly these tokens; `image(layout)` is what a cache is made of."""
+        """Start the lookup of a row of exactly these tokens; a cache is made from its `image(layout)`."""
         return self.open(row_address(identity, tokens, layout))
 
     def put_evicted(self, identity: Identity, layout: KVLayout, page: EvictedPage, retain: bool = False) -> Loading:
-        """Keep a page that a prefix index lost; `page_addresses` finds it again."""
+        """Store a page that the prefix index evicted; `page_addresses` finds it again."""
         own = replace(identity, adapter=page.scope.adapter, salt=page.scope.salt)
         end = len(page.tokens)
         address = page_address(own, page.tokens, layout, page.start)
@@ -309,7 +309,7 @@ class Store:
         return MemoryEntry(address, context.codec, frames)
 
     def _promote(self, entry: MemoryEntry, source: TierChannel) -> None:
-        """A record was found below: keep it in every tier above, and let its own know that it was of use."""
+        """Copy a record that was found below into every tier above, and mark it as used in its own."""
         context = self._context_for(entry.address)
         key = context.key(entry.address)
         self._remember(context, entry, False)
@@ -353,7 +353,7 @@ class Store:
             reader.close()
 
     def _answer(self, channel: TierChannel, future: Future[T], deadline_s: float) -> T | None:
-        """What a tier answers in time; otherwise None, and its breaker hears of it."""
+        """The tier's answer, or None after the deadline or an error, which its breaker counts."""
         try:
             return future.result(max(0.0, deadline_s - time.monotonic()))
         except FutureTimeout:
@@ -366,7 +366,7 @@ class Store:
 
 
 def _answers(held: Address, asked: Address) -> bool:
-    """Whether what is held is what is asked for, token by token, and all of it."""
+    """Whether a record in memory matches the address, token by token, and holds all that is asked for."""
     same = held == asked.with_firsts(held.firsts)
     return same and all(first <= needed for first, needed in zip(held.firsts, asked.firsts, strict=True))
 

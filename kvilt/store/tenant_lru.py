@@ -1,7 +1,7 @@
-"""Who must leave when room is needed: least recently used first, of the tenant that holds the most.
+"""Which entries are evicted when a tier is full: the least recently used of the tenant that holds the most.
 
-Retained entries of a tenant leave after its others, as long as all retained ones together fit their own budget: a bias,
-never a lock. Pure bookkeeping; refuses to know what is kept.
+A tenant's retained entries are evicted after its others, as long as all retained entries together fit their budget: a
+preference, not a guarantee. Pure bookkeeping; refuses to know what is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TenantLRU:
         return self._tenants[tenant].nbytes if tenant in self._tenants else 0
 
     def add(self, key: bytes, tenant: str, nbytes: int, retain: bool) -> list[bytes] | None:
-        """Put an entry in the books; the keys that must leave for it, or None where it is too large to be there."""
+        """Count an entry; returns the keys to evict for it, or None if it is too large."""
         if nbytes > self.budget.record:
             return None
         if key in self._entries:
@@ -69,12 +69,12 @@ class TenantLRU:
         return gone
 
     def touch(self, key: bytes) -> None:
-        """This one was of use; fine if it is not there."""
+        """Mark an entry as used; does nothing if it is not there."""
         if (entry := self._entries.get(key)) is not None:
             self._tenants[entry.tenant].line(entry.retained).move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        """Take an entry off; fine if it is not there."""
+        """Remove an entry; does nothing if it is not there."""
         if (entry := self._entries.pop(key, None)) is None:
             return
         tenant = self._tenants[entry.tenant]
@@ -102,7 +102,7 @@ class TenantLRU:
             self._retained_bytes += nbytes
 
     def _retain(self, key: bytes) -> None:
-        """Give an entry the bias, and take it from older ones of the tenant that has the most of it."""
+        """Mark an entry as retained; if that budget is full, unmark the oldest of the tenant with the most."""
         entry = self._entries[key]
         if entry.nbytes > self.budget.retain:
             return

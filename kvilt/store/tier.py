@@ -13,7 +13,7 @@ from .record import RecordInfo
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many bytes a tier may hold: in all, of one tenant, in one record, and with a bias to stay."""
+    """How many bytes a tier may hold: in all, of one tenant, in one record, and of retained records."""
 
     total_bytes: int
     tenant_bytes: int | None = None  # None: no less than all
@@ -52,7 +52,7 @@ class RecordReader(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size; negative where it turns out that there is none."""
+        """The size; negative if there is no such record after all."""
         ...
 
     def read(self, offset: int, size: int) -> Data:
@@ -82,19 +82,19 @@ class Tier(Protocol):
     def has(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def put(self, key: bytes, record: Sequence[bytes], info: RecordInfo) -> int:
-        """Keep a record, whole or not at all, in the place of others that must leave; how many those were."""
+        """Write a record completely or not at all; returns how many others were evicted for it."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These were of use."""
+        """Mark records as used now."""
         ...
 
     def discard(self, key: bytes) -> None:
-        """This one is not to be trusted, or not wanted."""
+        """Remove a record: it is damaged or no longer wanted."""
         ...
 
     def every_key(self) -> Iterator[bytes]:
-        """Every key that is there, in no order; takes as long as it takes."""
+        """Every key, in no order; may take long."""
         ...
 
     def usage(self) -> TierUsage: ...

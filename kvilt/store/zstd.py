@@ -17,7 +17,7 @@ LEVEL = 1  # higher levels take several times as long on KV and gain about a hun
 
 
 class Zstd:
-    """Raw, smaller."""
+    """The bytes of `Raw`, compressed."""
 
     name = "zstd"
     lossy = False
@@ -37,7 +37,7 @@ class Zstd:
             check_size(data, len(self.encode(self._raw.decode(b"", form, tokens))))
             return self._raw.decode(b"", form, tokens)
         try:
-            # The size is asked for before anything is unpacked: a bomb announces itself.
+            # The size is read before anything is decompressed, so that a bomb is refused.
             if zstandard.frame_content_size(data) != expected:
                 raise BlobError(
                     "payload", f"a layer of {expected} bytes was promised, the frame unpacks to another size"

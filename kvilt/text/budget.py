@@ -29,7 +29,7 @@ class TemplateLimits:
 
 
 class TemplateBudget:
-    """The running account of one rendering; raises TemplateError when it is overdrawn."""
+    """The resources that one rendering has used; raises TemplateError when a limit is exceeded."""
 
     __slots__ = ("_deadline", "_made", "_steps", "_work", "limits")
 

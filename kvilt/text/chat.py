@@ -123,7 +123,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int] | None:
-        """The ids behind the last assistant's content: how a conversation goes on from ids that were generated.
+        """The ids after the last assistant's content: a conversation continues with them from generated ids.
 
         None where the template does not show that content exactly once, so that only encoding everything will do.
         """
@@ -206,7 +206,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation after its template: the text of the prompt, and what its ids are made of."""
+    """A conversation rendered by its template: the text of the prompt, and the parts that are tokenized."""
 
     text: str  # without the documents that are encoded by themselves
     segments: tuple[tuple[str | int, ...], ...]  # text and special tokens around the places of these documents
@@ -224,7 +224,7 @@ class RenderedChat:
 
 
 class _Guard:
-    """User values in which no special token can arise, and the way back to what the user wrote."""
+    """User values with stand-ins where a special token could arise, and the way back to the original text."""
 
     def __init__(self, values: dict[str, Any], texts: SpecialTexts, used: frozenset[str]) -> None:
         strings = list(_strings(values))
@@ -330,7 +330,7 @@ def _checked_objects(values: Any, name: str) -> list[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """How much messages may hold: as much as a template may, and no more than could ever fit a context."""
+    """Size limits of messages: those of a template, and no more than can fit the context."""
 
     chars: int
     items: int

@@ -1,4 +1,4 @@
-"""A model's answer read as it streams: content, reasoning and calls of tools, in the format of its family.
+"""Streaming parser of a model's answer: content, reasoning and tool calls, in the format of its family.
 
 One pass, constant work a character, and no character lost: what turns out not to be a call is content. Refuses to know
 servers and models.
@@ -39,7 +39,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """How one model writes calls and reasoning, and why kvilt thinks so."""
+    """How one model writes tool calls and reasoning, and how that was detected."""
 
     name: str
     reason: str
@@ -74,7 +74,7 @@ class Parser:
 
 
 class AnswerReader:
-    """Reads one answer; belongs to one stream."""
+    """Parses one answer of one stream."""
 
     def __init__(self, parser: Parser, tools: Mapping[str, Mapping[str, str]], thinks: bool) -> None:
         self._thinking = ThinkingReader(parser.thinking, thinks)
@@ -82,7 +82,7 @@ class AnswerReader:
 
     @property
     def work(self) -> int:
-        """Characters looked at so far, each time one was."""
+        """Characters processed so far, counting repeats."""
         return self._thinking.work + self._calls.work
 
     def feed(self, text: str) -> list[Piece]:

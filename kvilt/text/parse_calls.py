@@ -1,4 +1,4 @@
-"""Finds calls in an answer: text outside of them is content, and so is what looked like one and was none.
+"""Finds tool calls in an answer: text outside of them is content, and so is text that turns out not to be a call.
 
 Refuses to know reasoning, and what stands inside a call's markers: bodies read that.
 """
@@ -108,7 +108,7 @@ class CallReader:
             self._say(shown.lstrip() if self._after_call() else shown)
 
     def _after_call(self) -> bool:
-        """Nothing was said since a call: blanks are layout."""
+        """No content since a call: whitespace is layout."""
         return self._fresh and self._calls > 0
 
     def _say(self, text: str) -> None:
@@ -148,7 +148,7 @@ class CallReader:
         self._step = self._closing if self._closes else self._text
 
     def _give_up(self) -> None:
-        """No call, or no longer one: what was taken and not passed on is content."""
+        """Not a call after all: text that was held back becomes content."""
         raw, self._raw, self._body = "".join(self._raw), [], None
         if self._open:
             self._end(whole=False)

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class CallSyntax(Enum):
-    """What stands behind an opening marker."""
+    """The syntax of calls after an opening marker."""
 
     JSON = "an object with a name and arguments, or a list of them"
     JSON_OR_TAGS = "the same, or <function=name> with a <parameter=name> for each argument"
@@ -24,7 +24,7 @@ class CallSyntax(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallMarker:
-    """A text that begins calls; a `bare` one is no marker but belongs to them, and counts where an answer begins."""
+    """Opens tool calls; a `bare` one is itself part of the call, and counts only where an answer begins."""
 
     text: str
     inside: CallSyntax

@@ -15,7 +15,7 @@ def partial_marker(text: str, marks: Iterable[str]) -> str:
 
 
 class HeldBlanks:
-    """Blanks at the end of what was shown, held until something follows them."""
+    """Whitespace at the end of the output, held back until something follows it."""
 
     def __init__(self) -> None:
         self._held: list[str] = []

@@ -20,7 +20,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote for itself before its answer."""
+    """Reasoning text before the answer."""
 
     text: str
 
@@ -53,7 +53,7 @@ Piece = Content | Reasoning | CallStart | CallArguments | CallEnd
 
 
 class BodyStep(Enum):
-    """What a body did with a character."""
+    """The result of feeding one character to a call body."""
 
     MORE = "took it and wants more"
     DONE = "took it and is complete"
@@ -62,7 +62,7 @@ class BodyStep(Enum):
 
 
 class CallSink(Protocol):
-    """Where a body puts its calls; text it took since the last of these is given back if it fails."""
+    """Receives the calls of a body; text since the last accepted call is given back if the body fails."""
 
     def parameters(self, name: str) -> Mapping[str, str] | None:
         """A tool's parameters in order, with the types they are declared to have; None if there is no such tool."""

@@ -26,7 +26,7 @@ _WHOLE = ("zero", "int", "frac", "exp")
 
 
 class ScanState(Enum):
-    """What a scanner waits for."""
+    """The state of a scanner: what it expects next."""
 
     VALUE = auto()
     FIRST_KEY = auto()

@@ -1,4 +1,4 @@
-"""A `tokenizers` pipeline whose work is bounded: long texts go through it in pieces, and none further than it may.
+"""A `tokenizers` pipeline with bounded work: long texts are tokenized in pieces, up to the limit.
 
 Plain text in, ids out; refuses to know special tokens.
 """
@@ -21,7 +21,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Pipeline:
-    """Learns about itself what it needs, when that is first needed; threads may share it."""
+    """Derived tables are computed on first use; threads may share it."""
 
     def __init__(self, core: Core, all_token_bytes: Callable[[], Iterable[bytes]]) -> None:
         """`all_token_bytes` gives the bytes of every token."""

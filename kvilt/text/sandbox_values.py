@@ -1,4 +1,4 @@
-"""The values a chat template may touch: what they weigh, how they read as text, and the methods they offer.
+"""The values a chat template may use: their size, their text, and the methods they offer.
 
 Every function that can make something large asks the budget first. Refuses to know template syntax.
 """
@@ -52,7 +52,7 @@ def check_name(name: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ValueSize:
-    """How much a value holds, counted as a tree."""
+    """The size of a value, counted as a tree."""
 
     items: int
     chars: int
@@ -84,13 +84,13 @@ def measure(budget: TemplateBudget, value: Any) -> ValueSize:
 
 
 def check_size(budget: TemplateBudget, value: Any) -> Any:
-    """Give `value` back if all that it contains stays within the limits."""
+    """Return `value` if all that it contains is within the limits."""
     measure(budget, value)
     return value
 
 
 def kept(budget: TemplateBudget, value: Any) -> Any:
-    """A result of a filter or method as the template may keep it: weighed, and never lazy."""
+    """A result of a filter or method for the template: measured, and never lazy."""
     if isinstance(value, str):
         budget.make(len(value))
         return value if type(value) is str else str.__str__(value)

@@ -1,4 +1,4 @@
-"""Special-token texts: where they stand in a text, and where a text could become one.
+"""Texts of special tokens: where they occur in a text, and where user text could form one.
 
 Knows strings and ids; refuses to know templates and tokenizers.
 """
@@ -14,7 +14,7 @@ from operator import itemgetter
 
 @dataclass(frozen=True, slots=True)
 class StripRule:
-    """Whether a special token takes the white space on its left or right with it."""
+    """Whether a special token strips white space on its left or right (lstrip and rstrip of an added token)."""
 
     left: bool = False
     right: bool = False

@@ -28,7 +28,7 @@ _BEHIND_LINE = f"(?<={_SHOWN}\n)(?={_WORD})"
 
 @dataclass(frozen=True, slots=True)
 class SplitPoints:
-    """The places where texts may be cut, as a pattern that matches nothing there."""
+    """Places where a text may be split, as a pattern of zero width."""
 
     place: re.Pattern[str]
     drops_space: bool = False  # the pipeline puts a space before each text, so a piece leaves its own out
@@ -57,7 +57,7 @@ class SplitPoints:
 
 
 def find_split_points(core: Core) -> SplitPoints | None:
-    """The cuts of a pipeline; None where none are proved."""
+    """The split points of a pipeline; None if none are proved safe."""
     added = list(core.get_added_tokens_decoder().values())
     if any(not token.special and (token.lstrip or token.rstrip or token.single_word) for token in added):
         return None

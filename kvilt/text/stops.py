@@ -1,4 +1,4 @@
-"""Stop strings over streamed text: hold back what might become one, cut at the first that is complete.
+"""Stop strings in streamed text: holds back what could become one, and cuts at the first complete one.
 
 One pass over the text whatever the strings are; refuses to know tokens.
 """

@@ -35,7 +35,7 @@ _OTHERS = tuple(bytes(sorted(set(range(256)) - set(members))) for members in _CL
 
 @dataclass(frozen=True, slots=True)
 class NormalizerEffect:
-    """What happens to a text before it is cut into tokens, as far as it changes the bytes that tokens stand for."""
+    """What the normalizer does to a text before tokenizing, as far as it changes the bytes of tokens."""
 
     composes: bool = False  # letters and accents are composed (NFC)
     blocks: bool = False  # the lower block stands for a space (SentencePiece)

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where they come from, what they hold, and whether it is what they claim."""
+"""Checkpoints on disk: fetched, opened, and checked field by field."""

@@ -1,4 +1,4 @@
-"""File names that mean something: the parts of a split GGUF model and the shards of a safetensors index.
+"""File names with a meaning: parts of a split GGUF model, and shards of a safetensors index.
 
 Reads no weights, so that choosing what to fetch costs nothing.
 """
@@ -22,7 +22,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 
 @dataclass(frozen=True, slots=True)
 class PartName:
-    """What the name of one part of a split GGUF model says; numbers start at 1."""
+    """The parsed name of one part of a split GGUF model; numbers start at 1."""
 
     stem: str
     number: int
@@ -38,7 +38,7 @@ class PartName:
 
 
 def part_name(name: str) -> PartName | None:
-    """What a split file's name says, or None where the name is not one."""
+    """The parsed name of a part, or None if the name is not one."""
     match = _PART.fullmatch(name)
     if match is None:
         return None

@@ -39,7 +39,7 @@ class GGUFScales:
         return self.ranks[module]
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module is multiplied with; without an alpha, nothing."""
+        """The factor of a module's product; 1 without an alpha."""
         return self.alpha / self.ranks[module] if self.alpha else 1.0
 
 
@@ -58,7 +58,7 @@ class GGUFAdapter:
         self.config = GGUFScales(_alpha(file.metadata), ranks, _invocation(file.metadata))
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of floats, all of which are numbers."""
+        """A tensor of floats; NaN and infinity are refused."""
         stored = self._file.tensor(name)
         tensor = dequantize(stored) if isinstance(stored, QuantTensor) else stored
         if tensor.dtype not in _FLOATS:
@@ -132,7 +132,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float:
 
 
 def _invocation(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that switch it on, if it is of the kind that tokens switch on."""
+    """The invocation tokens of an activated LoRA, if it is one."""
     name = "adapter.alora.invocation_tokens"
     if (tokens := metadata.get(name)) is None:
         return ()

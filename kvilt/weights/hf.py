@@ -38,7 +38,7 @@ _SHOWN = 12
 
 
 class _Ambiguous(ModelNotFound):
-    """Several models answer, and only the user knows which one is meant."""
+    """Several models match; the user must say which one."""
 
 
 @dataclass(frozen=True, slots=True)

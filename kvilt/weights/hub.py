@@ -124,7 +124,7 @@ def _cached(model: NamedModel) -> Path | None:
     """The model's file when it is there in full.
 
     The size is enough here: the file gets its name only after its hash was checked, and hashing it again would add a
-    fifth of a second to every start. `pull` hashes it, for anyone in doubt.
+    fifth of a second to every start. `pull` hashes it again.
     """
     path = _place(model)
     with suppress(OSError):

@@ -109,7 +109,7 @@ def _merged(
 
 
 def _with(tensor: Tensor, parts: ModuleTensors, adapter: PeftFolder, own: float, scale: float) -> Tensor:
-    """A weight with its module's product in it."""
+    """A weight with its adapter's product added."""
     weight = tensor.float()
     product = adapter.tensor(parts.up).float() @ adapter.tensor(parts.down).float() * own
     if parts.magnitude is not None:  # each output then has the length that was learnt for it
@@ -120,7 +120,7 @@ def _with(tensor: Tensor, parts: ModuleTensors, adapter: PeftFolder, own: float,
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Configuration, tokenizer and templates; the index of shards has nothing to say about one file."""
+    """Copy configuration, tokenizer and templates; a single file needs no index of shards."""
     for pattern in _KEPT:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.endswith(".index.json"):

@@ -1,4 +1,4 @@
-"""The strict comparison of what a model needs with what a checkpoint has.
+"""The strict comparison of the tensors that a model needs with those of a checkpoint.
 
 Knows no family: the caller says which checkpoint name and shape belongs to each of the model's own names.
 """

@@ -61,7 +61,7 @@ _HALVES: Mapping[str, tuple[Half, bool]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PatternMap(Generic[T]):
-    """Values by patterns of module names; the first that fits counts."""
+    """Values by module-name pattern; the first pattern that matches counts."""
 
     entries: tuple[tuple[ModulePattern, T], ...] = ()
 
@@ -116,7 +116,7 @@ class PeftFolder:
         self.modules, self.copies = _modules(tensors.names(), config.dora)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as a view of the file, all of whose numbers are numbers."""
+        """A tensor as a view of the file; NaN and infinity are refused."""
         tensor = self._tensors.tensor(name)
         if not bool(tensor.isfinite().all()):
             raise WeightError(name, "holds NaN or infinity; the adapter is damaged or its training diverged")

@@ -1,4 +1,4 @@
-"""How a fetch says how far it has come."""
+"""The progress callback of a fetch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Protocol
 
 
 class FetchProgress(Protocol):
-    """Told how far a fetch has come; a total of 0 means that it is not known."""
+    """Called with the bytes fetched so far and in total; a total of 0 means unknown."""
 
     def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...

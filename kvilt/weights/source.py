@@ -1,4 +1,4 @@
-"""What a checkpoint is to the rest of kvilt, and how one is opened from a path.
+"""Checkpoints: how one is opened from a path, and what the rest of kvilt sees of it.
 
 Knows where files lie, not what a model needs from them.
 """
@@ -64,7 +64,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One way to write a checkpoint: how it is told from others, opened, and asked what it says of itself."""
+    """A checkpoint format: how it is recognised and opened, and what it says of itself."""
 
     kind: str  # as families call it in their dialects
     claims: Callable[[Path], bool]  # whether a file or a folder is written this way
