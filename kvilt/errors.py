@@ -271,7 +271,7 @@ class HandleUnknown(HandleError):
 
 
 class HandleExpired(HandleError):
-    """Its time is over."""
+    """The handle has expired."""
 
     def __init__(self, handle: str) -> None:
         super().__init__(handle, "has expired; create it again, or pin it for longer")
@@ -294,14 +294,19 @@ class HandleLimit(KviltError):
         self.limit = limit
 
 
+def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
+    """Warn the caller of a name that works for one more release."""
+    said = f"{old} is now {new}; the old name goes in the next release"
+    warnings.warn(said, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """A module's `__getattr__` for names that it renamed, from the old to the new: they work for one more release."""
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        said = f"{module}.{name} is now {names[name]}; the old name goes in the next release"
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        warn_renamed(f"{module}.{name}", names[name])
         return getattr(sys.modules[module], names[name])
 
     return find

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvilt.kv.identity import Identity
+from kvilt.store.address import Kind
+from kvilt.store.store import Store
+
 PACKAGE = Path(__file__).parent.parent / "kvilt"
 RENAMED = [
     ("kvilt.sampling.grammar", "Limits", "GrammarLimits"),
@@ -38,3 +42,11 @@ def test_an_old_name_leads_to_the_new_one_with_a_warning(module: str, old: str, 
         assert getattr(found, old) is getattr(found, new)
     with pytest.raises(AttributeError, match="NoSuchName"):
         _ = found.NoSuchName
+
+
+def test_old_methods_of_a_store_lead_to_the_new_ones_with_a_warning() -> None:
+    with Store() as store:
+        with pytest.warns(DeprecationWarning, match="count_leading"):
+            assert store.reach([]) == 0
+        with pytest.warns(DeprecationWarning, match="stored_tokens"):
+            assert list(store.stored(Kind.CHUNK, Identity("model", "numerics"))) == []

@@ -7,7 +7,7 @@ dropped and counted; what cannot be verified is a miss and counted. Refuses to k
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -15,19 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-import torch
 from torch import Tensor
 
-from ..errors import BlobError, ParamError, StoreError, renamed
+from ..errors import BlobError, ParamError, StoreError, renamed, warn_renamed
 from ..kv.cache import KVCache
-from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.prefix import EvictedPage
 from ..kv.row import EXACT, RowImage, Token
 from ..metrics import Metrics
-from ..ops.contract import KeysValues
-from .address import Address, Form, Kind, LayerForm, chunk_address, page_address, row_address, tokens_of
+from .address import Address, Form, Kind, chunk_address, page_address, row_address, tokens_of
 from .channel import QueuedWrite, TierChannel
 from .codec_registry import codec_named
 from .codecs import Codec, Raw
@@ -37,6 +34,7 @@ from .loading import Loading, LookupContext
 from .memory import MemoryEntry, MemoryTier
 from .notes import HandleNotes
 from .record import RecordInfo, pack, read_header, read_tokens
+from .row_layers import empty_layer, layer_slice, per_layer, row_layers
 from .tier import Budget, Tier, TierUsage
 
 _MIN_SECRET_BYTES = 16
@@ -177,6 +175,16 @@ class Store:
             except StoreError as error:
                 self.metrics.add(REFUSED, tier=channel.name, reason=error.reason)
 
+    def reach(self, addresses: Sequence[Address]) -> int:
+        """The old name of `count_leading`."""
+        warn_renamed("Store.reach", "count_leading")
+        return self.count_leading(addresses)
+
+    def stored(self, kind: Kind, identity: Identity) -> Iterator[list[Token]]:
+        """The old name of `stored_tokens`."""
+        warn_renamed("Store.stored", "stored_tokens")
+        return self.stored_tokens(kind, identity)
+
     def discard(self, address: Address) -> None:
         """Forget a record in every tier."""
         key = self._context_for(address).key(address)
@@ -217,8 +225,8 @@ class Store:
         if image.origin != EXACT:
             identity = replace(identity, origin=image.origin)
         tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]
-        address = row_address(identity, tokens, layout).with_firsts(_per_layer(layout, image.firsts))
-        return self.put(address, _layers(layout, image), retain)
+        address = row_address(identity, tokens, layout).with_firsts(per_layer(layout, image.firsts))
+        return self.put(address, row_layers(layout, image), retain)
 
     def open_row(self, identity: Identity, layout: KVLayout, tokens: Sequence[Token]) -> Loading:
         """Start the lookup of a row of exactly these tokens; a cache is made from its `image(layout)`."""
@@ -233,8 +241,8 @@ class Store:
         layers = []
         for place, form in zip(layout.places(), address.form, strict=True):
             kv = page.kv[place.group]
-            layers.append(_nothing(form) if kv is None else LayerKV(*_slice(kv, place.layer)))
-        return self.put(address.with_firsts(_per_layer(layout, firsts)), layers, retain)
+            layers.append(empty_layer(form) if kv is None else LayerKV(*layer_slice(kv, place.layer)))
+        return self.put(address.with_firsts(per_layer(layout, firsts)), layers, retain)
 
     # Life.
 
@@ -369,27 +377,6 @@ def _answers(held: Address, asked: Address) -> bool:
     """Whether a record in memory matches the address, token by token, and holds all that is asked for."""
     same = held == asked.with_firsts(held.firsts)
     return same and all(first <= needed for first, needed in zip(held.firsts, asked.firsts, strict=True))
-
-
-def _per_layer(layout: KVLayout, firsts: Iterable[int]) -> tuple[int, ...]:
-    groups = tuple(firsts)
-    return tuple(groups[place.group] for place in layout.places())
-
-
-def _layers(layout: KVLayout, image: RowImage) -> list[LayerKV]:
-    return [LayerKV(*_slice(image.groups[place.group], place.layer)) for place in layout.places()]
-
-
-def _slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:
-    """One layer of a group; scales that are not there have no layers either."""
-    parts = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
-    return tuple(part[layer] if part.dim() > 1 else part for part in parts)
-
-
-def _nothing(form: LayerForm) -> LayerKV:
-    dtype, scales = DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
-    keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
-    return LayerKV(keys, values, scales, scales)
 
 
 __getattr__ = renamed(__name__, {"Limits": "StoreLimits"})

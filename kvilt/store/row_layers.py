@@ -1,0 +1,39 @@
+"""Cache rows and pages, which are stored by layer group, as the single layers that records hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..kv.dtypes import DTYPES
+from ..kv.layout import KVLayout
+from ..kv.row import RowImage
+from ..ops.contract import KeysValues
+from .address import LayerForm
+from .layer import LayerKV
+
+
+def per_layer(layout: KVLayout, firsts: Iterable[int]) -> tuple[int, ...]:
+    """The first positions of groups, repeated for each of their layers."""
+    groups = tuple(firsts)
+    return tuple(groups[place.group] for place in layout.places())
+
+
+def row_layers(layout: KVLayout, image: RowImage) -> list[LayerKV]:
+    """The layers of a cache row, in the model's order."""
+    return [LayerKV(*layer_slice(image.groups[place.group], place.layer)) for place in layout.places()]
+
+
+def layer_slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:
+    """One layer of a group; scales that are not there have no layers either."""
+    parts = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    return tuple(part[layer] if part.dim() > 1 else part for part in parts)
+
+
+def empty_layer(form: LayerForm) -> LayerKV:
+    """A layer without tokens."""
+    dtype, scales = DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
+    keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
+    return LayerKV(keys, values, scales, scales)
