@@ -11,14 +11,6 @@ constexpr int64_t kBlockRows = 192;     // queries times heads that share what i
 constexpr int64_t kItemsPerThread = 4;  // so that threads end together
 constexpr int64_t kTokensAtOnce = 32;   // tokens of a piece of elementwise work: a page, mostly
 
-const PagedKernels* find_kernels(const std::string& isa) {
-#if defined(KVILT_X86)
-  if (isa == "avx512") return avx512_paged();
-  if (isa == "avx2") return avx2_paged();
-#endif
-  return generic_paged();
-}
-
 template <typename T>
 void grow(std::vector<T>& room, int64_t size) {
   if (int64_t(room.size()) < size) room.resize(size_t(size));
@@ -28,14 +20,14 @@ int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; 
 
 }  // namespace
 
-Attention::Attention(Workers& workers, const std::string& isa)
-    : workers_(workers), kernels_(find_kernels(isa)), scratch_(size_t(workers.threads())) {}
+Attention::Attention(ThreadPool& pool, const PageKernels& kernels)
+    : pool_(pool), kernels_(kernels), scratch_(size_t(pool.threads())) {}
 
 void Attention::rotate(const RotateArgs& a) {
   const int64_t size = a.heads * a.dim;
-  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int) {
+  pool_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int) {
     for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t)
-      kernels_->rotate(a.x + t * size, a.turn, t, a.heads, a.dim, a.out + t * size);
+      kernels_.rotate(a.x + t * size, a.rotation, t, a.heads, a.dim, a.out + t * size);
   });
 }
 
@@ -43,21 +35,21 @@ void Attention::write(const WriteArgs& a) {
   check_slots(a.pages, a.slots, a.tokens);
   const int64_t keys = a.pages.kv_heads * a.pages.dim, values = a.pages.kv_heads * a.pages.value_dim;
   for (auto& scratch : scratch_) grow(scratch, keys + a.pages.dim);
-  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
+  pool_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
     for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t)
-      kernels_->write(a.pages, a.slots[t], a.keys + t * keys, a.values + t * values, a.turn.cos ? &a.turn : nullptr, t,
-                      scratch_[size_t(worker)].data());
+      kernels_.write_token(a.pages, a.slots[t], a.keys + t * keys, a.values + t * values,
+                           a.rotation.cos ? &a.rotation : nullptr, t, scratch_[size_t(worker)].data());
   });
 }
 
-void Attention::follow(const FollowArgs& a) {
+void Attention::interpolate(const InterpolateArgs& a) {
   const auto inside = [&](const int64_t* which, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
-      if (which[i] < 0 || which[i] >= a.text) throw std::out_of_range("a token is not in its text");
+      if (which[i] < 0 || which[i] >= a.document) throw std::out_of_range("a token is not in its document");
   };
   check_slots(a.pages, a.slots, a.tokens);
-  inside(a.which, a.tokens);
-  inside(a.leaders, a.count);
+  inside(a.interpolated, a.tokens);
+  inside(a.anchors, a.count);
   const int64_t keys = a.pages.kv_heads * a.pages.dim, values = a.pages.kv_heads * a.pages.value_dim;
   const int64_t size = number_bytes(a.dtype);
   const auto* old_keys = static_cast<const char*>(a.keys);
@@ -66,27 +58,29 @@ void Attention::follow(const FollowArgs& a) {
   grow(changes_, a.count * (keys + values));
   float *key_changes = changes_.data(), *value_changes = key_changes + a.count * keys;
   const auto change = [&](const char* old, const float* fresh, int64_t numbers, float* to) {
-    kernels_->follow(a.dtype, old, numbers, nullptr, nullptr, 0, to);
+    kernels_.interpolate(a.dtype, old, numbers, nullptr, nullptr, 0, to);
     for (int64_t i = 0; i < numbers; ++i) to[i] = fresh[i] - to[i];
   };
   for (int64_t i = 0; i < a.count; ++i) {
-    change(old_keys + a.leaders[i] * keys * size, a.new_keys + i * keys, keys, key_changes + i * keys);
-    change(old_values + a.leaders[i] * values * size, a.new_values + i * values, values, value_changes + i * values);
+    change(old_keys + a.anchors[i] * keys * size, a.new_keys + i * keys, keys, key_changes + i * keys);
+    change(old_values + a.anchors[i] * values * size, a.new_values + i * values, values, value_changes + i * values);
   }
-  workers_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
+  pool_.run(pieces(a.tokens, kTokensAtOnce), [&](int64_t piece, int worker) {
     float *scratch = scratch_[size_t(worker)].data(), *key = scratch + keys + a.pages.dim, *value = key + keys;
     for (int64_t t = piece * kTokensAtOnce; t < std::min(a.tokens, (piece + 1) * kTokensAtOnce); ++t) {
       const float* weights = a.weights + t * a.count;
-      kernels_->follow(a.dtype, old_keys + a.which[t] * keys * size, keys, key_changes, weights, a.count, key);
-      kernels_->follow(a.dtype, old_values + a.which[t] * values * size, values, value_changes, weights, a.count, value);
-      kernels_->write(a.pages, a.slots[t], key, value, a.turn.cos ? &a.turn : nullptr, t, scratch);
+      kernels_.interpolate(a.dtype, old_keys + a.interpolated[t] * keys * size, keys, key_changes, weights, a.count,
+                           key);
+      kernels_.interpolate(a.dtype, old_values + a.interpolated[t] * values * size, values, value_changes, weights,
+                           a.count, value);
+      kernels_.write_token(a.pages, a.slots[t], key, value, a.rotation.cos ? &a.rotation : nullptr, t, scratch);
     }
   });
 }
 
 // ---- attention ----
 
-void Attention::check(const AttendArgs& a) const {
+void Attention::check(const AttentionArgs& a) const {
   const int64_t size = a.pages.page_tokens;
   for (int64_t row = 0; row < a.rows(); ++row) {
     int64_t checked = -1;  // pages up to this one are there; a window starts anew, it may not see them
@@ -96,16 +90,16 @@ void Attention::check(const AttendArgs& a) const {
       const int64_t low = a.mask.window ? a.mask.first_seen(position) / size : checked + 1;
       for (int64_t page = low; page <= position / size; ++page)
         if (const int64_t id = a.tables[row * a.width + page]; id < 0 || id >= a.pages.pages)
-          throw std::out_of_range("a query sees a page that its row does not hold");
+          throw std::out_of_range("a query overlaps a page that its row does not hold");
       checked = std::max(checked, position / size);
     }
   }
 }
 
 // Blocks of queries as large as pays, but not so large that threads would have nothing to do.
-void Attention::plan(const AttendArgs& a) {
+void Attention::plan(const AttentionArgs& a) {
   const int64_t group = a.group(), tokens = a.starts.back(), tile = tile_tokens(a.pages);
-  const int64_t fair = pieces(tokens * a.pages.kv_heads, workers_.threads() * kItemsPerThread);
+  const int64_t fair = pieces(tokens * a.pages.kv_heads, pool_.threads() * kItemsPerThread);
   const int64_t block = std::max<int64_t>(1, std::min(kBlockRows / group, fair));
   units_.clear();
   int64_t cost = 0;
@@ -118,24 +112,24 @@ void Attention::plan(const AttendArgs& a) {
         units_.push_back({row, first, count, head, begin, end - begin, 0, 1, 1});
       cost += a.pages.kv_heads * count * (end - begin);
     }
-  cut(a, std::max<int64_t>(1, cost / (workers_.threads() * kItemsPerThread)));
+  cut(a, std::max<int64_t>(1, cost / (pool_.threads() * kItemsPerThread)));
 }
 
 // Units that cost much more than a fair piece are cut into several items; the dearest items go first.
-void Attention::cut(const AttendArgs& a, int64_t piece) {
+void Attention::cut(const AttentionArgs& a, int64_t piece) {
   const int64_t group = a.group();
   items_.clear();
   int64_t records = 0;
   for (size_t i = 0; i < units_.size(); ++i) {
     Unit& unit = units_[i];
     const int64_t cost = unit.tokens * unit.tiles;
-    if (workers_.threads() > 1 && cost > piece) unit.items = std::min(unit.tiles, pieces(cost, piece));
+    if (pool_.threads() > 1 && cost > piece) unit.items = std::min(unit.tiles, pieces(cost, piece));
     const int64_t tiles = pieces(unit.tiles, unit.items);
     unit.items = unit.left = pieces(unit.tiles, tiles);
     for (int64_t tile = 0; tile < unit.tiles; tile += tiles)
       items_.push_back({int64_t(i), unit.tile + tile, std::min(tiles, unit.tiles - tile)});
     unit.records = records;
-    if (unit.items > 1) records += unit.tiles * gathered_floats(unit.tokens * group, a.pages);
+    if (unit.items > 1) records += unit.tiles * partial_floats(unit.tokens * group, a.pages);
   }
   grow(records_, records);
   std::sort(items_.begin(), items_.end(), [&](const Item& x, const Item& y) {
@@ -147,42 +141,47 @@ void Attention::cut(const AttendArgs& a, int64_t piece) {
 
 // Each thread begins with a share of neighbouring items: give all of them dear and cheap ones.
 void Attention::deal() {
-  const size_t threads = size_t(workers_.threads());
+  const size_t threads = size_t(pool_.threads());
   dealt_.clear();
   for (size_t thread = 0; thread < threads; ++thread)
     for (size_t i = thread; i < items_.size(); i += threads) dealt_.push_back(items_[i]);
   items_.swap(dealt_);
 }
 
-void Attention::attend_item(const AttendArgs& a, const Item& item, int worker) {
+void Attention::attention_item(const AttentionArgs& a, const Item& item, int worker) {
   Unit& unit = units_[size_t(item.unit)];
   const int64_t group = a.group(), head = unit.head * group;
-  const Queries queries{a.query + (unit.first * a.heads + head) * a.pages.dim, a.heads * a.pages.dim, unit.tokens, group,
-                        a.positions + unit.first, a.tables + unit.row * a.width, unit.head};
-  const int64_t record = gathered_floats(queries.rows(), a.pages);
+  const Queries queries{a.query + (unit.first * a.heads + head) * a.pages.dim,
+                        a.heads * a.pages.dim,
+                        unit.tokens,
+                        group,
+                        a.positions + unit.first,
+                        a.tables + unit.row * a.width,
+                        unit.head};
+  const int64_t record = partial_floats(queries.rows(), a.pages);
   const bool apart = unit.items > 1;
   float* scratch = scratch_[size_t(worker)].data();
   float* records = apart ? records_.data() + unit.records + (item.tile - unit.tile) * record : scratch;
-  kernels_->attend(a.pages, queries, a.mask, item.tile, item.tile + item.tiles, apart, records, scratch + record);
+  kernels_.attention_tiles(a.pages, queries, a.mask, item.tile, item.tile + item.tiles, apart, records,
+                           scratch + record);
   if (apart) {
-    // Whoever comes last merges the tiles, from the first to the last.
+    // The thread that ends last merges the tiles, from the first to the last.
     if (std::atomic_ref<int64_t>(unit.left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     records = records_.data() + unit.records;
     for (int64_t tile = 1; tile < unit.tiles; ++tile)
-      kernels_->merge(a.pages, queries.rows(), records + tile * record, records);
+      kernels_.merge(a.pages, queries.rows(), records + tile * record, records);
   }
-  kernels_->finish(a.pages, queries, records, a.out + (unit.first * a.heads + head) * a.pages.value_dim,
-                   a.heads * a.pages.value_dim);
+  kernels_.write_means(a.pages, queries, records, a.out + (unit.first * a.heads + head) * a.pages.value_dim,
+                       a.heads * a.pages.value_dim);
 }
 
-void Attention::attend(const AttendArgs& a) {
+void Attention::attention(const AttentionArgs& a) {
   check(a);
   plan(a);
   int64_t rows = 0;
   for (const Unit& unit : units_) rows = std::max(rows, unit.tokens * a.group());
-  for (auto& scratch : scratch_)
-    grow(scratch, gathered_floats(rows, a.pages) + kernels_->scratch_floats(a.pages, rows));
-  workers_.run(int64_t(items_.size()), [&](int64_t item, int worker) { attend_item(a, items_[size_t(item)], worker); });
+  for (auto& scratch : scratch_) grow(scratch, partial_floats(rows, a.pages) + kernels_.scratch_floats(a.pages, rows));
+  pool_.run(int64_t(items_.size()), [&](int64_t item, int worker) { attention_item(a, items_[size_t(item)], worker); });
 }
 
 }  // namespace kvilt

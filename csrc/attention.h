@@ -1,17 +1,16 @@
 // Operations on pages over whole tensors: checks, scratch memory and threads. Kernels see one token or one block.
 #pragma once
 #include <cstdint>
-#include <string>
 #include <vector>
 
-#include "paged.h"
-#include "workers.h"
+#include "pages.h"
+#include "thread_pool.h"
 
 namespace kvilt {
 
 struct RotateArgs {
   const float* x;  // [tokens][heads][dim]
-  Turn turn;
+  Rotation rotation;
   int64_t tokens, heads, dim;
   float* out;  // may be x
 };
@@ -22,35 +21,35 @@ struct WriteArgs {
   int64_t tokens;
   const float* keys;    // [tokens][kv_heads][dim]
   const float* values;  // [tokens][kv_heads][value_dim]
-  Turn turn;            // rotates the keys on their way; no cosines: they stay as they are
+  Rotation rotation;    // rotates the keys on their way; no cosines: they stay as they are
 };
 
-// Tokens of a text that follow others, its leaders, which were computed anew.
-struct FollowArgs {
+// Tokens of a document that take over a share of the change of its anchors, which were recomputed.
+struct InterpolateArgs {
   Pages pages;
   const int64_t* slots;  // [tokens]
   int64_t tokens;
-  Stored dtype;          // of the text: floats of some width
-  int64_t text;          // tokens
-  const void* keys;      // [text][kv_heads][dim]
-  const void* values;    // [text][kv_heads][value_dim]
-  const int64_t* which;    // [tokens]: their numbers in the text
-  const int64_t* leaders;  // [count]
+  KVDtype dtype;                // of the document's KV: floats of some width
+  int64_t document;             // tokens
+  const void* keys;             // [document][kv_heads][dim]
+  const void* values;           // [document][kv_heads][value_dim]
+  const int64_t* interpolated;  // [tokens]: their places in the document
+  const int64_t* anchors;       // [count], likewise
   int64_t count;
   const float* weights;     // [tokens][count]
   const float* new_keys;    // [count][kv_heads][dim]
   const float* new_values;  // [count][kv_heads][value_dim]
-  Turn turn;
+  Rotation rotation;
 };
 
-struct AttendArgs {
+struct AttentionArgs {
   const float* query;  // [tokens][heads][dim]
   int64_t heads;
   Pages pages;
   const int64_t* tables;  // [rows][width]
   int64_t width;
   std::vector<int64_t> starts;  // rows + 1: the tokens of row r are [starts[r], starts[r + 1])
-  const int64_t* positions;  // [tokens]
+  const int64_t* positions;     // [tokens]
   Mask mask;
   float* out;  // [tokens][heads][value_dim]
 
@@ -70,19 +69,19 @@ struct SlotsArgs {
 };
 
 // Lets the system back memory with large frames, where it has them: a step reads from all over the pool.
-void advise(void* data, int64_t bytes);
+void use_huge_pages(void* data, int64_t bytes);
 
 // Throws unless every slot is in a page.
 void check_slots(const Pages& pages, const int64_t* slots, int64_t tokens);
 
 class Attention {
  public:
-  Attention(Workers& workers, const std::string& isa);
+  Attention(ThreadPool& pool, const PageKernels& kernels);
 
   void rotate(const RotateArgs& args);
   void write(const WriteArgs& args);
-  void follow(const FollowArgs& args);
-  void attend(const AttendArgs& args);
+  void interpolate(const InterpolateArgs& args);
+  void attention(const AttentionArgs& args);
   // All layers of the slots at once.
   void read_slots(const std::vector<SlotsArgs>& layers);
   void write_slots(const std::vector<SlotsArgs>& layers);
@@ -100,14 +99,14 @@ class Attention {
     int64_t unit, tile, tiles;
   };
 
-  void check(const AttendArgs& args) const;
-  void plan(const AttendArgs& args);
-  void cut(const AttendArgs& args, int64_t piece);
+  void check(const AttentionArgs& args) const;
+  void plan(const AttentionArgs& args);
+  void cut(const AttentionArgs& args, int64_t piece);
   void deal();
-  void attend_item(const AttendArgs& args, const Item& item, int worker);
+  void attention_item(const AttentionArgs& args, const Item& item, int worker);
 
-  Workers& workers_;
-  const PagedKernels* kernels_;
+  ThreadPool& pool_;
+  const PageKernels& kernels_;
   // Kept from call to call and never made smaller, so that a step like the one before allocates nothing.
   std::vector<std::vector<float>> scratch_;  // one per thread
   std::vector<float> records_, changes_;

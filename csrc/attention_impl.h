@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "paged.h"
+#include "pages.h"
 #include "vectors.h"
 
 namespace kvilt::KVILT_ISA {
@@ -25,45 +25,45 @@ constexpr int vectors_for(int rows, int most) {
   while (most > 1 && (rows + 1) * most > kRegisters) most /= 2;
   return most;
 }
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504088896341f;
 
-struct FloatPages {
+struct Float32Loader {
   using Number = float;
   static constexpr int kLevel = 2;  // where to fetch what comes next meanwhile: memory is read once and far away
-  static F16x at(const Number* p) { return load(p); }
+  static f32x16 at(const Number* p) { return load(p); }
 };
-struct NearFloats : FloatPages {  // a tile that stays in the cache
+struct CachedFloat32Loader : Float32Loader {  // a tile that stays in the cache
   static constexpr int kLevel = 0;
 };
-struct HalfPages {
+struct Float16Loader {
   using Number = uint16_t;
   static constexpr int kLevel = 2;
-  static F16x at(const Number* p) { return load_half(p); }
+  static f32x16 at(const Number* p) { return load_half(p); }
 };
-struct BfloatPages {
+struct Bfloat16Loader {
   using Number = uint16_t;
   static constexpr int kLevel = 2;
-  static F16x at(const Number* p) { return load_bfloat(p); }
+  static f32x16 at(const Number* p) { return load_bfloat(p); }
 };
-struct BytePages {
+struct Int8Loader {
   using Number = int8_t;
   static constexpr int kLevel = 3;  // so small that the nearest cache has room for it
-  static F16x at(const Number* p) { return load_byte(p); }
+  static f32x16 at(const Number* p) { return load_byte(p); }
 };
 
 // 2^x for x <= 0, to a unit in the last place or two; nothing at all below -126.
-inline F16x power_of_two(F16x x) {
-  const F16x magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F16x kept = larger(x, splat(-127.0f));
-  const F16x rounded = kept + magic;
-  const F16x r = kept - (rounded - magic);
-  F16x p = fma(splat(0.001327647198936467f), r, splat(0.009675541334398479f));
+inline f32x16 exp2_16(f32x16 x) {
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 kept = max(x, splat(-127.0f));
+  const f32x16 rounded = kept + magic;
+  const f32x16 r = kept - (rounded - magic);
+  f32x16 p = fma(splat(0.001327647198936467f), r, splat(0.009675541334398479f));
   p = fma(p, r, splat(0.0555071327350688f));
   p = fma(p, r, splat(0.2402211972384111f));
   p = fma(p, r, splat(0.6931469670647549f));
   p = fma(p, r, splat(1.0f));
-  return zero_below(x, splat(-126.0f), p * power(rounded));
+  return zero_below(x, splat(-126.0f), p * exp2_bits(rounded));
 }
 
 // Where the pages of a tile are; only those that a query of the block sees.
@@ -81,43 +81,43 @@ inline void fetch(const char* at, int64_t bytes) {
 }
 
 // The tokens of a tile that a query sees: [from, to), none if to <= from.
-struct Sight {
+struct VisibleRange {
   int64_t from, to;
 
   bool any() const { return from < to; }
-  bool sees(int64_t first, int64_t last) const { return any() && from < last && to > first; }
+  bool overlaps(int64_t first, int64_t last) const { return any() && from < last && to > first; }
 };
 
-struct Gathered {
+struct PartialAttention {
   float* sums;  // [rows][value_lanes]
   float* peaks;
   float* norms;
 
-  Gathered from(int64_t row, const Pages& pages) const {
+  PartialAttention from(int64_t row, const Pages& pages) const {
     return {sums + row * pages.value_lanes, peaks + row, norms + row};
   }
 };
-inline Gathered gathered(float* record, int64_t rows, const Pages& pages) {
+inline PartialAttention partial_at(float* record, int64_t rows, const Pages& pages) {
   return {record, record + rows * pages.value_lanes, record + rows * (pages.value_lanes + 1)};
 }
 
 // ---- scores ----
 
 // Products of M queries with 16 N keys of a page; queries are [dim][M].
-template <typename Kind, int M, int N>
-inline void products(const typename Kind::Number* keys, int64_t dim, int64_t lanes, const float* queries, float* scores,
-                     const char* ahead) {
+template <typename Loader, int M, int N>
+inline void key_products(const typename Loader::Number* keys, int64_t dim, int64_t lanes, const float* queries,
+                         float* scores, const char* ahead) {
   constexpr int64_t kBytes = 16 * N * sizeof(*keys);
-  F16x sum[M][N];
+  f32x16 sum[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) sum[m][n] = splat(0.0f);
   for (int64_t d = 0; d < dim; ++d, keys += lanes, queries += M, ahead += kBytes) {
-    if constexpr (Kind::kLevel) fetch<Kind::kLevel>(ahead, kBytes);
-    F16x key[N];
-    for (int n = 0; n < N; ++n) key[n] = Kind::at(keys + 16 * n);
+    if constexpr (Loader::kLevel) fetch<Loader::kLevel>(ahead, kBytes);
+    f32x16 key[N];
+    for (int n = 0; n < N; ++n) key[n] = Loader::at(keys + 16 * n);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const F16x query = splat(queries[m]);
+      const f32x16 query = splat(queries[m]);
       for (int n = 0; n < N; ++n) sum[m][n] = fma(key[n], query, sum[m][n]);
     }
   }
@@ -126,18 +126,18 @@ inline void products(const typename Kind::Number* keys, int64_t dim, int64_t lan
     for (int n = 0; n < N; ++n) store(scores + m * kTileLanes + 16 * n, sum[m][n]);
 }
 
-template <typename Kind, int M>
+template <typename Loader, int M>
 inline void page_scores(const Pages& pages, const Tile& tile, int64_t page, const float* queries, float* scores) {
   constexpr int N = vectors_for(M, 2);
-  using Number = typename Kind::Number;
+  using Number = typename Loader::Number;
   const auto* keys = reinterpret_cast<const Number*>(tile.keys[page]);
   const auto ahead = [&](int64_t lane) { return tile.values[page] + lane * pages.dim * int64_t(sizeof(Number)); };
   scores += page * pages.lanes;
   int64_t lane = 0;
   for (; lane + 16 * N <= pages.lanes; lane += 16 * N)
-    products<Kind, M, N>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
+    key_products<Loader, M, N>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
   for (; lane < pages.lanes; lane += 16)
-    products<Kind, M, 1>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
+    key_products<Loader, M, 1>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
   if (const float* scales = tile.key_scales[page])
     for (int m = 0; m < M; ++m)
       for (lane = 0; lane < pages.lanes; lane += 16) {
@@ -151,37 +151,37 @@ inline void page_scores(const Pages& pages, const Tile& tile, int64_t page, cons
 // cap * tanh(score / cap) in base two; scores were divided by the cap already.
 inline void cap(float* scores, int64_t from, int64_t to, float soft_cap) {
   for (int64_t i = from; i < to; i += 16) {
-    const F16x below = splat(2.0f) / (exp16(load(scores + i) * 2.0f) + 1.0f);
+    const f32x16 below = splat(2.0f) / (exp16(load(scores + i) * 2.0f) + 1.0f);
     store(scores + i, (splat(1.0f) - below) * (soft_cap * kLog2E));
   }
 }
 
 // From one query's scores to weights, in place.
-inline void weigh(const Pages& pages, const Tile& tile, const Mask& mask, const Sight& sight, float* scores, float* peak,
-                  float* norm) {
-  *peak = kNothing;
+inline void softmax_weights(const Pages& pages, const Tile& tile, const Mask& mask, const VisibleRange& visible,
+                            float* scores, float* peak, float* norm) {
+  *peak = kUnseen;
   *norm = 0;
-  if (!sight.any()) return;
-  const int64_t first = sight.from / pages.page_tokens, last = (sight.to - 1) / pages.page_tokens;
+  if (!visible.any()) return;
+  const int64_t first = visible.from / pages.page_tokens, last = (visible.to - 1) / pages.page_tokens;
   const int64_t begin = first * pages.lanes, end = (last + 1) * pages.lanes;
   if (mask.soft_cap > 0) cap(scores, begin, end, mask.soft_cap);
   for (int64_t page = first; page <= last; ++page) {  // what may not be seen, perhaps never written, weighs nothing
-    const int64_t low = page == first ? sight.from - page * pages.page_tokens : 0;
-    const int64_t high = page == last ? sight.to - page * pages.page_tokens : pages.page_tokens;
+    const int64_t low = page == first ? visible.from - page * pages.page_tokens : 0;
+    const int64_t high = page == last ? visible.to - page * pages.page_tokens : pages.page_tokens;
     float* at = scores + page * pages.lanes;
-    for (int64_t t = 0; t < low; ++t) at[t] = kNothing;
-    for (int64_t t = high; t < pages.lanes; ++t) at[t] = kNothing;
+    for (int64_t t = 0; t < low; ++t) at[t] = kUnseen;
+    for (int64_t t = high; t < pages.lanes; ++t) at[t] = kUnseen;
   }
-  F16x best = splat(kNothing);
-  for (int64_t i = begin; i < end; i += 16) best = larger(best, load(scores + i));
-  *peak = largest(best);
-  F16x sum = splat(0.0f);
+  f32x16 best = splat(kUnseen);
+  for (int64_t i = begin; i < end; i += 16) best = max(best, load(scores + i));
+  *peak = reduce_max(best);
+  f32x16 sum = splat(0.0f);
   for (int64_t i = begin; i < end; i += 16) {
-    const F16x weight = power_of_two(load(scores + i) - *peak);
+    const f32x16 weight = exp2_16(load(scores + i) - *peak);
     store(scores + i, weight);
     sum = sum + weight;
   }
-  *norm = total(sum);
+  *norm = reduce_add(sum);
   for (int64_t page = first; page <= last; ++page)
     if (const float* scales = tile.value_scales[page])
       for (int64_t lane = 0; lane < pages.lanes; lane += 16) {
@@ -193,12 +193,12 @@ inline void weigh(const Pages& pages, const Tile& tile, const Mask& mask, const 
 // ---- values ----
 
 // Adds the values of tokens [from, to) to the sums of M queries, V vectors of dims at a time.
-template <typename Kind, int M, int V>
-inline void mix_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
-                     int64_t dim, float* sums) {
-  using Number = typename Kind::Number;
+template <typename Loader, int M, int V>
+inline void weighted_sum_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights,
+                              bool fresh, int64_t dim, float* sums) {
+  using Number = typename Loader::Number;
   constexpr int64_t kBytes = 16 * V * sizeof(Number);
-  F16x sum[M][V];
+  f32x16 sum[M][V];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = fresh ? splat(0.0f) : load(sums + m * pages.value_lanes + dim + 16 * v);
@@ -209,12 +209,12 @@ inline void mix_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t
     const float* weight = weights + page * pages.lanes + low;
     const char* ahead = tile.next[page] + dim * pages.page_tokens * int64_t(sizeof(Number)) + low * kBytes;
     for (int64_t t = low; t < high; ++t, values += pages.value_lanes, ++weight, ahead += kBytes) {
-      if constexpr (Kind::kLevel) fetch<Kind::kLevel>(ahead, kBytes);
-      F16x value[V];
-      for (int v = 0; v < V; ++v) value[v] = Kind::at(values + 16 * v);
+      if constexpr (Loader::kLevel) fetch<Loader::kLevel>(ahead, kBytes);
+      f32x16 value[V];
+      for (int v = 0; v < V; ++v) value[v] = Loader::at(values + 16 * v);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
-        const F16x w = splat(weight[m * kTileLanes]);
+        const f32x16 w = splat(weight[m * kTileLanes]);
         for (int v = 0; v < V; ++v) sum[m][v] = fma(value[v], w, sum[m][v]);
       }
     }
@@ -224,78 +224,80 @@ inline void mix_dims(const Pages& pages, const Tile& tile, int64_t from, int64_t
     for (int v = 0; v < V; ++v) store(sums + m * pages.value_lanes + dim + 16 * v, sum[m][v]);
 }
 
-template <typename Kind, int M>
-inline void mix(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights, bool fresh,
-                float* sums) {
+template <typename Loader, int M>
+inline void weighted_sum(const Pages& pages, const Tile& tile, int64_t from, int64_t to, const float* weights,
+                         bool fresh, float* sums) {
   constexpr int V = vectors_for(M, 2);
   int64_t dim = 0;
   for (; dim + 16 * V <= pages.value_lanes; dim += 16 * V)
-    mix_dims<Kind, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
+    weighted_sum_dims<Loader, M, V>(pages, tile, from, to, weights, fresh, dim, sums);
   for (; dim < pages.value_lanes; dim += 16)
-    mix_dims<Kind, M, 1>(pages, tile, from, to, weights, fresh, dim, sums);
+    weighted_sum_dims<Loader, M, 1>(pages, tile, from, to, weights, fresh, dim, sums);
 }
 
 // Tokens that all queries see go through together; the ragged ends, which only some see, query by query.
-template <typename Kind, int M>
-inline void mix_seen(const Pages& pages, const Tile& tile, const Sight* sight, const float* weights, float* sums) {
-  int64_t from = sight[0].from, to = sight[0].to;
+template <typename Loader, int M>
+inline void weighted_sum_visible(const Pages& pages, const Tile& tile, const VisibleRange* visible,
+                                 const float* weights, float* sums) {
+  int64_t from = visible[0].from, to = visible[0].to;
   bool early = false;
   for (int m = 1; m < M; ++m) {
-    early |= sight[m].from != sight[0].from;
-    from = sight[m].from > from ? sight[m].from : from;
-    to = sight[m].to < to ? sight[m].to : to;
+    early |= visible[m].from != visible[0].from;
+    from = visible[m].from > from ? visible[m].from : from;
+    to = visible[m].to < to ? visible[m].to : to;
   }
   const int64_t common = to > from ? to : from;
   for (int m = 0; early && m < M; ++m)
-    mix<Kind, 1>(pages, tile, sight[m].from, sight[m].to < from ? sight[m].to : from, weights + m * kTileLanes, true,
-                 sums + m * pages.value_lanes);
-  if (to > from) mix<Kind, M>(pages, tile, from, to, weights, !early, sums);
+    weighted_sum<Loader, 1>(pages, tile, visible[m].from, visible[m].to < from ? visible[m].to : from,
+                            weights + m * kTileLanes, true, sums + m * pages.value_lanes);
+  if (to > from) weighted_sum<Loader, M>(pages, tile, from, to, weights, !early, sums);
   for (int m = 0; m < M; ++m)
-    if (sight[m].to > common)
-      mix<Kind, 1>(pages, tile, common, sight[m].to, weights + m * kTileLanes, !early && to <= from,
-                   sums + m * pages.value_lanes);
+    if (visible[m].to > common)
+      weighted_sum<Loader, 1>(pages, tile, common, visible[m].to, weights + m * kTileLanes, !early && to <= from,
+                              sums + m * pages.value_lanes);
 }
 
 // ---- a tile ----
 
-template <typename Kind, int M>
-void panel(const Pages& pages, const Tile& tile, const Mask& mask, const float* queries, const Sight* sight,
-           float* scores, const Gathered& to) {
+template <typename Loader, int M>
+void panel(const Pages& pages, const Tile& tile, const Mask& mask, const float* queries, const VisibleRange* visible,
+           float* scores, const PartialAttention& to) {
   for (int64_t page = 0; page < tile_pages(pages); ++page)
     for (int m = 0; m < M; ++m)
-      if (sight[m].sees(page * pages.page_tokens, (page + 1) * pages.page_tokens)) {
-        page_scores<Kind, M>(pages, tile, page, queries, scores);
+      if (visible[m].overlaps(page * pages.page_tokens, (page + 1) * pages.page_tokens)) {
+        page_scores<Loader, M>(pages, tile, page, queries, scores);
         break;
       }
   for (int m = 0; m < M; ++m)
-    weigh(pages, tile, mask, sight[m], scores + m * kTileLanes, to.peaks + m, to.norms + m);
-  mix_seen<Kind, M>(pages, tile, sight, scores, to.sums);
+    softmax_weights(pages, tile, mask, visible[m], scores + m * kTileLanes, to.peaks + m, to.norms + m);
+  weighted_sum_visible<Loader, M>(pages, tile, visible, scores, to.sums);
 }
 
-using Panel = void (*)(const Pages&, const Tile&, const Mask&, const float*, const Sight*, float*, const Gathered&);
+using Panel = void (*)(const Pages&, const Tile&, const Mask&, const float*, const VisibleRange*, float*,
+                       const PartialAttention&);
 
-template <typename Kind, int... M>
+template <typename Loader, int... M>
 constexpr std::array<Panel, sizeof...(M)> panels(std::integer_sequence<int, M...>) {
-  return {panel<Kind, M + 1>...};
+  return {panel<Loader, M + 1>...};
 }
 
-inline Panel panel_of(Stored dtype, bool near, int64_t rows) {
+inline Panel panel_of(KVDtype dtype, bool near, int64_t rows) {
   using Sizes = std::make_integer_sequence<int, kPanel>;
-  static constexpr auto near_floats = panels<NearFloats>(Sizes{}), floats = panels<FloatPages>(Sizes{}),
-                        halves = panels<HalfPages>(Sizes{}), bfloats = panels<BfloatPages>(Sizes{}),
-                        bytes = panels<BytePages>(Sizes{});
+  static constexpr auto near_floats = panels<CachedFloat32Loader>(Sizes{}), floats = panels<Float32Loader>(Sizes{}),
+                        halves = panels<Float16Loader>(Sizes{}), bfloats = panels<Bfloat16Loader>(Sizes{}),
+                        bytes = panels<Int8Loader>(Sizes{});
   if (near) return near_floats[rows - 1];
   switch (dtype) {
-    case Stored::kHalf: return halves[rows - 1];
-    case Stored::kBfloat: return bfloats[rows - 1];
-    case Stored::kByte: return bytes[rows - 1];
+    case KVDtype::kFloat16: return halves[rows - 1];
+    case KVDtype::kBfloat16: return bfloats[rows - 1];
+    case KVDtype::kInt8: return bytes[rows - 1];
     default: return floats[rows - 1];
   }
 }
 
 // ---- a block of queries ----
 
-inline Sight sight_of(const Pages& pages, const Mask& mask, int64_t position, int64_t start) {
+inline VisibleRange visible_of(const Pages& pages, const Mask& mask, int64_t position, int64_t start) {
   const int64_t low = mask.first_seen(position) - start, high = position + 1 - start;
   return {low > 0 ? low : 0, high < tile_tokens(pages) ? high : tile_tokens(pages)};
 }
@@ -305,36 +307,36 @@ inline Tile find_tile(const Pages& pages, const Queries& queries, const Mask& ma
   for (int64_t page = 0; page < tile_pages(pages); ++page) {
     bool seen = false;
     for (int64_t t = 0; t < queries.tokens && !seen; ++t)
-      seen = sight_of(pages, mask, queries.positions[t], index * tile_tokens(pages))
-                 .sees(page * pages.page_tokens, (page + 1) * pages.page_tokens);
+      seen = visible_of(pages, mask, queries.positions[t], index * tile_tokens(pages))
+                 .overlaps(page * pages.page_tokens, (page + 1) * pages.page_tokens);
     if (!seen) continue;
     const int64_t id = queries.table[index * tile_pages(pages) + page];
     tile.keys[page] = pages.keys(id, queries.kv_head);
     tile.values[page] = pages.values(id, queries.kv_head);
-    if (pages.dtype != Stored::kByte) continue;
+    if (pages.dtype != KVDtype::kInt8) continue;
     tile.key_scales[page] = pages.key_scales(id, queries.kv_head);
     tile.value_scales[page] = pages.value_scales(id, queries.kv_head);
   }
   return tile;
 }
 
-template <typename Kind>
+template <typename Loader>
 inline const char* to_floats(const char* from, int64_t count, float* to) {
-  const auto* numbers = reinterpret_cast<const typename Kind::Number*>(from);
-  for (int64_t i = 0; i < count; i += 16) store(to + i, Kind::at(numbers + i));
+  const auto* numbers = reinterpret_cast<const typename Loader::Number*>(from);
+  for (int64_t i = 0; i < count; i += 16) store(to + i, Loader::at(numbers + i));
   return reinterpret_cast<const char*>(to);
 }
-inline const char* to_floats(Stored dtype, const char* from, int64_t count, float* to) {
+inline const char* to_floats(KVDtype dtype, const char* from, int64_t count, float* to) {
   switch (dtype) {
-    case Stored::kHalf: return to_floats<HalfPages>(from, count, to);
-    case Stored::kBfloat: return to_floats<BfloatPages>(from, count, to);
-    case Stored::kByte: return to_floats<BytePages>(from, count, to);
+    case KVDtype::kFloat16: return to_floats<Float16Loader>(from, count, to);
+    case KVDtype::kBfloat16: return to_floats<Bfloat16Loader>(from, count, to);
+    case KVDtype::kInt8: return to_floats<Int8Loader>(from, count, to);
     default: return from;
   }
 }
 
 // The tile as floats, for blocks that go through it many times.
-inline void unpack(const Pages& pages, Tile& tile, float* room) {
+inline void unpack_tile(const Pages& pages, Tile& tile, float* room) {
   const int64_t keys = pages.dim * pages.lanes, values = pages.page_tokens * pages.value_lanes;
   for (int64_t page = 0; page < tile_pages(pages); ++page, room += keys + values) {
     if (!tile.keys[page]) continue;
@@ -346,7 +348,7 @@ inline void unpack(const Pages& pages, Tile& tile, float* room) {
 inline int64_t panel_rows(int64_t rows, int64_t first) { return rows - first < kPanel ? rows - first : kPanel; }
 
 // Queries as panels of [dim][rows of the panel], scaled so that scores come out in base two.
-inline void pack(const Pages& pages, const Queries& queries, const Mask& mask, float* packed) {
+inline void pack_queries(const Pages& pages, const Queries& queries, const Mask& mask, float* packed) {
   const float scale = mask.soft_cap > 0 ? mask.scale / mask.soft_cap : mask.scale * kLog2E;
   for (int64_t first = 0; first < queries.rows(); first += kPanel) {
     const int64_t count = panel_rows(queries.rows(), first);
@@ -360,31 +362,31 @@ inline void pack(const Pages& pages, const Queries& queries, const Mask& mask, f
 }
 
 // By how much sixteen rows' sums shrink when later ones join them, which shrink too, relative to the larger peak.
-struct Shares {
+struct RescaleFactors {
   float kept[16], added[16];
 };
-inline Shares shares(const float* peaks, const float* later, int64_t rows) {
+inline RescaleFactors rescale_factors(const float* peaks, const float* later, int64_t rows) {
   float before[16] = {}, after[16] = {};
   std::memcpy(before, peaks, size_t(rows) * sizeof(float));
   std::memcpy(after, later, size_t(rows) * sizeof(float));
-  const F16x a = load(before), b = load(after), peak = larger(a, b);
-  Shares s;
-  store(s.kept, power_of_two(a - peak));
-  store(s.added, power_of_two(b - peak));
+  const f32x16 a = load(before), b = load(after), peak = max(a, b);
+  RescaleFactors s;
+  store(s.kept, exp2_16(a - peak));
+  store(s.added, exp2_16(b - peak));
   return s;
 }
 
-inline void merge_rows(const Pages& pages, int64_t rows, const Gathered& later, const Gathered& to) {
+inline void merge_rows(const Pages& pages, int64_t rows, const PartialAttention& later, const PartialAttention& to) {
   const int64_t lanes = pages.value_lanes;
   for (int64_t first = 0; first < rows; first += 16) {
     const int64_t last = rows - first < 16 ? rows : first + 16;
-    const Shares share = shares(to.peaks + first, later.peaks + first, last - first);
+    const RescaleFactors share = rescale_factors(to.peaks + first, later.peaks + first, last - first);
     for (int64_t row = first; row < last; ++row) {
-      if (later.peaks[row] == kNothing) continue;
+      if (later.peaks[row] == kUnseen) continue;
       const float kept = share.kept[row - first], added = share.added[row - first];
       float* sums = to.sums + row * lanes;
       const float* more = later.sums + row * lanes;
-      if (to.peaks[row] == kNothing) {  // the first tile that this row sees
+      if (to.peaks[row] == kUnseen) {  // the first tile that this row sees
         std::memcpy(sums, more, size_t(lanes) * sizeof(float));
         to.norms[row] = later.norms[row];
       } else {
@@ -396,46 +398,46 @@ inline void merge_rows(const Pages& pages, int64_t rows, const Gathered& later, 
   }
 }
 
-inline int64_t attend_scratch(const Pages& pages, int64_t rows) {
+inline int64_t attention_scratch(const Pages& pages, int64_t rows) {
   const int64_t tile = tile_pages(pages) * (pages.dim * pages.lanes + pages.page_tokens * pages.value_lanes);
-  return rows * pages.dim + kPanel * kTileLanes + gathered_floats(kPanel, pages) + tile;
+  return rows * pages.dim + kPanel * kTileLanes + partial_floats(kPanel, pages) + tile;
 }
 
-inline void attend(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last, bool apart,
-                   float* records, float* scratch) {
+inline void attention_tiles(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
+                            bool apart, float* records, float* scratch) {
   const int64_t rows = queries.rows(), tile_size = tile_tokens(pages);
   float *packed = scratch, *scores = packed + rows * pages.dim, *fresh = scores + kPanel * kTileLanes;
-  float* room = fresh + gathered_floats(kPanel, pages);
+  float* room = fresh + partial_floats(kPanel, pages);
   const bool often = rows > 2 * kPanel;
-  pack(pages, queries, mask, packed);
+  pack_queries(pages, queries, mask, packed);
   Tile next = find_tile(pages, queries, mask, first);
   for (int64_t index = first; index < last; ++index) {
     Tile tile = next;
     if (index + 1 < last) next = find_tile(pages, queries, mask, index + 1);
     for (int64_t page = 0; page < tile_pages(pages); ++page)
       tile.next[page] = next.keys[page] ? next.keys[page] : tile.keys[page];
-    if (often) unpack(pages, tile, room);
+    if (often) unpack_tile(pages, tile, room);
     const bool direct = apart || index == first;
-    const int64_t record = apart ? (index - first) * gathered_floats(rows, pages) : 0;
-    const Gathered all = gathered(records + record, rows, pages);
+    const int64_t record = apart ? (index - first) * partial_floats(rows, pages) : 0;
+    const PartialAttention all = partial_at(records + record, rows, pages);
     for (int64_t row = 0; row < rows; row += kPanel) {
       const int64_t count = panel_rows(rows, row);
-      Sight sight[kPanel];
+      VisibleRange visible[kPanel];
       for (int64_t m = 0; m < count; ++m)
-        sight[m] = sight_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_size);
-      const Gathered own = all.from(row, pages), to = direct ? own : gathered(fresh, count, pages);
-      panel_of(pages.dtype, often, count)(pages, tile, mask, packed + row * pages.dim, sight, scores, to);
+        visible[m] = visible_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_size);
+      const PartialAttention own = all.from(row, pages), to = direct ? own : partial_at(fresh, count, pages);
+      panel_of(pages.dtype, often, count)(pages, tile, mask, packed + row * pages.dim, visible, scores, to);
       if (!direct) merge_rows(pages, count, to, own);
     }
   }
 }
 
-inline void merge(const Pages& pages, int64_t rows, const float* later, float* record) {
-  merge_rows(pages, rows, gathered(const_cast<float*>(later), rows, pages), gathered(record, rows, pages));
+inline void merge_partials(const Pages& pages, int64_t rows, const float* later, float* record) {
+  merge_rows(pages, rows, partial_at(const_cast<float*>(later), rows, pages), partial_at(record, rows, pages));
 }
 
-inline void finish(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride) {
-  const Gathered from = gathered(const_cast<float*>(record), queries.rows(), pages);
+inline void write_means(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride) {
+  const PartialAttention from = partial_at(const_cast<float*>(record), queries.rows(), pages);
   for (int64_t row = 0; row < queries.rows(); ++row) {
     float* to = out + row / queries.group * stride + row % queries.group * pages.value_dim;
     const float* sums = from.sums + row * pages.value_lanes;

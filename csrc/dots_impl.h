@@ -18,7 +18,7 @@ inline __m512i four(const int8_t* x) {
 
 constexpr int kParts = 1;
 constexpr int kUnrolled = 8;  // rows: their sums stay in registers
-using Part = F16x;
+using Part = f32x16;
 
 // The eight steps of a block as bytes that dpbusd takes.
 template <int Bits>
@@ -58,7 +58,7 @@ struct Codes {
 };
 
 template <int First, int Count, int Bits>
-inline I16x dots(const Codes<Bits>& w, const int8_t* x) {
+inline i32x16 dots(const Codes<Bits>& w, const int8_t* x) {
   __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
   for (int j = First; j < First + Count; j += 2) {
     a = _mm512_dpbusd_epi32(a, w.v[j], four(x + 4 * j));
@@ -89,15 +89,17 @@ inline Part operator*(Part a, float b) { return {_mm256_mul_ps(a.v, _mm256_set1_
 inline Part fma(Part a, Part b, Part c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Part fma(Part a, float b, Part c) { return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(b), c.v)}; }
 inline Part to_float(Ints a) { return {_mm256_cvtepi32_ps(a.v)}; }
-inline Part part_of(F16x v, int part) { return {part ? v.b : v.a}; }
-inline F16x joined(const Part* parts, int stride) { return {parts[0].v, parts[stride].v}; }
+inline Part part_of(f32x16 v, int part) { return {part ? v.b : v.a}; }
+inline f32x16 joined(const Part* parts, int stride) { return {parts[0].v, parts[stride].v}; }
 
 template <int Bits>
 struct Codes {
   __m256i v[8];
 
   Codes(const uint8_t* w, int part) {
-    const auto at = [&](int byte) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + byte + 32 * part)); };
+    const auto at = [&](int byte) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + byte + 32 * part));
+    };
     if constexpr (Bits == 8) {
       for (int j = 0; j < 8; ++j) v[j] = at(64 * j);
       return;
@@ -132,7 +134,10 @@ struct Codes {
 // Products of two codes and two activations are at most 2 * 127 * (2^Bits - 1), so sixteen bits hold the sum of this
 // many steps before it is widened.
 template <int Bits>
-constexpr int kNarrow = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
+constexpr int kNarrow = Bits == 4   ? 8
+                        : Bits == 5 ? 4
+                        : Bits == 6 ? 2
+                                    : 1;
 
 // Eight bits are signed: the magnitude goes in as unsigned and the sign to the activation.
 template <int Bits>
@@ -164,7 +169,7 @@ constexpr int kByteOffset = 0;
 
 constexpr int kParts = 1;
 constexpr int kUnrolled = 1;
-using Part = F16x;
+using Part = f32x16;
 
 template <int Bits>
 struct Codes {
@@ -173,8 +178,8 @@ struct Codes {
 };
 
 template <int First, int Count, int Bits>
-inline I16x dots(const Codes<Bits>& w, const int8_t* x) {
-  I16x out = {};
+inline i32x16 dots(const Codes<Bits>& w, const int8_t* x) {
+  i32x16 out = {};
   for (int j = First; j < First + Count; ++j)
     for (int o = 0; o < kTile; ++o)
       for (int t = 0; t < 4; ++t) out.v[o] += code_at<Bits>(w.w, j, 4 * o + t) * x[4 * j + t];
@@ -186,8 +191,8 @@ constexpr int kByteOffset = 0;
 #endif
 
 #if !defined(__AVX2__) || defined(__AVX512VNNI__)
-inline F16x part_of(F16x v, int) { return v; }
-inline F16x joined(const F16x* parts, int) { return parts[0]; }
+inline f32x16 part_of(f32x16 v, int) { return v; }
+inline f32x16 joined(const f32x16* parts, int) { return parts[0]; }
 #endif
 
 }  // namespace kvilt::KVILT_ISA

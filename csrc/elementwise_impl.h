@@ -8,30 +8,30 @@
 namespace kvilt::KVILT_ISA {
 
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
-  F16x sums = {};
+  f32x16 sums = {};
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
-    const F16x v = load(x + i);
+    const f32x16 v = load(x + i);
     sums = fma(v, v, sums);
   }
-  float sum = total(sums);
+  float sum = reduce_add(sums);
   for (; i < n; ++i) sum += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(sum / float(n) + eps);
   for (i = 0; i + 16 <= n; i += 16) store(out + i, load(x + i) * scale * load(weight + i));
   for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
-// 0 silu, 1 gelu by tanh, 2 gelu by erf.
-inline F16x activated(F16x x, int activation) {
-  if (activation == 2) {
+inline f32x16 activated(f32x16 x, Activation activation) {
+  if (activation == Activation::kGelu) {
     float lanes[16];
     store(lanes, x);
     for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
     return load(lanes);
   }
-  F16x u = x;  // silu: x * sigmoid(x)
-  if (activation == 1) u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // gelu by tanh: x * sigmoid(2u)
-  return x / (exp16(F16x{} - u) + 1.0f);
+  f32x16 u = x;  // silu: x * sigmoid(x)
+  if (activation == Activation::kGeluTanh)
+    u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // gelu by tanh: x * sigmoid(2u)
+  return x / (exp16(f32x16{} - u) + 1.0f);
 }
 
 inline void add(const float* a, const float* b, int64_t n, float* out) {
@@ -42,15 +42,15 @@ inline void add(const float* a, const float* b, int64_t n, float* out) {
 
 inline int64_t argmax(const float* x, int64_t n) {
   // First the largest value, whole vectors at a time, then where it stands.
-  F16x peaks = splat(-std::numeric_limits<float>::infinity());
-  F16x broken = {};  // x - x is 0 for a number, and not a number otherwise (or infinite, which is no logit either)
+  f32x16 peaks = splat(-std::numeric_limits<float>::infinity());
+  f32x16 broken = {};  // x - x is 0 for a number, and not a number otherwise (or infinite, which is no logit either)
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
-    const F16x v = load(x + i);
-    peaks = larger(peaks, v);
+    const f32x16 v = load(x + i);
+    peaks = max(peaks, v);
     broken = broken + (v - v);
   }
-  float best = largest(peaks), check = total(broken);
+  float best = reduce_max(peaks), check = reduce_add(broken);
   for (; i < n; ++i) {
     best = x[i] > best ? x[i] : best;
     check += x[i] - x[i];

@@ -2,5 +2,5 @@
 #include "kernels_impl.h"
 
 namespace kvilt {
-const Kernels* avx2_kernels() { return avx2::kernels("avx2"); }
+constexpr KernelTable kAvx2Kernels = avx2::kernel_table("avx2");
 }  // namespace kvilt

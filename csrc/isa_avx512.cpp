@@ -2,5 +2,5 @@
 #include "kernels_impl.h"
 
 namespace kvilt {
-const Kernels* avx512_kernels() { return avx512::kernels("avx512"); }
+constexpr KernelTable kAvx512Kernels = avx512::kernel_table("avx512");
 }  // namespace kvilt

@@ -2,5 +2,5 @@
 #include "kernels_impl.h"
 
 namespace kvilt {
-const Kernels* generic_kernels() { return generic::kernels("generic"); }
+constexpr KernelTable kGenericKernels = generic::kernel_table("generic");
 }  // namespace kvilt

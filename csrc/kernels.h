@@ -7,16 +7,20 @@ namespace kvilt {
 
 // Outputs are packed in tiles of sixteen; each lane accumulates over the inputs in one fixed order, for one row or many.
 constexpr int kTile = 16;
-constexpr int kBlock = 32;   // inputs that share an activation scale
-constexpr int kSuper = 8;    // blocks of a k-format that share a header
-constexpr int kGroup = 8;    // rows that go through a tile together
+constexpr int kBlock = 32;      // inputs that share an activation scale
+constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
+constexpr int kRowGroup = 8;    // rows that go through a tile together
 
-// How weights are packed. The numbers are shared with kvilt/ops/native/pack.py, the bytes are described in packed.h.
-enum class Kind : int { kFloat, kHalf, kBfloat, k4, k4m, k5, k5m, k8, k4k, k5k, k6k };
-constexpr int kKinds = 11;
+// Of a feed-forward gate.
+enum class Activation : int { kSilu, kGeluTanh, kGelu };
 
-struct Packed {
-  Kind kind;
+// How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K` formats
+// are the k-formats of GGML.
+enum class WeightKind : int { kFloat32, kFloat16, kBfloat16, kQ4, kQ4Min, kQ5, kQ5Min, kQ8, kQ4K, kQ5K, kQ6K };
+constexpr int kWeightKinds = 11;
+
+struct PackedWeight {
+  WeightKind kind;
   int64_t outputs;  // real ones; the last tile is padded with zeros
   int64_t inputs;   // real ones; the last block is padded with zeros
   const uint8_t* data;
@@ -29,43 +33,43 @@ struct Packed {
 // group of R rows the blocks follow each other: [block][R][32] values, [block][4][R] floats. The floats are the scale,
 // the scaled sum of the block, and the scaled sums of its halves.
 //
-// Few blocks of a row hold its largest activations, and most of the error that eight bits make. What eight bits leave of
-// those stands in eight more: the rests of a group, [rest][32] values and [rest][4] floats, by block and then by row.
-struct Rows {
+// Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
+// blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats, ordered
+// by block and then by row.
+struct QuantizedRows {
   const float* plain;  // [rows][inputs]
-  int8_t *values, *rest_values;
-  float *floats, *rest_floats;
-  int32_t* rests;  // [group][1 + 8 * blocks]: how many, and of which block and row: block * 8 + row
+  int8_t *values, *remainder_values;
+  float *floats, *remainder_floats;
+  int32_t* remainders;  // [group][1 + 8 * blocks]: how many, and of which block and row: block * 8 + row
   int64_t rows, inputs, blocks;
 
-  int64_t groups() const { return (rows + kGroup - 1) / kGroup; }
-  int32_t* rests_of(int64_t group) const { return rests + group * (1 + kGroup * blocks); }
-  int64_t count(int64_t group) const { return rows - group * kGroup < kGroup ? rows - group * kGroup : kGroup; }
+  int64_t groups() const { return (rows + kRowGroup - 1) / kRowGroup; }
+  int32_t* remainders_of(int64_t group) const { return remainders + group * (1 + kRowGroup * blocks); }
+  int64_t count(int64_t group) const {
+    return rows - group * kRowGroup < kRowGroup ? rows - group * kRowGroup : kRowGroup;
+  }
 };
 
-// Where a tile's results go: out = product + bias + onto.
-struct Target {
-  const float* bias;  // [outputs], or null
-  const float* onto;  // [rows][outputs], or null
-  float* out;         // [rows][outputs]
+// Where a tile's results go: out = product + bias + residual.
+struct LinearOutput {
+  const float* bias;      // [outputs], or null
+  const float* residual;  // [rows][outputs], or null
+  float* out;             // [rows][outputs]
 };
 
-struct Kernels {
-  const char* name;
-  void (*quantize)(const Rows& x, int64_t group);
+struct LinearKernels {
+  void (*quantize)(const QuantizedRows& x, int64_t group);
   // One tile of outputs for the rows of groups [first, last).
-  void (*linear)(const Packed& w, int64_t tile, const Rows& x, int64_t first, int64_t last, const Target& to);
+  void (*linear_tile)(const PackedWeight& w, int64_t tile, const QuantizedRows& x, int64_t first, int64_t last,
+                      const LinearOutput& to);
   // activation(gate) * up, both products of the same input.
-  void (*gated)(const Packed& gate, const Packed& up, int64_t tile, const Rows& x, int64_t first, int64_t last,
-                const float* gate_bias, const float* up_bias, int activation, float* out);
-  void (*embed)(const Packed& w, int64_t row, float scale, float* out);
+  void (*gate_up_tile)(const PackedWeight& gate, const PackedWeight& up, int64_t tile, const QuantizedRows& x,
+                       int64_t first, int64_t last, const float* gate_bias, const float* up_bias, Activation activation,
+                       float* out);
+  void (*embed)(const PackedWeight& w, int64_t row, float scale, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   void (*add)(const float* a, const float* b, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
 };
-
-const Kernels* generic_kernels();
-const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
 
 }  // namespace kvilt

@@ -1,18 +1,29 @@
-// The kernels, written once with the compiler's vectors and compiled for each instruction set.
+// The kernels, written once over vectors of sixteen lanes and compiled for each instruction set.
 //
-// Each file isa_*.cpp defines KVILT_ISA (a namespace) and includes this one. Only the integer dot products are written
-// with intrinsics. Law: the value of an output depends on its own row alone, whatever else is computed beside it, so
-// every loop that a row goes through has the same order for one row and for many, and fused products are spelled out.
+// Each file isa_*.cpp defines KVILT_ISA (a namespace) and includes this one. Only vectors.h and the integer dot products
+// are written with intrinsics. Law: the value of an output depends on its own row alone, whatever else is computed beside
+// it. So every loop that a row goes through has the same order for one row and for many, and fused products are spelled
+// out.
 #pragma once
+#include "attention_impl.h"
 #include "elementwise_impl.h"
+#include "kernel_table.h"
 #include "linear_impl.h"
+#include "lora_impl.h"
+#include "pages_impl.h"
+#include "reduce_impl.h"
 
 namespace kvilt::KVILT_ISA {
 
-inline const Kernels* kernels(const char* name) {
-  static Kernels table;
-  table = {name, quantize, linear, gated, embed, rms_norm, add, argmax};
-  return &table;
+constexpr KernelTable kernel_table(const char* isa) {
+  return {
+      isa,
+      {quantize, linear_tile, gate_up_tile, embed, rms_norm, add, argmax},
+      {rotate, write_token, interpolate, attention_tiles, attention_scratch, merge_partials, write_means},
+      {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
+       draw},
+      {shrink, expand, act_mul},
+  };
 }
 
 }  // namespace kvilt::KVILT_ISA

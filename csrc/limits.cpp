@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine.h"
+#include "kernel_table.h"
 #include "limits_impl.h"
 
 namespace kvilt {

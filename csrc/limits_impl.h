@@ -1,7 +1,7 @@
 // The loops that find the limits, one pair per instruction set: each reads or multiplies and does nothing else.
 //
-// They carry their instruction set as an attribute, so that one file has them all; whoever calls them has asked the
-// processor first. FENCE keeps the compiler from seeing that the same numbers are multiplied again and again.
+// They carry their instruction set as an attribute, so that one file has them all; the caller asks the processor
+// first. FENCE keeps the compiler from seeing that the same numbers are multiplied again and again.
 #pragma once
 #include <cstdint>
 
@@ -37,8 +37,7 @@ __attribute__((target("avx512f"))) inline uint64_t read_avx512(const char* data,
 __attribute__((target("avx512f,avx512bw,avx512vnni"))) inline int64_t multiply_avx512(int64_t rounds) {
   __m512i sums[kSums], a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-5);
   UNROLL for (int i = 0; i < kSums; ++i) sums[i] = _mm512_setzero_si512();
-  for (int64_t round = 0; round < rounds; ++round)
-    UNROLL for (int i = 0; i < kSums; ++i) {
+  for (int64_t round = 0; round < rounds; ++round) UNROLL for (int i = 0; i < kSums; ++i) {
       sums[i] = _mm512_dpbusd_epi32(sums[i], a, b);
       FENCE(sums[i]);
     }
@@ -48,8 +47,7 @@ __attribute__((target("avx512f,avx512bw,avx512vnni"))) inline int64_t multiply_a
 __attribute__((target("avx2"))) inline uint64_t read_avx2(const char* data, int64_t bytes) {
   __m256i sums[8];
   UNROLL for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
-  for (int64_t at = 0; at < bytes; at += 256)
-    UNROLL for (int i = 0; i < 8; ++i) {
+  for (int64_t at = 0; at < bytes; at += 256) UNROLL for (int i = 0; i < 8; ++i) {
       const auto* from = reinterpret_cast<const __m256i*>(data + at + 32 * i);
       sums[i] = _mm256_xor_si256(sums[i], _mm256_loadu_si256(from));
     }
@@ -64,8 +62,7 @@ __attribute__((target("avx2"))) inline int64_t multiply_avx2(int64_t rounds) {
   constexpr int kChains = 6;
   __m256i sums[kChains], a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(-5), ones = _mm256_set1_epi16(1);
   UNROLL for (int i = 0; i < kChains; ++i) sums[i] = _mm256_setzero_si256();
-  for (int64_t round = 0; round < rounds; ++round)
-    UNROLL for (int i = 0; i < kChains; ++i) {
+  for (int64_t round = 0; round < rounds; ++round) UNROLL for (int i = 0; i < kChains; ++i) {
       __m256i pairs = _mm256_maddubs_epi16(a, b);
       __asm__ volatile("" : "+x"(pairs));
       sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs, ones));

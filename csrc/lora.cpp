@@ -3,28 +3,19 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
-#include <string>
 
 namespace kvilt {
 namespace {
 
-constexpr int64_t kRanks = 8, kOutputs = 256;   // of one item
-constexpr int64_t kWorthSharing = 1 << 15;      // products: fewer take less time than waking a thread
-
-const LoraKernels* find_kernels(const std::string& isa) {
-#if defined(KVILT_X86)
-  if (isa == "avx512") return avx512_lora();
-  if (isa == "avx2") return avx2_lora();
-#endif
-  return generic_lora();
-}
+constexpr int64_t kRanks = 8, kOutputs = 256;  // of one item
+constexpr int64_t kWorthSharing = 1 << 15;     // products: fewer take less time than waking a thread
 
 }  // namespace
 
-Lora::Lora(Workers& workers, const char* isa) : workers_(workers), kernels_(find_kernels(isa)) {}
+Lora::Lora(ThreadPool& pool, const LoraKernels& kernels) : pool_(pool), kernels_(kernels) {}
 
 // Which rows go together: those of one adapter, wherever in the batch they stand.
-void Lora::gather(const AdaptArgs& args) {
+void Lora::gather(const LoraArgs& args) {
   order_.clear();
   for (int64_t row = 0; row < args.rows; ++row) {
     if (args.slots[row] < -1 || args.slots[row] >= args.slot_count) throw std::out_of_range("there is no such adapter");
@@ -33,7 +24,7 @@ void Lora::gather(const AdaptArgs& args) {
   std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return args.slots[a] < args.slots[b]; });
   chunks_.clear(), shrinks_.clear(), expands_.clear();
   int64_t inner = 0;
-  for (const Adapted& map : args.maps) {
+  for (const LoraMap& map : args.maps) {
     const int64_t total = int64_t(order_.size());
     for (int64_t at = 0, next; at < total; at = next) {
       const int64_t slot = args.slots[order_[at]];
@@ -46,7 +37,7 @@ void Lora::gather(const AdaptArgs& args) {
   }
   if (int64_t(inner_.size()) < inner) inner_.resize(inner);
   inner = 0;
-  for (Chunk& chunk : chunks_) {
+  for (LoraChunk& chunk : chunks_) {
     chunk.inner = inner_.data() + inner;
     inner += chunk.count * chunk.product->rank;
     for (int64_t first = 0; first < chunk.product->rank; first += kRanks)
@@ -56,27 +47,31 @@ void Lora::gather(const AdaptArgs& args) {
   }
 }
 
-void Lora::adapt(const AdaptArgs& args) {
+void Lora::add_lora(const LoraArgs& args) {
   gather(args);
   if (chunks_.empty()) return;
   int64_t work = 0;
-  for (const Chunk& chunk : chunks_) work += chunk.count * chunk.product->rank * (args.inputs + chunk.map->outputs);
-  const auto shrink = [&](int64_t i, int) { kernels_->shrink(*shrinks_[i].chunk, args, shrinks_[i].first, shrinks_[i].last); };
-  const auto expand = [&](int64_t i, int) { kernels_->expand(*expands_[i].chunk, args, expands_[i].first, expands_[i].last); };
+  for (const LoraChunk& chunk : chunks_) work += chunk.count * chunk.product->rank * (args.inputs + chunk.map->outputs);
+  const auto shrink = [&](int64_t i, int) {
+    kernels_.shrink(*shrinks_[i].chunk, args, shrinks_[i].first, shrinks_[i].last);
+  };
+  const auto expand = [&](int64_t i, int) {
+    kernels_.expand(*expands_[i].chunk, args, expands_[i].first, expands_[i].last);
+  };
   if (work < kWorthSharing) {
     for (int64_t i = 0; i < int64_t(shrinks_.size()); ++i) shrink(i, 0);
     for (int64_t i = 0; i < int64_t(expands_.size()); ++i) expand(i, 0);
     return;
   }
-  workers_.run(int64_t(shrinks_.size()), shrink);
-  workers_.run(int64_t(expands_.size()), expand);
+  pool_.run(int64_t(shrinks_.size()), shrink);
+  pool_.run(int64_t(expands_.size()), expand);
 }
 
-void Lora::open(const float* gate, const float* up, int64_t n, int activation, float* out) {
+void Lora::act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {
   constexpr int64_t kPiece = 4096;
-  workers_.run((n + kPiece - 1) / kPiece, [&](int64_t item, int) {
+  pool_.run((n + kPiece - 1) / kPiece, [&](int64_t item, int) {
     const int64_t at = item * kPiece;
-    kernels_->open(gate + at, up + at, std::min(kPiece, n - at), activation, out + at);
+    kernels_.act_mul(gate + at, up + at, std::min(kPiece, n - at), activation, out + at);
   });
 }
 

@@ -7,27 +7,27 @@
 
 namespace kvilt::KVILT_ISA {
 
-template <Kind K>
-struct Numbers;
+template <WeightKind K>
+struct LoraLoader;
 template <>
-struct Numbers<Kind::kFloat> {
+struct LoraLoader<WeightKind::kFloat32> {
   using Type = float;
-  static F16x at(const float* p) { return load(p); }
+  static f32x16 at(const float* p) { return load(p); }
 };
 template <>
-struct Numbers<Kind::kHalf> {
+struct LoraLoader<WeightKind::kFloat16> {
   using Type = uint16_t;
-  static F16x at(const uint16_t* p) { return load_half(p); }
+  static f32x16 at(const uint16_t* p) { return load_half(p); }
 };
 template <>
-struct Numbers<Kind::kBfloat> {
+struct LoraLoader<WeightKind::kBfloat16> {
   using Type = uint16_t;
-  static F16x at(const uint16_t* p) { return load_bfloat(p); }
+  static f32x16 at(const uint16_t* p) { return load_bfloat(p); }
 };
 
 inline int64_t padded_to_lanes(int64_t n) { return (n + 15) / 16 * 16; }
 
-inline F16x some_lanes(const float* p, int64_t count) {
+inline f32x16 some_lanes(const float* p, int64_t count) {
   float lanes[16] = {};
   std::memcpy(lanes, p, count * sizeof(float));
   return load(lanes);
@@ -36,18 +36,18 @@ inline F16x some_lanes(const float* p, int64_t count) {
 constexpr int kWide = kRegisterBytes >= 64 ? 4 : 2;  // sums that stay in registers: kWide * kWide
 
 // R ranks of T rows: lanes over inputs, summed by `total` at the end.
-template <Kind K, int R, int T>
-inline void shrink_block(const typename Numbers<K>::Type* down, int64_t stride, const float* const* x, int64_t inputs,
-                         float* const* out) {
-  F16x sums[R * T] = {};
+template <WeightKind K, int R, int T>
+inline void shrink_block(const typename LoraLoader<K>::Type* down, int64_t stride, const float* const* x,
+                         int64_t inputs, float* const* out) {
+  f32x16 sums[R * T] = {};
   const int64_t whole = inputs / 16 * 16;
   const auto add = [&](int64_t i, auto read) __attribute__((always_inline)) {
-    F16x rows[T];
+    f32x16 rows[T];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) rows[t] = read(x[t] + i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const F16x weights = Numbers<K>::at(down + r * stride + i);
+      const f32x16 weights = LoraLoader<K>::at(down + r * stride + i);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) sums[r * T + t] = fma(weights, rows[t], sums[r * T + t]);
     }
@@ -55,14 +55,14 @@ inline void shrink_block(const typename Numbers<K>::Type* down, int64_t stride, 
   for (int64_t i = 0; i < whole; i += 16) add(i, [](const float* p) { return load(p); });
   if (whole < inputs) add(whole, [&](const float* p) { return some_lanes(p, inputs - whole); });
   for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) out[t][r] = total(sums[r * T + t]);
+    for (int t = 0; t < T; ++t) out[t][r] = reduce_add(sums[r * T + t]);
 }
 
-template <Kind K, int T>
-inline void shrink_rows(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last, int64_t row) {
+template <WeightKind K, int T>
+inline void shrink_rows(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last, int64_t row) {
   constexpr int R = T == 1 ? 2 * kWide : kWide;
   const int64_t stride = padded_to_lanes(args.inputs), rank = chunk.product->rank;
-  const auto* down = static_cast<const typename Numbers<K>::Type*>(chunk.product->down);
+  const auto* down = static_cast<const typename LoraLoader<K>::Type*>(chunk.product->down);
   const float* x[T];
   float* out[T];
   for (int t = 0; t < T; ++t) x[t] = args.x + chunk.rows[row + t] * args.inputs;
@@ -75,14 +75,14 @@ inline void shrink_rows(const Chunk& chunk, const AdaptArgs& args, int64_t first
 }
 
 // O times sixteen outputs of T rows: lanes over outputs, ranks in ascending order.
-template <Kind K, int O, int T>
-inline void expand_block(const typename Numbers<K>::Type* up, int64_t stride, const float* const* inner, int64_t rank,
-                         const float* scales, float* const* out, int64_t lanes) {
-  F16x sums[O * T] = {};
+template <WeightKind K, int O, int T>
+inline void expand_block(const typename LoraLoader<K>::Type* up, int64_t stride, const float* const* inner,
+                         int64_t rank, const float* scales, float* const* out, int64_t lanes) {
+  f32x16 sums[O * T] = {};
   for (int64_t r = 0; r < rank; ++r, up += stride) {
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-      const F16x weights = Numbers<K>::at(up + o * 16);
+      const f32x16 weights = LoraLoader<K>::at(up + o * 16);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) sums[o * T + t] = fma(weights, inner[t][r], sums[o * T + t]);
     }
@@ -101,11 +101,11 @@ inline void expand_block(const typename Numbers<K>::Type* up, int64_t stride, co
     }
 }
 
-template <Kind K, int T>
-inline void expand_rows(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last, int64_t row) {
+template <WeightKind K, int T>
+inline void expand_rows(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last, int64_t row) {
   constexpr int O = T == 1 ? 2 * kWide : kWide;
   const int64_t outputs = chunk.map->outputs, stride = padded_to_lanes(outputs), rank = chunk.product->rank;
-  const auto* up = static_cast<const typename Numbers<K>::Type*>(chunk.product->up);
+  const auto* up = static_cast<const typename LoraLoader<K>::Type*>(chunk.product->up);
   const float* inner[T];
   float scales[T];
   float* out[T];
@@ -117,43 +117,44 @@ inline void expand_rows(const Chunk& chunk, const AdaptArgs& args, int64_t first
   const auto at = [&] {
     for (int t = 0; t < T; ++t) out[t] = chunk.map->out + chunk.rows[row + t] * outputs + o;
   };
-  for (; o + O * 16 <= last; o += O * 16) at(), expand_block<K, O, T>(up + o, stride, inner, rank, scales, out, last - o);
+  for (; o + O * 16 <= last; o += O * 16)
+    at(), expand_block<K, O, T>(up + o, stride, inner, rank, scales, out, last - o);
   for (; o < last; o += 16) at(), expand_block<K, 1, T>(up + o, stride, inner, rank, scales, out, last - o);
 }
 
-template <Kind K>
-void shrink_all(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last) {
+template <WeightKind K>
+void shrink_all(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last) {
   int64_t row = 0;
   for (; row + kWide <= chunk.count; row += kWide) shrink_rows<K, kWide>(chunk, args, first, last, row);
   for (; row + 2 <= chunk.count; row += 2) shrink_rows<K, 2>(chunk, args, first, last, row);
   for (; row < chunk.count; ++row) shrink_rows<K, 1>(chunk, args, first, last, row);
 }
 
-template <Kind K>
-void expand_all(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last) {
+template <WeightKind K>
+void expand_all(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last) {
   int64_t row = 0;
   for (; row + kWide <= chunk.count; row += kWide) expand_rows<K, kWide>(chunk, args, first, last, row);
   for (; row + 2 <= chunk.count; row += 2) expand_rows<K, 2>(chunk, args, first, last, row);
   for (; row < chunk.count; ++row) expand_rows<K, 1>(chunk, args, first, last, row);
 }
 
-inline void shrink(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last) {
-  switch (static_cast<Kind>(chunk.product->kind)) {
-    case Kind::kHalf: return shrink_all<Kind::kHalf>(chunk, args, first, last);
-    case Kind::kBfloat: return shrink_all<Kind::kBfloat>(chunk, args, first, last);
-    default: return shrink_all<Kind::kFloat>(chunk, args, first, last);
+inline void shrink(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last) {
+  switch (static_cast<WeightKind>(chunk.product->kind)) {
+    case WeightKind::kFloat16: return shrink_all<WeightKind::kFloat16>(chunk, args, first, last);
+    case WeightKind::kBfloat16: return shrink_all<WeightKind::kBfloat16>(chunk, args, first, last);
+    default: return shrink_all<WeightKind::kFloat32>(chunk, args, first, last);
   }
 }
 
-inline void expand(const Chunk& chunk, const AdaptArgs& args, int64_t first, int64_t last) {
-  switch (static_cast<Kind>(chunk.product->kind)) {
-    case Kind::kHalf: return expand_all<Kind::kHalf>(chunk, args, first, last);
-    case Kind::kBfloat: return expand_all<Kind::kBfloat>(chunk, args, first, last);
-    default: return expand_all<Kind::kFloat>(chunk, args, first, last);
+inline void expand(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last) {
+  switch (static_cast<WeightKind>(chunk.product->kind)) {
+    case WeightKind::kFloat16: return expand_all<WeightKind::kFloat16>(chunk, args, first, last);
+    case WeightKind::kBfloat16: return expand_all<WeightKind::kBfloat16>(chunk, args, first, last);
+    default: return expand_all<WeightKind::kFloat32>(chunk, args, first, last);
   }
 }
 
-inline void open(const float* gate, const float* up, int64_t n, int activation, float* out) {
+inline void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, activated(load(gate + i), activation) * load(up + i));
   if (i == n) return;
@@ -161,7 +162,5 @@ inline void open(const float* gate, const float* up, int64_t n, int activation, 
   store(last, activated(some_lanes(gate + i, n - i), activation) * some_lanes(up + i, n - i));
   std::memcpy(out + i, last, (n - i) * sizeof(float));
 }
-
-constexpr LoraKernels kLora{shrink, expand, open};
 
 }  // namespace kvilt::KVILT_ISA

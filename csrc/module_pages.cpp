@@ -1,89 +1,155 @@
-// The part of the Python module that knows pages.
-#include <nanobind/nanobind.h>
+// The part of the Python module that knows pages. Attention and writing take checked addresses, the rest takes arrays.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-
-#include <stdexcept>
 
 #include "module.h"
 
 namespace kvilt {
 namespace {
 
-Pages layer_of(int dtype, int64_t pages, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim,
-               Address data, int64_t layers, int64_t layer) {
-  if (dtype < 0 || dtype > 3 || pages < 0 || page_tokens < 1 || page_tokens > kTileLanes || kv_heads < 1 || dim < 1 ||
-      value_dim < 0 || layer < 0 || layer >= layers)
-    throw std::invalid_argument("these are not the sizes of pages");
-  const Pages one(static_cast<Stored>(dtype), pages, page_tokens, kv_heads, dim, value_dim, nullptr, 0);
-  const int64_t bytes = kv_heads * one.head_bytes;
-  return Pages(one.dtype, pages, page_tokens, kv_heads, dim, value_dim, at<char>(data) + layer * bytes, layers * bytes);
+// One layer of the pages as Python holds it: their bytes, kept alive, and where the layer lies in them.
+struct PageLayer {
+  Array<uint8_t, 2> data;
+  Pages pages;
+};
+
+Pages check_sizes(KVDtype dtype, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim) {
+  const bool possible = page_tokens >= 1 && page_tokens <= kTileLanes && kv_heads >= 1 && dim >= 1 && value_dim >= 0;
+  check(possible, "these are not the sizes of pages");
+  return Pages(dtype, 1, page_tokens, kv_heads, dim, value_dim, nullptr, 0);
 }
 
-Turn turn_of(Address cos, Address sin, int64_t pairs, bool interleaved) {
+int64_t head_bytes(KVDtype dtype, int64_t page_tokens, int64_t dim, int64_t value_dim) {
+  return check_sizes(dtype, page_tokens, 1, dim, value_dim).head_bytes;
+}
+
+// `data` is [pages][bytes of all layers].
+PageLayer layer_of(KVDtype dtype, const Array<uint8_t, 2>& data, int64_t page_tokens, int64_t kv_heads, int64_t dim,
+                   int64_t value_dim, int64_t layers, int64_t layer) {
+  const int64_t bytes = kv_heads * check_sizes(dtype, page_tokens, kv_heads, dim, value_dim).head_bytes;
+  const bool fits = layer >= 0 && layer < layers && extent(data, 1) == layers * bytes;
+  check(fits, "these are not the sizes of pages");
+  char* first = reinterpret_cast<char*>(data.data()) + layer * bytes;
+  return {data, Pages(dtype, extent(data, 0), page_tokens, kv_heads, dim, value_dim, first, layers * bytes)};
+}
+
+Rotation rotation_of(Address cos, Address sin, int64_t pairs, bool interleaved) {
   return {at<const float>(cos), at<const float>(sin), pairs, interleaved};
 }
 
-std::vector<SlotsArgs> slots_of(const std::vector<const Pages*>& layers, Address slots, int64_t tokens, Address keys,
-                                Address values, Address key_scales, Address value_scales) {
+void rotate(KernelRunner& r, Address x, Address cos, Address sin, int64_t tokens, int64_t heads, int64_t dim,
+            int64_t pairs, bool interleaved, Address out) {
+  const RotateArgs args{at<const float>(x), rotation_of(cos, sin, pairs, interleaved), tokens, heads, dim,
+                        at<float>(out)};
+  r.run_and_record([=, &r] { r.rotate(args); });
+}
+
+void write(KernelRunner& r, const PageLayer& layer, Address slots, int64_t tokens, Address keys, Address values,
+           Address cos, Address sin, int64_t pairs, bool interleaved) {
+  const WriteArgs args{layer.pages,           at<const int64_t>(slots), tokens,
+                       at<const float>(keys), at<const float>(values),  rotation_of(cos, sin, pairs, interleaved)};
+  r.run_and_record([=, &r] { r.write(args); });
+}
+
+void interpolate(KernelRunner& r, const PageLayer& layer, Address slots, int64_t tokens, KVDtype dtype,
+                 int64_t document, Address keys, Address values, Address interpolated, Address anchors, int64_t count,
+                 Address weights, Address new_keys, Address new_values, Address cos, Address sin, int64_t pairs,
+                 bool interleaved) {
+  check(dtype != KVDtype::kInt8, "a document is kept in floats of some width");
+  const InterpolateArgs args{layer.pages,
+                             at<const int64_t>(slots),
+                             tokens,
+                             dtype,
+                             document,
+                             at<const void>(keys),
+                             at<const void>(values),
+                             at<const int64_t>(interpolated),
+                             at<const int64_t>(anchors),
+                             count,
+                             at<const float>(weights),
+                             at<const float>(new_keys),
+                             at<const float>(new_values),
+                             rotation_of(cos, sin, pairs, interleaved)};
+  r.run_and_record([=, &r] { r.interpolate(args); });
+}
+
+void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& layer, Address tables, int64_t width,
+               std::vector<int64_t> starts, Address positions, float scale, int64_t window, float soft_cap,
+               Address out) {
+  const AttentionArgs args{at<const float>(query),
+                           heads,
+                           layer.pages,
+                           at<const int64_t>(tables),
+                           width,
+                           std::move(starts),
+                           at<const int64_t>(positions),
+                           Mask{scale, window, soft_cap},
+                           at<float>(out)};
+  r.run_and_record([=, &r] { r.attention(args); });
+}
+
+// ---- KV in canonical order ----
+
+nb::dlpack::dtype number_of(KVDtype dtype) {
+  switch (dtype) {
+    case KVDtype::kFloat32: return nb::dtype<float>();
+    case KVDtype::kFloat16: return {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+    case KVDtype::kBfloat16: return {uint8_t(nb::dlpack::dtype_code::Bfloat), 16, 1};
+    default: return nb::dtype<int8_t>();
+  }
+}
+
+// All layers of some slots: keys and values [layers][tokens][kv_heads][dim] in the pages' own dtype, and for int8 the
+// scales [layers][tokens][kv_heads]; scales of other dtypes are not looked at.
+std::vector<SlotsArgs> slots_of(const std::vector<const PageLayer*>& layers, const Array<const int64_t, 1>& slots,
+                                const AnyArray<4>& keys, const AnyArray<4>& values,
+                                const nb::ndarray<float, nb::c_contig, nb::device::cpu>& key_scales,
+                                const nb::ndarray<float, nb::c_contig, nb::device::cpu>& value_scales) {
   std::vector<SlotsArgs> all;
-  for (const Pages* layer : layers) {
-    const Pages& pages = *layer;
+  const int64_t tokens = extent(slots, 0), count = int64_t(layers.size());
+  for (const PageLayer* layer : layers) {
+    const Pages& pages = layer->pages;
+    const auto fits = [&](const AnyArray<4>& array, int64_t dim) {
+      return array.dtype() == number_of(pages.dtype) && extent(array, 0) == count && extent(array, 1) == tokens &&
+             extent(array, 2) == pages.kv_heads && extent(array, 3) == dim;
+    };
+    const int64_t scales = pages.dtype == KVDtype::kInt8 ? count * tokens * pages.kv_heads : 0;
+    const bool right = fits(keys, pages.dim) && fits(values, pages.value_dim) && int64_t(key_scales.size()) == scales &&
+                       int64_t(value_scales.size()) == scales;
+    check(right, "these are not the keys and values of the pages' slots");
     const int64_t rows = int64_t(all.size()) * tokens * pages.kv_heads, size = number_bytes(pages.dtype);
-    all.push_back({pages, at<const int64_t>(slots), tokens, at<char>(keys) + rows * pages.dim * size,
-                   at<char>(values) + rows * pages.value_dim * size, at<float>(key_scales) + rows,
-                   at<float>(value_scales) + rows});
+    all.push_back({pages, slots.data(), tokens, static_cast<char*>(keys.data()) + rows * pages.dim * size,
+                   static_cast<char*>(values.data()) + rows * pages.value_dim * size, key_scales.data() + rows,
+                   value_scales.data() + rows});
   }
   return all;
 }
 
+template <void (KernelRunner::*kMove)(const std::vector<SlotsArgs>&)>
+void move_slots(KernelRunner& r, const std::vector<const PageLayer*>& layers, const Array<const int64_t, 1>& slots,
+                const AnyArray<4>& keys, const AnyArray<4>& values,
+                const nb::ndarray<float, nb::c_contig, nb::device::cpu>& key_scales,
+                const nb::ndarray<float, nb::c_contig, nb::device::cpu>& value_scales) {
+  (r.*kMove)(slots_of(layers, slots, keys, values, key_scales, value_scales));
+}
+
 }  // namespace
 
-void bind_pages(nb::module_& m, nb::class_<Engine>& engine) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
-  m.def("advise", [](Address data, int64_t bytes) { advise(at<void>(data), bytes); });
-  m.def("head_bytes", [](int dtype, int64_t page_tokens, int64_t dim, int64_t value_dim) {
-    return layer_of(dtype, 1, page_tokens, 1, dim, value_dim, 0, 1, 0).head_bytes;
-  });
-  nb::class_<Pages>(m, "PageLayer").def(nb::new_(&layer_of));
-  engine
-      .def("rotate", [](Engine& e, Address x, Address cos, Address sin, int64_t tokens, int64_t heads, int64_t dim,
-                        int64_t pairs, bool interleaved, Address out) {
-        const RotateArgs args{at<const float>(x), turn_of(cos, sin, pairs, interleaved), tokens, heads, dim, at<float>(out)};
-        e.perform([=, &e] { e.rotate(args); });
-      }, Release())
-      .def("write", [](Engine& e, const Pages& p, Address slots, int64_t tokens, Address keys, Address values,
-                       Address cos, Address sin, int64_t pairs, bool interleaved) {
-        const WriteArgs args{p, at<const int64_t>(slots), tokens, at<const float>(keys), at<const float>(values),
-                             turn_of(cos, sin, pairs, interleaved)};
-        e.perform([=, &e] { e.write(args); });
-      }, Release())
-      .def("follow", [](Engine& e, const Pages& p, Address slots, int64_t tokens, int dtype, int64_t text, Address keys,
-                        Address values, Address which, Address leaders, int64_t count, Address weights,
-                        Address new_keys, Address new_values, Address cos, Address sin, int64_t pairs,
-                        bool interleaved) {
-        if (dtype < 0 || dtype > 2) throw std::invalid_argument("a text is kept in floats of some width");
-        const FollowArgs args{p, at<const int64_t>(slots), tokens, static_cast<Stored>(dtype), text,
-                              at<const void>(keys), at<const void>(values), at<const int64_t>(which),
-                              at<const int64_t>(leaders), count, at<const float>(weights), at<const float>(new_keys),
-                              at<const float>(new_values), turn_of(cos, sin, pairs, interleaved)};
-        e.perform([=, &e] { e.follow(args); });
-      }, Release())
-      .def("attend", [](Engine& e, Address query, int64_t heads, const Pages& p, Address tables, int64_t width,
-                        std::vector<int64_t> starts, Address positions, float scale, int64_t window, float soft_cap,
-                        Address out) {
-        const AttendArgs args{at<const float>(query), heads, p, at<const int64_t>(tables), width, std::move(starts),
-                              at<const int64_t>(positions), Mask{scale, window, soft_cap}, at<float>(out)};
-        e.perform([=, &e] { e.attend(args); });
-      }, Release())
-      .def("read_slots", [](Engine& e, const std::vector<const Pages*>& layers, Address slots, int64_t tokens,
-                            Address keys, Address values, Address key_scales, Address value_scales) {
-        e.read_slots(slots_of(layers, slots, tokens, keys, values, key_scales, value_scales));
-      }, Release())
-      .def("write_slots", [](Engine& e, const std::vector<const Pages*>& layers, Address slots, int64_t tokens,
-                             Address keys, Address values, Address key_scales, Address value_scales) {
-        e.write_slots(slots_of(layers, slots, tokens, keys, values, key_scales, value_scales));
-      }, Release());
+void bind_pages(nb::module_& m, nb::class_<KernelRunner>& runner) {
+  m.def(
+      "use_huge_pages", [](const Array<uint8_t, 2>& data) { use_huge_pages(data.data(), int64_t(data.nbytes())); },
+      array());
+  m.def("head_bytes", &head_bytes);
+  nb::class_<PageLayer>(m, "PageLayer")
+      .def(nb::new_(&layer_of), plain(), array(), plain(), plain(), plain(), plain(), plain(), plain());
+  runner.def("rotate", &rotate, Release())
+      .def("write", &write, Release())
+      .def("interpolate", &interpolate, Release())
+      .def("attention", &attention, Release())
+      .def("read_slots", &move_slots<&KernelRunner::read_slots>, Release(), plain(), array(), array(), array(), array(),
+           array())
+      .def("write_slots", &move_slots<&KernelRunner::write_slots>, Release(), plain(), array(), array(), array(),
+           array(), array());
 }
 
 }  // namespace kvilt

@@ -11,8 +11,8 @@ namespace {
 // 32 codes of one output and the bits of its scales, as they stand in the file.
 struct Block {
   uint8_t codes[kBlock];
-  uint16_t scale = 0, minimum = 0;    // float16; of a k-format the factors of eight blocks
-  uint8_t small[2] = {0, 0};          // a k-format's own scales: scale and minimum, or one for each half
+  uint16_t scale = 0, minimum = 0;  // float16; of a k-format the factors of eight blocks
+  uint8_t small[2] = {0, 0};        // a k-format's own scales: scale and minimum, or one for each half
 };
 
 uint16_t half_at(const uint8_t* p) {
@@ -33,7 +33,7 @@ void fifth_bits(const uint8_t* p, Block& out) {
 
 // One reader per format: block `b` (of 32) of a row.
 struct Q4_0 {
-  static constexpr Kind kind = Kind::k4;
+  static constexpr WeightKind kind = WeightKind::kQ4;
   static constexpr int elements = 32, bytes = 18;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* p = row + b * bytes;
@@ -42,7 +42,7 @@ struct Q4_0 {
   }
 };
 struct Q4_1 {
-  static constexpr Kind kind = Kind::k4m;
+  static constexpr WeightKind kind = WeightKind::kQ4Min;
   static constexpr int elements = 32, bytes = 20;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* p = row + b * bytes;
@@ -52,7 +52,7 @@ struct Q4_1 {
   }
 };
 struct Q5_0 {
-  static constexpr Kind kind = Kind::k5;
+  static constexpr WeightKind kind = WeightKind::kQ5;
   static constexpr int elements = 32, bytes = 22;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* p = row + b * bytes;
@@ -62,7 +62,7 @@ struct Q5_0 {
   }
 };
 struct Q5_1 {
-  static constexpr Kind kind = Kind::k5m;
+  static constexpr WeightKind kind = WeightKind::kQ5Min;
   static constexpr int elements = 32, bytes = 24;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* p = row + b * bytes;
@@ -73,7 +73,7 @@ struct Q5_1 {
   }
 };
 struct Q8_0 {
-  static constexpr Kind kind = Kind::k8;
+  static constexpr WeightKind kind = WeightKind::kQ8;
   static constexpr int elements = 32, bytes = 34;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* p = row + b * bytes;
@@ -82,7 +82,7 @@ struct Q8_0 {
   }
 };
 struct IQ4_NL {  // four bits that stand for sixteen fixed bytes
-  static constexpr Kind kind = Kind::k8;
+  static constexpr WeightKind kind = WeightKind::kQ8;
   static constexpr int elements = 32, bytes = 18;
   static void read(const uint8_t* row, int64_t b, Block& out) {
     static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -102,34 +102,34 @@ void k_nibbles(const uint8_t* p, int64_t s, Block& out) {
   for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 2 * 32 + i] >> (s % 2 * 4)) & 15;
 }
 struct Q4_K {
-  static constexpr Kind kind = Kind::k4k;
+  static constexpr WeightKind kind = WeightKind::kQ4K;
   static constexpr int elements = 256, bytes = 144;
   static void read(const uint8_t* row, int64_t b, Block& out) {
-    const uint8_t* p = row + b / kSuper * bytes;
+    const uint8_t* p = row + b / kSuperBlock * bytes;
     out.scale = half_at(p);
     out.minimum = half_at(p + 2) ^ 0x8000;  // the file takes minimums away, the kernels add them
-    small_scales(p + 4, b % kSuper, out);
-    k_nibbles(p + 16, b % kSuper, out);
+    small_scales(p + 4, b % kSuperBlock, out);
+    k_nibbles(p + 16, b % kSuperBlock, out);
   }
 };
 struct Q5_K {
-  static constexpr Kind kind = Kind::k5k;
+  static constexpr WeightKind kind = WeightKind::kQ5K;
   static constexpr int elements = 256, bytes = 176;
   static void read(const uint8_t* row, int64_t b, Block& out) {
-    const uint8_t* p = row + b / kSuper * bytes;
+    const uint8_t* p = row + b / kSuperBlock * bytes;
     out.scale = half_at(p);
     out.minimum = half_at(p + 2) ^ 0x8000;
-    small_scales(p + 4, b % kSuper, out);
-    k_nibbles(p + 48, b % kSuper, out);
-    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[16 + i] >> (b % kSuper)) & 1) << 4;
+    small_scales(p + 4, b % kSuperBlock, out);
+    k_nibbles(p + 48, b % kSuperBlock, out);
+    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[16 + i] >> (b % kSuperBlock)) & 1) << 4;
   }
 };
 struct Q6_K {
-  static constexpr Kind kind = Kind::k6k;
+  static constexpr WeightKind kind = WeightKind::kQ6K;
   static constexpr int elements = 256, bytes = 210;
   static void read(const uint8_t* row, int64_t b, Block& out) {
-    const uint8_t* p = row + b / kSuper * bytes;
-    const int64_t half = b % kSuper / 4, quarter = b % 4;
+    const uint8_t* p = row + b / kSuperBlock * bytes;
+    const int64_t half = b % kSuperBlock / 4, quarter = b % 4;
     out.scale = half_at(p + 208);
     std::memcpy(out.small, p + 192 + 8 * half + 2 * quarter, 2);
     const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
@@ -153,15 +153,16 @@ void put_codes(uint8_t* block, int lane, const uint8_t* codes) {
 }
 
 template <typename Reader>
-void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile, uint8_t* out) {
-  using F = Format<Reader::kind>;
+void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile,
+                 uint8_t* out) {
+  using F = PackedFormat<Reader::kind>;
   const int64_t blocks = (inputs + kBlock - 1) / kBlock, lanes = std::min<int64_t>(kTile, outputs - tile * kTile);
   std::memset(out, 0, F::tile_bytes(blocks));
   const auto put_half = [](uint8_t* at, int64_t lane, uint16_t bits) { std::memcpy(at + 2 * lane, &bits, 2); };
   for (int64_t b = 0; b < blocks; ++b, out += F::block) {
     uint8_t* header = out;
     if constexpr (F::k)
-      if (b % kSuper == 0) out += F::header;
+      if (b % kSuperBlock == 0) out += F::header;
     for (int64_t lane = 0; lane < lanes; ++lane) {
       Block block;
       Reader::read(source + (tile * kTile + lane) * row_bytes, b, block);
@@ -170,7 +171,7 @@ void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int6
       if constexpr (F::k) {
         scales[lane] = block.small[0];
         scales[F::scales + lane] = block.small[1];
-        if (b % kSuper == 0) {
+        if (b % kSuperBlock == 0) {
           put_half(header, lane, block.scale);
           if constexpr (F::minimum) put_half(header + 2 * kTile, lane, block.minimum);
         }
@@ -201,9 +202,9 @@ const struct {
   const char* name;
   Packing packing;
 } kPackings[] = {
-    {"F32", {Kind::kFloat, 1, 4, pack_plain<4>}},
-    {"F16", {Kind::kHalf, 1, 2, pack_plain<2>}},
-    {"BF16", {Kind::kBfloat, 1, 2, pack_plain<2>}},
+    {"F32", {WeightKind::kFloat32, 1, 4, pack_plain<4>}},
+    {"F16", {WeightKind::kFloat16, 1, 2, pack_plain<2>}},
+    {"BF16", {WeightKind::kBfloat16, 1, 2, pack_plain<2>}},
     {"Q4_0", packing<Q4_0>()},
     {"Q4_1", packing<Q4_1>()},
     {"Q5_0", packing<Q5_0>()},

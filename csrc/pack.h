@@ -9,7 +9,7 @@ namespace kvilt {
 
 // How a format of a file is packed, and how to do it for one tile.
 struct Packing {
-  Kind kind;
+  WeightKind kind;
   int64_t elements, bytes;  // of a block in the file
   void (*tile)(const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs, int64_t tile, uint8_t* out);
 };

@@ -12,20 +12,24 @@
 
 namespace kvilt {
 
-template <Kind K>
-struct Format {
-  static constexpr bool k = K == Kind::k4k || K == Kind::k5k || K == Kind::k6k;
-  static constexpr bool halves = K == Kind::k6k;  // a scale for each sixteen inputs
-  static constexpr bool minimum = K == Kind::k4m || K == Kind::k5m || K == Kind::k4k || K == Kind::k5k;
-  static constexpr int bits = K == Kind::k8 ? 8 : K == Kind::k6k ? 6 : K == Kind::k5 || K == Kind::k5m || K == Kind::k5k ? 5 : 4;
-  static constexpr int offset = K == Kind::k4 ? 8 : K == Kind::k5 ? 16 : K == Kind::k6k ? 32 : 0;
-  static constexpr int codes = bits * 64;                   // bytes
-  static constexpr int scales = (k ? 1 : 2) * kTile;        // bytes of one row of scales
+template <WeightKind K>
+struct PackedFormat {
+  static constexpr bool k = K == WeightKind::kQ4K || K == WeightKind::kQ5K || K == WeightKind::kQ6K;
+  static constexpr bool halves = K == WeightKind::kQ6K;  // a scale for each sixteen inputs
+  static constexpr bool minimum =
+      K == WeightKind::kQ4Min || K == WeightKind::kQ5Min || K == WeightKind::kQ4K || K == WeightKind::kQ5K;
+  static constexpr int bits = K == WeightKind::kQ8                                                       ? 8
+                              : K == WeightKind::kQ6K                                                    ? 6
+                              : K == WeightKind::kQ5 || K == WeightKind::kQ5Min || K == WeightKind::kQ5K ? 5
+                                                                                                         : 4;
+  static constexpr int offset = K == WeightKind::kQ4 ? 8 : K == WeightKind::kQ5 ? 16 : K == WeightKind::kQ6K ? 32 : 0;
+  static constexpr int codes = bits * 64;             // bytes
+  static constexpr int scales = (k ? 1 : 2) * kTile;  // bytes of one row of scales
   static constexpr int block = codes + scales * (halves || minimum ? 2 : 1);
   static constexpr int header = k ? 2 * kTile * (minimum ? 2 : 1) : 0;
 
   static constexpr int64_t tile_bytes(int64_t blocks) {
-    return blocks * block + (k ? (blocks + kSuper - 1) / kSuper * header : 0);
+    return blocks * block + (k ? (blocks + kSuperBlock - 1) / kSuperBlock * header : 0);
   }
 };
 
@@ -39,20 +43,20 @@ inline int code_at(const uint8_t* w, int step, int byte) {
   return code;
 }
 
-inline int64_t tile_bytes(Kind kind, int64_t inputs) {
+inline int64_t tile_bytes(WeightKind kind, int64_t inputs) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
   switch (kind) {
-    case Kind::kFloat: return inputs * kTile * 4;
-    case Kind::kHalf:
-    case Kind::kBfloat: return inputs * kTile * 2;
-    case Kind::k4: return Format<Kind::k4>::tile_bytes(blocks);
-    case Kind::k4m: return Format<Kind::k4m>::tile_bytes(blocks);
-    case Kind::k5: return Format<Kind::k5>::tile_bytes(blocks);
-    case Kind::k5m: return Format<Kind::k5m>::tile_bytes(blocks);
-    case Kind::k8: return Format<Kind::k8>::tile_bytes(blocks);
-    case Kind::k4k: return Format<Kind::k4k>::tile_bytes(blocks);
-    case Kind::k5k: return Format<Kind::k5k>::tile_bytes(blocks);
-    case Kind::k6k: return Format<Kind::k6k>::tile_bytes(blocks);
+    case WeightKind::kFloat32: return inputs * kTile * 4;
+    case WeightKind::kFloat16:
+    case WeightKind::kBfloat16: return inputs * kTile * 2;
+    case WeightKind::kQ4: return PackedFormat<WeightKind::kQ4>::tile_bytes(blocks);
+    case WeightKind::kQ4Min: return PackedFormat<WeightKind::kQ4Min>::tile_bytes(blocks);
+    case WeightKind::kQ5: return PackedFormat<WeightKind::kQ5>::tile_bytes(blocks);
+    case WeightKind::kQ5Min: return PackedFormat<WeightKind::kQ5Min>::tile_bytes(blocks);
+    case WeightKind::kQ8: return PackedFormat<WeightKind::kQ8>::tile_bytes(blocks);
+    case WeightKind::kQ4K: return PackedFormat<WeightKind::kQ4K>::tile_bytes(blocks);
+    case WeightKind::kQ5K: return PackedFormat<WeightKind::kQ5K>::tile_bytes(blocks);
+    case WeightKind::kQ6K: return PackedFormat<WeightKind::kQ6K>::tile_bytes(blocks);
   }
   return 0;
 }

@@ -29,7 +29,7 @@ void move_slot(const SlotsArgs& a, int64_t t) {
     auto* row = reinterpret_cast<Number*>(pages.values(page, h)) + at * pages.value_lanes;
     auto* value = static_cast<Number*>(a.values) + token * pages.value_dim;
     if (pages.value_dim) std::memcpy(kIn ? row : value, kIn ? value : row, size_t(pages.value_dim) * sizeof(Number));
-    if (pages.dtype != Stored::kByte) continue;
+    if (pages.dtype != KVDtype::kInt8) continue;
     float *key_scale = pages.key_scales(page, h) + at, *value_scale = pages.value_scales(page, h) + at;
     if constexpr (kIn) *key_scale = a.key_scales[token], *value_scale = a.value_scales[token];
     else a.key_scales[token] = *key_scale, a.value_scales[token] = *value_scale;
@@ -39,18 +39,18 @@ void move_slot(const SlotsArgs& a, int64_t t) {
 template <bool kIn>
 void move_slots(const SlotsArgs& a, int64_t first, int64_t last) {
   for (int64_t t = first; t < last; ++t) switch (a.pages.dtype) {
-      case Stored::kFloat: move_slot<uint32_t, kIn>(a, t); break;
-      case Stored::kByte: move_slot<uint8_t, kIn>(a, t); break;
+      case KVDtype::kFloat32: move_slot<uint32_t, kIn>(a, t); break;
+      case KVDtype::kInt8: move_slot<uint8_t, kIn>(a, t); break;
       default: move_slot<uint16_t, kIn>(a, t);
     }
 }
 
 template <bool kIn>
-void move_layers(Workers& workers, const std::vector<SlotsArgs>& layers) {
+void move_layers(ThreadPool& pool, const std::vector<SlotsArgs>& layers) {
   if (layers.empty()) return;
   const int64_t tokens = layers.front().tokens, chunks = (tokens + kTokensAtOnce - 1) / kTokensAtOnce;
   check_slots(layers.front().pages, layers.front().slots, tokens);
-  workers.run(chunks * int64_t(layers.size()), [&](int64_t item, int) {
+  pool.run(chunks * int64_t(layers.size()), [&](int64_t item, int) {
     const int64_t first = item % chunks * kTokensAtOnce;
     move_slots<kIn>(layers[size_t(item / chunks)], first, std::min(tokens, first + kTokensAtOnce));
   });
@@ -63,7 +63,7 @@ void check_slots(const Pages& pages, const int64_t* slots, int64_t tokens) {
     if (slots[t] < 0 || slots[t] >= pages.pages * pages.page_tokens) throw std::out_of_range("a slot is in no page");
 }
 
-void advise(void* data, int64_t bytes) {
+void use_huge_pages(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + 4095) & ~uintptr_t{4095};
   const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + uintptr_t(bytes)) & ~uintptr_t{4095};
@@ -73,7 +73,7 @@ void advise(void* data, int64_t bytes) {
 #endif
 }
 
-void Attention::read_slots(const std::vector<SlotsArgs>& layers) { move_layers<false>(workers_, layers); }
-void Attention::write_slots(const std::vector<SlotsArgs>& layers) { move_layers<true>(workers_, layers); }
+void Attention::read_slots(const std::vector<SlotsArgs>& layers) { move_layers<false>(pool_, layers); }
+void Attention::write_slots(const std::vector<SlotsArgs>& layers) { move_layers<true>(pool_, layers); }
 
 }  // namespace kvilt

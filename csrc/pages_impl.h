@@ -2,16 +2,16 @@
 #pragma once
 #include <cfloat>
 
-#include "paged.h"
+#include "pages.h"
 #include "vectors.h"
 
 namespace kvilt::KVILT_ISA {
 
-inline void rotate(const float* x, const Turn& turn, int64_t token, int64_t heads, int64_t dim, float* out) {
-  const int64_t pairs = turn.pairs;
-  const float *c = turn.cos + token * pairs, *s = turn.sin + token * pairs;
+inline void rotate(const float* x, const Rotation& rotation, int64_t token, int64_t heads, int64_t dim, float* out) {
+  const int64_t pairs = rotation.pairs;
+  const float *c = rotation.cos + token * pairs, *s = rotation.sin + token * pairs;
   for (int64_t h = 0; h < heads; ++h, x += dim, out += dim) {
-    if (turn.interleaved)
+    if (rotation.interleaved)
       for (int64_t p = 0; p < pairs; ++p) {
         const float a = x[2 * p], b = x[2 * p + 1];
         out[2 * p] = a * c[p] - b * s[p];
@@ -20,7 +20,7 @@ inline void rotate(const float* x, const Turn& turn, int64_t token, int64_t head
     else {
       int64_t p = 0;
       for (; p + 16 <= pairs; p += 16) {
-        const F16x a = load(x + p), b = load(x + pairs + p), cos = load(c + p), sin = load(s + p);
+        const f32x16 a = load(x + p), b = load(x + pairs + p), cos = load(c + p), sin = load(s + p);
         store(out + p, a * cos - b * sin);
         store(out + pairs + p, b * cos + a * sin);
       }
@@ -98,12 +98,12 @@ inline float to_bytes(const float* x, int64_t count, int8_t* to) {
 }
 
 // One head of one token in the pages' own numbers; returns the scale of bytes.
-inline float encode(Stored dtype, const float* x, int64_t count, void* to) {
+inline float encode(KVDtype dtype, const float* x, int64_t count, void* to) {
   if (!count) return 0;  // values may have no width, and then there is no address either
   switch (dtype) {
-    case Stored::kFloat: std::memcpy(to, x, size_t(count) * 4); return 0;
-    case Stored::kHalf: to_halves(x, count, static_cast<uint16_t*>(to)); return 0;
-    case Stored::kBfloat: {
+    case KVDtype::kFloat32: std::memcpy(to, x, size_t(count) * 4); return 0;
+    case KVDtype::kFloat16: to_halves(x, count, static_cast<uint16_t*>(to)); return 0;
+    case KVDtype::kBfloat16: {
       auto* bfloats = static_cast<uint16_t*>(to);
       for (int64_t i = 0; i < count; ++i) bfloats[i] = to_bfloat(x[i]);
       return 0;
@@ -112,29 +112,29 @@ inline float encode(Stored dtype, const float* x, int64_t count, void* to) {
   }
 }
 
-inline float decode(Stored dtype, const void* from, int64_t i) {
-  if (dtype == Stored::kFloat) return static_cast<const float*>(from)[i];
+inline float decode(KVDtype dtype, const void* from, int64_t i) {
+  if (dtype == KVDtype::kFloat32) return static_cast<const float*>(from)[i];
   const uint16_t bits = static_cast<const uint16_t*>(from)[i];
-  return dtype == Stored::kHalf ? half_to_float(bits) : bfloat_to_float(bits);
+  return dtype == KVDtype::kFloat16 ? half_to_float(bits) : bfloat_to_float(bits);
 }
-inline F16x decode_16(Stored dtype, const void* from, int64_t i) {
+inline f32x16 decode_16(KVDtype dtype, const void* from, int64_t i) {
   switch (dtype) {
-    case Stored::kHalf: return load_half(static_cast<const uint16_t*>(from) + i);
-    case Stored::kBfloat: return load_bfloat(static_cast<const uint16_t*>(from) + i);
+    case KVDtype::kFloat16: return load_half(static_cast<const uint16_t*>(from) + i);
+    case KVDtype::kBfloat16: return load_bfloat(static_cast<const uint16_t*>(from) + i);
     default: return load(static_cast<const float*>(from) + i);
   }
 }
 
 // Both ways round alike, so that a number does not depend on where in its row it stands.
-inline void follow(Stored dtype, const void* kept, int64_t count, const float* changes, const float* weights,
-                   int64_t rows, float* out) {
+inline void interpolate(KVDtype dtype, const void* kept, int64_t count, const float* changes, const float* weights,
+                        int64_t rows, float* out) {
   constexpr int V = 4;
   int64_t i = 0;
   for (; i + 16 * V <= count; i += 16 * V) {
-    F16x sum[V];
+    f32x16 sum[V];
     for (int v = 0; v < V; ++v) sum[v] = decode_16(dtype, kept, i + 16 * v);
     for (int64_t r = 0; r < rows; ++r) {
-      const F16x weight = splat(weights[r]);
+      const f32x16 weight = splat(weights[r]);
       for (int v = 0; v < V; ++v) sum[v] = fma(load(changes + r * count + i + 16 * v), weight, sum[v]);
     }
     for (int v = 0; v < V; ++v) store(out + i + 16 * v, sum[v]);
@@ -153,25 +153,25 @@ inline void scatter(const void* from, int64_t count, int64_t stride, void* to) {
   for (int64_t i = 0; i < count; ++i) lane[i * stride] = numbers[i];
 }
 
-inline void write(const Pages& pages, int64_t slot, const float* keys, const float* values, const Turn* turn,
-                  int64_t token, float* scratch) {
+inline void write_token(const Pages& pages, int64_t slot, const float* keys, const float* values,
+                        const Rotation* rotation, int64_t token, float* scratch) {
   const int64_t page = slot / pages.page_tokens, at = slot % pages.page_tokens;
   float* encoded = scratch + pages.kv_heads * pages.dim;
-  if (turn) {
-    rotate(keys, *turn, token, pages.kv_heads, pages.dim, scratch);
+  if (rotation) {
+    rotate(keys, *rotation, token, pages.kv_heads, pages.dim, scratch);
     keys = scratch;
   }
   for (int64_t h = 0; h < pages.kv_heads; ++h) {
     const float scale = encode(pages.dtype, keys + h * pages.dim, pages.dim, encoded);
     char* lane = pages.keys(page, h) + at * number_bytes(pages.dtype);
     switch (pages.dtype) {
-      case Stored::kFloat: scatter<float>(encoded, pages.dim, pages.lanes, lane); break;
-      case Stored::kByte: scatter<int8_t>(encoded, pages.dim, pages.lanes, lane); break;
+      case KVDtype::kFloat32: scatter<float>(encoded, pages.dim, pages.lanes, lane); break;
+      case KVDtype::kInt8: scatter<int8_t>(encoded, pages.dim, pages.lanes, lane); break;
       default: scatter<uint16_t>(encoded, pages.dim, pages.lanes, lane);
     }
     char* row = pages.values(page, h) + at * pages.value_lanes * number_bytes(pages.dtype);
     const float value_scale = encode(pages.dtype, values + h * pages.value_dim, pages.value_dim, row);
-    if (pages.dtype != Stored::kByte) continue;
+    if (pages.dtype != KVDtype::kInt8) continue;
     pages.key_scales(page, h)[at] = scale;
     pages.value_scales(page, h)[at] = value_scale;
   }

@@ -4,10 +4,9 @@
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "workers.h"
+#include "thread_pool.h"
 
 namespace kvilt {
 
@@ -20,19 +19,19 @@ struct Peak {
 struct ReduceKernels {
   Peak (*peak)(const float* x, int64_t n);
   // x / divisor into padded scores; returns the largest of them, not a number if any is none.
-  float (*enter)(const float* x, int64_t n, float divisor, float* scores);
+  float (*scale_logits)(const float* x, int64_t n, float divisor, float* scores);
   // The sum of exp(score - peak) in float64.
-  double (*mass)(const float* scores, int64_t n, float peak);
-  void (*weigh)(const float* scores, int64_t n, float peak, float* weights);  // exp(score - peak)
+  double (*exp_sum)(const float* scores, int64_t n, float peak);
+  void (*exp_weights)(const float* scores, int64_t n, float peak, float* weights);  // exp(score - peak)
   // The k-th largest; -inf if fewer are above that. `room` holds kth_room(k) floats.
-  float (*kth)(const float* scores, int64_t n, int64_t k, float* room);
+  float (*kth_largest)(const float* scores, int64_t n, int64_t k, float* room);
   // Ids and scores of what is at least `floor`, ids ascending; both have room for a vector more. Returns how many.
-  int64_t (*above)(const float* scores, int64_t n, float floor, int32_t* ids, float* found);
+  int64_t (*collect_at_least)(const float* scores, int64_t n, float floor, int32_t* ids, float* found);
   // The weight of the candidates below a score, in float64.
   double (*weight_below)(const float* scores, const float* weights, int64_t n, float score);
   // Keeps candidates above a cut, and at it those from one place on, in order. Returns how many.
   int64_t (*keep_from)(int32_t* ids, float* scores, float* weights, int64_t n, float cut, int64_t place);
-  int64_t (*ahead)(const float* scores, int64_t n, int64_t id);  // likelier ones, and equal ones with lower ids
+  int64_t (*count_ahead)(const float* scores, int64_t n, int64_t id);  // likelier ones, and equal ones with lower ids
   int64_t (*draw)(const float* scores, int64_t n, float peak, uint64_t key);  // the argmax of score + Gumbel noise
 };
 
@@ -40,25 +39,21 @@ constexpr int64_t kLanes = 16;
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline int64_t kth_room(int64_t k) { return 2 * k + 256 + 2 * kLanes; }
 
-const ReduceKernels* generic_reduce();
-const ReduceKernels* avx2_reduce();
-const ReduceKernels* avx512_reduce();
-
 // How one row draws. Filters in this order: top-k, top-p, min-p, typical-p.
-struct Choice {
+struct DrawParams {
   int64_t row;
   uint64_t key;  // of its noise
   float temperature;
-  int64_t top_k;  // 0 or the size of the vocabulary: off
-  double top_p;  // 1: off
-  double min_p;  // 0: off
+  int64_t top_k;     // 0 or the size of the vocabulary: off
+  double top_p;      // 1: off
+  double min_p;      // 0: off
   double typical_p;  // 1: off
 
   bool filtered(int64_t n) const { return (top_k > 0 && top_k < n) || top_p < 1 || min_p > 0 || typical_p < 1; }
 };
 
-// A row's tokens that are left, ids ascending, and what the exact filters need beside them.
-struct Left {
+// The tokens of a row that may still be drawn, ids ascending, and what the exact filters need beside them.
+struct Candidates {
   int64_t count;
   int32_t* ids;
   float* scores;
@@ -74,35 +69,35 @@ struct LogprobsOut {
 
 class Reducer {
  public:
-  Reducer(Workers& workers, const std::string& isa);
+  Reducer(ThreadPool& pool, const ReduceKernels& kernels);
   ~Reducer();
 
   void argmax(const float* x, int64_t rows, int64_t n, int64_t* ids, float* peaks);
   // Tokens, -1 for rows whose largest score is no number. `kept` [choices][n], unless null: 1 where a token may be drawn.
-  void draw(const float* x, int64_t n, const std::vector<Choice>& choices, int64_t* out, uint8_t* kept);
+  void draw(const float* x, int64_t n, const std::vector<DrawParams>& draws, int64_t* out, uint8_t* kept);
   // Of one token a row. A row without a finite largest logit gets no numbers, and rank 0.
   void logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,
                 int64_t top, const LogprobsOut& out);
 
  private:
   struct Scratch;
-  int64_t draw_row(const float* x, int64_t n, const Choice& choice, Scratch& scratch, uint8_t* kept);
-  Left filter(int64_t n, float peak, const Choice& choice, Scratch& scratch);
+  int64_t draw_row(const float* x, int64_t n, const DrawParams& params, Scratch& scratch, uint8_t* kept);
+  Candidates filter(int64_t n, float peak, const DrawParams& params, Scratch& scratch);
   void logprobs_row(const float* x, int64_t n, int64_t token, int64_t top, const LogprobsOut& out, int64_t row,
                     Scratch& scratch);
 
-  Workers& workers_;
-  const ReduceKernels* kernels_;
+  ThreadPool& pool_;
+  const ReduceKernels& kernels_;
   std::unique_ptr<Scratch[]> scratch_;  // one per thread
 };
 
-// The exact filters over what a floor left (reduce_filters.cpp); each keeps something.
+// The exact filters over the candidates above a floor (reduce_filters.cpp); each keeps at least one.
 // Top-p: `total` is the weight of the whole row, or 0 if these are all there is.
-void keep_nucleus(Left& left, double total, double top_p, float peak, const ReduceKernels& kernels,
-                  std::vector<int32_t>& order);
-void keep_likely(Left& left, float min_p);
-void keep_typical(Left& left, double typical_p);
+void keep_top_p(Candidates& candidates, double total, double top_p, float peak, const ReduceKernels& kernels,
+                std::vector<int32_t>& order);
+void keep_min_p(Candidates& candidates, float min_p);
+void keep_typical(Candidates& candidates, double typical_p);
 // The argmax of score + Gumbel noise among these; weights are relative to `peak`.
-int64_t draw_left(const Left& left, float peak, uint64_t key);
+int64_t draw_candidate(const Candidates& candidates, float peak, uint64_t key);
 
 }  // namespace kvilt

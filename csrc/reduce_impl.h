@@ -1,4 +1,4 @@
-// The passes over a whole row, compiled for each instruction set by a file reduce_*.cpp that defines KVILT_ISA.
+// The passes over a whole row of logits.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -15,23 +15,23 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Lanes where a is at least b, or larger than it, as bits.
 #if defined(__AVX512F__)
-inline uint32_t at_least(F16x a, F16x b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
-inline uint32_t above_of(F16x a, F16x b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+inline uint32_t at_least(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline uint32_t above_of(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 #elif defined(__AVX2__)
 template <int kCompare>
-inline uint32_t lanes_where(F16x x, F16x y) {
+inline uint32_t lanes_where(f32x16 x, f32x16 y) {
   const uint32_t low = uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, kCompare)));
   return low | uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, kCompare))) << 8;
 }
-inline uint32_t at_least(F16x a, F16x b) { return lanes_where<_CMP_GE_OQ>(a, b); }
-inline uint32_t above_of(F16x a, F16x b) { return lanes_where<_CMP_GT_OQ>(a, b); }
+inline uint32_t at_least(f32x16 a, f32x16 b) { return lanes_where<_CMP_GE_OQ>(a, b); }
+inline uint32_t above_of(f32x16 a, f32x16 b) { return lanes_where<_CMP_GT_OQ>(a, b); }
 #else
-inline uint32_t at_least(F16x a, F16x b) {
+inline uint32_t at_least(f32x16 a, f32x16 b) {
   uint32_t lanes = 0;
   for (int i = 0; i < 16; ++i) lanes |= uint32_t(a.v[i] >= b.v[i]) << i;
   return lanes;
 }
-inline uint32_t above_of(F16x a, F16x b) {
+inline uint32_t above_of(f32x16 a, f32x16 b) {
   uint32_t lanes = 0;
   for (int i = 0; i < 16; ++i) lanes |= uint32_t(a.v[i] > b.v[i]) << i;
   return lanes;
@@ -39,7 +39,7 @@ inline uint32_t above_of(F16x a, F16x b) {
 #endif
 
 // The chosen lanes side by side; a whole vector may be written.
-inline void pack_lanes(float* p, F16x x, uint32_t lanes) {
+inline void pack_lanes(float* p, f32x16 x, uint32_t lanes) {
 #if defined(__AVX512F__)
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(__mmask16(lanes), x.v));
 #else
@@ -74,7 +74,7 @@ inline void pack_ids(int32_t* p, const Ids& ids, uint32_t lanes) {
 struct Sums {
   __m512d a = _mm512_setzero_pd(), b = _mm512_setzero_pd();
 };
-inline void add(Sums& sums, F16x x) {
+inline void add(Sums& sums, f32x16 x) {
   sums.a = _mm512_add_pd(sums.a, _mm512_cvtps_pd(low_half(x)));
   sums.b = _mm512_add_pd(sums.b, _mm512_cvtps_pd(high_half(x)));
 }
@@ -86,7 +86,7 @@ inline void spill(const Sums& sums, double* out) {
 struct Sums {
   __m256d a = _mm256_setzero_pd(), b = _mm256_setzero_pd(), c = _mm256_setzero_pd(), d = _mm256_setzero_pd();
 };
-inline void add(Sums& sums, F16x x) {
+inline void add(Sums& sums, f32x16 x) {
   sums.a = _mm256_add_pd(sums.a, _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)));
   sums.b = _mm256_add_pd(sums.b, _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)));
   sums.c = _mm256_add_pd(sums.c, _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)));
@@ -102,7 +102,7 @@ inline void spill(const Sums& sums, double* out) {
 struct Sums {
   double v[16] = {};
 };
-inline void add(Sums& sums, F16x x) {
+inline void add(Sums& sums, f32x16 x) {
   for (int i = 0; i < 16; ++i) sums.v[i] += double(x.v[i]);
 }
 inline void spill(const Sums& sums, double* out) { std::memcpy(out, sums.v, sizeof sums.v); }
@@ -124,7 +124,7 @@ class Complements {
     for (int i = 0; i < 16; ++i) first[i] = key + uint64_t(i + 1) * kGamma;
     a_ = _mm512_loadu_si512(first), b_ = _mm512_loadu_si512(first + 8);
   }
-  F16x next() {
+  f32x16 next() {
     const __m512i whole = _mm512_inserti64x4(_mm512_castsi256_si512(mixed(a_)), mixed(b_), 1);
     const __m512i step = _mm512_set1_epi64(int64_t(16 * kGamma));
     a_ = _mm512_add_epi64(a_, step), b_ = _mm512_add_epi64(b_, step);
@@ -148,7 +148,7 @@ class Complements {
     for (int i = 0; i < 16; ++i) first[i] = key + uint64_t(i + 1) * kGamma;
     for (int i = 0; i < 4; ++i) z_[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first + 4 * i));
   }
-  F16x next() {
+  f32x16 next() {
     __m256i parts[4];
     const __m256i step = _mm256_set1_epi64x(int64_t(16 * kGamma));
     for (int i = 0; i < 4; ++i) {
@@ -182,7 +182,7 @@ class Complements {
 class Complements {
  public:
   explicit Complements(uint64_t key) : key_(key) {}
-  F16x next() {
+  f32x16 next() {
     const int64_t first = at_;
     at_ += 16;
     return each([&](int i) { return float(complement(noise_bits(key_, first + i))); });
@@ -195,7 +195,7 @@ class Complements {
 #endif
 
 // A vector that may begin less than sixteen numbers before the end of a row, and what stands beyond it.
-inline F16x load_some(const float* x, int64_t left, float beyond = -kInfinity) {
+inline f32x16 load_some(const float* x, int64_t left, float beyond = -kInfinity) {
   if (left >= 16) return load(x);
   float lanes[16];
   std::fill(std::copy(x, x + left, lanes), lanes + 16, beyond);
@@ -205,20 +205,20 @@ inline F16x load_some(const float* x, int64_t left, float beyond = -kInfinity) {
 // The largest of what it is shown. Numbers multiply `good_` by one, what is none by zero.
 class Largest {
  public:
-  void show(F16x v) {
-    peaks_ = larger(peaks_, v);
+  void show(f32x16 v) {
+    peaks_ = max(peaks_, v);
     good_ = good_ * zero_below(v, splat(-kInfinity), splat(1.0f));
   }
   void join(const Largest& other) {
-    peaks_ = larger(peaks_, other.peaks_);
+    peaks_ = max(peaks_, other.peaks_);
     good_ = good_ * other.good_;
   }
   float value() const {
-    return total(good_) == 16.0f ? largest(peaks_) : std::numeric_limits<float>::quiet_NaN();
+    return reduce_add(good_) == 16.0f ? reduce_max(peaks_) : std::numeric_limits<float>::quiet_NaN();
   }
 
  private:
-  F16x peaks_ = splat(-kInfinity), good_ = splat(1.0f);
+  f32x16 peaks_ = splat(-kInfinity), good_ = splat(1.0f);
 };
 
 inline Peak peak(const float* x, int64_t n) {
@@ -232,7 +232,8 @@ inline Peak peak(const float* x, int64_t n) {
   found.join(other);
   const float value = found.value();
   int64_t id = 0;
-  if (std::isnan(value)) while (!std::isnan(x[id])) ++id;
+  if (std::isnan(value))
+    while (!std::isnan(x[id])) ++id;
   else {
     while (id + 16 < n && !at_least(load(x + id), splat(value))) id += 16;
     while (x[id] != value) ++id;
@@ -240,29 +241,29 @@ inline Peak peak(const float* x, int64_t n) {
   return {id, value};
 }
 
-inline float enter(const float* x, int64_t n, float divisor, float* scores) {
+inline float scale_logits(const float* x, int64_t n, float divisor, float* scores) {
   Largest found;
-  const F16x by = splat(divisor);
+  const f32x16 by = splat(divisor);
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x v = load_some(x + i, n - i) / by;
+    const f32x16 v = load_some(x + i, n - i) / by;
     store(scores + i, v);
     found.show(v);
   }
   return found.value();
 }
 
-inline double mass(const float* scores, int64_t n, float peak) {
+inline double exp_sum(const float* scores, int64_t n, float peak) {
   Sums sums;
   for (int64_t i = 0; i < n; i += 16) add(sums, exp16(load(scores + i) - peak));
   return sum_of(sums);
 }
 
-inline void weigh(const float* scores, int64_t n, float peak, float* weights) {
+inline void exp_weights(const float* scores, int64_t n, float peak, float* weights) {
   for (int64_t i = 0; i < n; i += 16) store(weights + i, exp16(load_some(scores + i, n - i) - peak));
 }
 
-inline float kth(const float* scores, int64_t n, int64_t k, float* room) {
-  // Whoever is not above the k-th largest so far cannot change it; the rest is thrown out whenever room runs out.
+inline float kth_largest(const float* scores, int64_t n, int64_t k, float* room) {
+  // A score that is not above the k-th largest so far cannot change it; such scores are dropped whenever room runs out.
   const int64_t full = kth_room(k) - 16;
   float floor = -kInfinity;
   int64_t count = 0;
@@ -272,7 +273,7 @@ inline float kth(const float* scores, int64_t n, int64_t k, float* room) {
     floor = room[k - 1];
   };
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x v = load(scores + i);
+    const f32x16 v = load(scores + i);
     const uint32_t lanes = above_of(v, splat(floor));
     if (!lanes) continue;
     pack_lanes(room + count, v, lanes);
@@ -284,11 +285,11 @@ inline float kth(const float* scores, int64_t n, int64_t k, float* room) {
   return floor;
 }
 
-inline int64_t above(const float* scores, int64_t n, float floor, int32_t* ids, float* found) {
-  const F16x least = splat(floor);
+inline int64_t collect_at_least(const float* scores, int64_t n, float floor, int32_t* ids, float* found) {
+  const f32x16 least = splat(floor);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x v = load(scores + i);
+    const f32x16 v = load(scores + i);
     const uint32_t lanes = at_least(v, least);
     if (!lanes) continue;
     pack_lanes(found + count, v, lanes);
@@ -300,19 +301,19 @@ inline int64_t above(const float* scores, int64_t n, float floor, int32_t* ids, 
 
 inline double weight_below(const float* scores, const float* weights, int64_t n, float score) {
   Sums sums;
-  const F16x cut = splat(score);
+  const f32x16 cut = splat(score);
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x weight = load_some(weights + i, n - i, 0.0f);
+    const f32x16 weight = load_some(weights + i, n - i, 0.0f);
     add(sums, weight - zero_below(load_some(scores + i, n - i), cut, weight));
   }
   return sum_of(sums);
 }
 
 inline int64_t keep_from(int32_t* ids, float* scores, float* weights, int64_t n, float cut, int64_t place) {
-  const F16x least = splat(cut);
+  const f32x16 least = splat(cut);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x score = load_some(scores + i, n - i), weight = load_some(weights + i, n - i, 0.0f);
+    const f32x16 score = load_some(scores + i, n - i), weight = load_some(weights + i, n - i, 0.0f);
     const uint32_t early = place <= i ? 0 : place >= i + 16 ? 0xffff : (1u << (place - i)) - 1;
     const uint32_t lanes = at_least(score, least) & (above_of(score, least) | ~early);
     if (!lanes) continue;
@@ -324,12 +325,12 @@ inline int64_t keep_from(int32_t* ids, float* scores, float* weights, int64_t n,
   return count;
 }
 
-inline int64_t ahead(const float* scores, int64_t n, int64_t id) {
-  const F16x own = splat(scores[id]);
+inline int64_t count_ahead(const float* scores, int64_t n, int64_t id) {
+  const f32x16 own = splat(scores[id]);
   const int64_t at = id / 16 * 16;
   int64_t count = 0;
   for (int64_t i = 0; i < at; i += 16) count += std::popcount(at_least(load(scores + i), own));
-  const F16x v = load(scores + at);
+  const f32x16 v = load(scores + at);
   const uint32_t before = (1u << (id - at)) - 1;
   count += std::popcount((at_least(v, own) & before) | (above_of(v, own) & ~before));
   for (int64_t i = at + 16; i < n; i += 16) count += std::popcount(above_of(load(scores + i), own));
@@ -340,7 +341,7 @@ inline int64_t ahead(const float* scores, int64_t n, int64_t id) {
 struct Best {
   double value;
   int64_t id;
-  F16x bound;  // at most the value, in float32
+  f32x16 bound;  // at most the value, in float32
 
   void raise(double to, int64_t by) {
     value = to, id = by;
@@ -356,7 +357,7 @@ inline int64_t draw(const float* scores, int64_t n, float peak, uint64_t key) {
   best.raise(double(peak) + gumbel(noise_bits(key, at)), at);
   Complements complements(key);
   for (int64_t i = 0; i < n; i += 16) {
-    const F16x reach = exp16(load(scores + i) - best.bound) * (kSlack / kComplement);
+    const f32x16 reach = exp16(load(scores + i) - best.bound) * (kSlack / kComplement);
     for (uint32_t lanes = at_least(reach, complements.next()); lanes; lanes &= lanes - 1) {
       const int64_t id = i + std::countr_zero(lanes);
       const double value = double(scores[id]) + gumbel(noise_bits(key, id));
@@ -365,7 +366,5 @@ inline int64_t draw(const float* scores, int64_t n, float peak, uint64_t key) {
   }
   return best.id;
 }
-
-inline constexpr ReduceKernels kReduce = {peak, enter, mass, weigh, kth, above, weight_below, keep_from, ahead, draw};
 
 }  // namespace kvilt::KVILT_ISA

@@ -47,93 +47,93 @@ inline float bfloat_to_float(uint16_t b) {
 #if defined(__AVX512F__)
 
 constexpr int kRegisterBytes = 64;
-struct F16x {
+struct f32x16 {
   __m512 v;
 };
-struct I16x {
+struct i32x16 {
   __m512i v;
 };
-inline F16x load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store(float* p, F16x x) { _mm512_storeu_ps(p, x.v); }
-inline F16x splat(float x) { return {_mm512_set1_ps(x)}; }
-inline F16x operator+(F16x a, F16x b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline F16x operator-(F16x a, F16x b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline F16x operator*(F16x a, F16x b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline F16x operator/(F16x a, F16x b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline F16x fma(F16x a, F16x b, F16x c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline F16x larger(F16x a, F16x b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline F16x smaller(F16x a, F16x b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline F16x absolute(F16x a) { return {_mm512_abs_ps(a.v)}; }
+inline f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, f32x16 x) { _mm512_storeu_ps(p, x.v); }
+inline f32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline f32x16 abs(f32x16 a) { return {_mm512_abs_ps(a.v)}; }
 // The value where a is at least b, nothing elsewhere.
-inline F16x zero_below(F16x a, F16x b, F16x value) {
+inline f32x16 zero_below(f32x16 a, f32x16 b, f32x16 value) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), value.v)};
 }
-inline F16x to_float(I16x a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // 2^n of a number whose low bits hold n, as exp16 makes it; the rest is shifted out.
-inline F16x power(F16x rounded) {
+inline f32x16 exp2_bits(f32x16 rounded) {
   const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(rounded.v), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)))};
 }
 // Sixteen numbers to the nearest whole ones (ties to even), as bytes; returns their sum.
-inline int32_t store_bytes(int8_t* p, F16x x) {
+inline int32_t store_bytes(int8_t* p, f32x16 x) {
   const __m512i whole = _mm512_cvtps_epi32(x.v);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
   return _mm512_reduce_add_epi32(whole);
 }
-inline F16x load_half(const uint16_t* p) {
+inline f32x16 load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline F16x load_bfloat(const uint16_t* p) {
+inline f32x16 load_bfloat(const uint16_t* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
-inline F16x load_byte(const int8_t* p) {
+inline f32x16 load_byte(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-inline F16x load_unsigned(const uint8_t* p) {
+inline f32x16 load_unsigned(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
 #elif defined(__AVX2__)
 
 constexpr int kRegisterBytes = 32;
-struct F16x {
+struct f32x16 {
   __m256 a, b;
 };
-struct I16x {
+struct i32x16 {
   __m256i a, b;
 };
-inline F16x load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, F16x x) {
+inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, f32x16 x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
 }
-inline F16x splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline F16x operator+(F16x x, F16x y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-inline F16x operator-(F16x x, F16x y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
-inline F16x operator*(F16x x, F16x y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline F16x operator/(F16x x, F16x y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
-inline F16x fma(F16x x, F16x y, F16x z) {
+inline f32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline f32x16 operator+(f32x16 x, f32x16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline f32x16 operator-(f32x16 x, f32x16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline f32x16 operator*(f32x16 x, f32x16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline f32x16 operator/(f32x16 x, f32x16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
-inline F16x larger(F16x x, F16x y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-inline F16x smaller(F16x x, F16x y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
-inline F16x absolute(F16x x) {
+inline f32x16 max(f32x16 x, f32x16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline f32x16 min(f32x16 x, f32x16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline f32x16 abs(f32x16 x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
-inline F16x zero_below(F16x x, F16x y, F16x value) {
+inline f32x16 zero_below(f32x16 x, f32x16 y, f32x16 value) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), value.a),
           _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), value.b)};
 }
-inline F16x to_float(I16x x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-inline F16x power(F16x rounded) {
+inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline f32x16 exp2_bits(f32x16 rounded) {
   const __m256i one = _mm256_set1_epi32(0x3f800000);
   const __m256i low = _mm256_slli_epi32(_mm256_castps_si256(rounded.a), 23);
   const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(rounded.b), 23);
   return {_mm256_castsi256_ps(_mm256_add_epi32(low, one)), _mm256_castsi256_ps(_mm256_add_epi32(high, one))};
 }
-inline int32_t store_bytes(int8_t* p, F16x x) {
+inline int32_t store_bytes(int8_t* p, f32x16 x) {
   const __m256i low = _mm256_cvtps_epi32(x.a), high = _mm256_cvtps_epi32(x.b);
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -143,20 +143,20 @@ inline int32_t store_bytes(int8_t* p, F16x x) {
   sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
   return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1);
 }
-inline F16x load_half(const uint16_t* p) {
+inline f32x16 load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
-inline F16x load_bfloat(const uint16_t* p) {
+inline f32x16 load_bfloat(const uint16_t* p) {
   const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
-inline F16x load_byte(const int8_t* p) {
+inline f32x16 load_byte(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
 }
-inline F16x load_unsigned(const uint8_t* p) {
+inline f32x16 load_unsigned(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
 }
@@ -164,42 +164,62 @@ inline F16x load_unsigned(const uint8_t* p) {
 #else
 
 constexpr int kRegisterBytes = 16;
-struct F16x {
+struct f32x16 {
   float v[16];
 };
-struct I16x {
+struct i32x16 {
   int32_t v[16];
 };
 template <typename Op>
-inline F16x each(Op op) {
-  F16x out;
+inline f32x16 each(Op op) {
+  f32x16 out;
   for (int i = 0; i < 16; ++i) out.v[i] = op(i);
   return out;
 }
-inline F16x load(const float* p) { return each([&](int i) { return p[i]; }); }
-inline void store(float* p, F16x x) { std::memcpy(p, x.v, sizeof x.v); }
-inline F16x splat(float x) { return each([&](int) { return x; }); }
-inline F16x operator+(F16x a, F16x b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
-inline F16x operator-(F16x a, F16x b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
-inline F16x operator*(F16x a, F16x b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-inline F16x operator/(F16x a, F16x b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
-inline F16x fma(F16x a, F16x b, F16x c) { return a * b + c; }
-inline F16x larger(F16x a, F16x b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-inline F16x smaller(F16x a, F16x b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-inline F16x absolute(F16x a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
-inline F16x zero_below(F16x a, F16x b, F16x value) {
+inline f32x16 load(const float* p) {
+  return each([&](int i) { return p[i]; });
+}
+inline void store(float* p, f32x16 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline f32x16 splat(float x) {
+  return each([&](int) { return x; });
+}
+inline f32x16 operator+(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline f32x16 operator-(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline f32x16 operator*(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline f32x16 operator/(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
+inline f32x16 max(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline f32x16 min(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline f32x16 abs(f32x16 a) {
+  return each([&](int i) { return std::fabs(a.v[i]); });
+}
+inline f32x16 zero_below(f32x16 a, f32x16 b, f32x16 value) {
   return each([&](int i) { return a.v[i] >= b.v[i] ? value.v[i] : 0.0f; });
 }
-inline F16x to_float(I16x a) { return each([&](int i) { return float(a.v[i]); }); }
-inline F16x power(F16x rounded) {
+inline f32x16 to_float(i32x16 a) {
+  return each([&](int i) { return float(a.v[i]); });
+}
+inline f32x16 exp2_bits(f32x16 rounded) {
   uint32_t bits[16];
   std::memcpy(bits, rounded.v, sizeof bits);
   for (uint32_t& b : bits) b = (b << 23) + 0x3f800000u;
-  F16x out;
+  f32x16 out;
   std::memcpy(out.v, bits, sizeof bits);
   return out;
 }
-inline int32_t store_bytes(int8_t* p, F16x x) {
+inline int32_t store_bytes(int8_t* p, f32x16 x) {
   int32_t sum = 0;
   for (int i = 0; i < 16; ++i) {
     p[i] = int8_t((x.v[i] + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -207,34 +227,42 @@ inline int32_t store_bytes(int8_t* p, F16x x) {
   }
   return sum;
 }
-inline F16x load_half(const uint16_t* p) { return each([&](int i) { return half_to_float(p[i]); }); }
-inline F16x load_bfloat(const uint16_t* p) { return each([&](int i) { return bfloat_to_float(p[i]); }); }
-inline F16x load_byte(const int8_t* p) { return each([&](int i) { return float(p[i]); }); }
-inline F16x load_unsigned(const uint8_t* p) { return each([&](int i) { return float(p[i]); }); }
+inline f32x16 load_half(const uint16_t* p) {
+  return each([&](int i) { return half_to_float(p[i]); });
+}
+inline f32x16 load_bfloat(const uint16_t* p) {
+  return each([&](int i) { return bfloat_to_float(p[i]); });
+}
+inline f32x16 load_byte(const int8_t* p) {
+  return each([&](int i) { return float(p[i]); });
+}
+inline f32x16 load_unsigned(const uint8_t* p) {
+  return each([&](int i) { return float(p[i]); });
+}
 
 #endif
 
-inline F16x operator+(F16x a, float b) { return a + splat(b); }
-inline F16x operator-(F16x a, float b) { return a - splat(b); }
-inline F16x operator*(F16x a, float b) { return a * splat(b); }
-inline F16x fma(F16x a, float b, F16x c) { return fma(a, splat(b), c); }
+inline f32x16 operator+(f32x16 a, float b) { return a + splat(b); }
+inline f32x16 operator-(f32x16 a, float b) { return a - splat(b); }
+inline f32x16 operator*(f32x16 a, float b) { return a * splat(b); }
+inline f32x16 fma(f32x16 a, float b, f32x16 c) { return fma(a, splat(b), c); }
 
 // Sixteen lanes to one, by halves: always the same tree.
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-inline __m256 low_half(F16x x) { return __builtin_shufflevector(x.v, x.v, 0, 1, 2, 3, 4, 5, 6, 7); }
-inline __m256 high_half(F16x x) { return __builtin_shufflevector(x.v, x.v, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline __m256 low_half(f32x16 x) { return __builtin_shufflevector(x.v, x.v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline __m256 high_half(f32x16 x) { return __builtin_shufflevector(x.v, x.v, 8, 9, 10, 11, 12, 13, 14, 15); }
 #else
-inline __m256 low_half(F16x x) { return x.a; }
-inline __m256 high_half(F16x x) { return x.b; }
+inline __m256 low_half(f32x16 x) { return x.a; }
+inline __m256 high_half(f32x16 x) { return x.b; }
 #endif
-inline float total(F16x v) {
+inline float reduce_add(f32x16 v) {
   const __m256 eight = _mm256_add_ps(low_half(v), high_half(v));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-inline float largest(F16x v) {
+inline float reduce_max(f32x16 v) {
   const __m256 eight = _mm256_max_ps(low_half(v), high_half(v));
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -242,35 +270,35 @@ inline float largest(F16x v) {
 }
 #else
 template <typename Op>
-inline float fold(F16x v, Op op) {
+inline float fold(f32x16 v, Op op) {
   for (int step = 8; step; step /= 2)
     for (int i = 0; i < step; ++i) v.v[i] = op(v.v[i], v.v[i + step]);
   return v.v[0];
 }
-inline float total(F16x v) {
+inline float reduce_add(f32x16 v) {
   return fold(v, [](float a, float b) { return a + b; });
 }
-inline float largest(F16x v) {
+inline float reduce_max(f32x16 v) {
   return fold(v, [](float a, float b) { return a < b ? b : a; });
 }
 #endif
 
 // e^x for x in [-87, 88], a few units in the last place; smaller x give a value that is as good as zero.
-inline F16x exp16(F16x x) {
-  x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
-  const F16x magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F16x rounded = fma(x, 1.44269504088896341f, magic);
-  const F16x n = rounded - magic;
-  F16x r = fma(n, -0.693359375f, x);
+inline f32x16 exp16(f32x16 x) {
+  x = min(max(x, splat(-87.0f)), splat(88.0f));
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 rounded = fma(x, 1.44269504088896341f, magic);
+  const f32x16 n = rounded - magic;
+  f32x16 r = fma(n, -0.693359375f, x);
   r = fma(n, 2.12194440e-4f, r);
-  F16x p = splat(1.9875691500e-4f);
+  f32x16 p = splat(1.9875691500e-4f);
   p = fma(p, r, splat(1.3981999507e-3f));
   p = fma(p, r, splat(8.3334519073e-3f));
   p = fma(p, r, splat(4.1665795894e-2f));
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p * r, r, r) + 1.0f;
-  return p * power(rounded);
+  return p * exp2_bits(rounded);
 }
 
 }  // namespace kvilt::KVILT_ISA

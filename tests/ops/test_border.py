@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import _kvilt_native
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from kvilt.errors import InputError
 from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.native.backend import NativeOps
-from kvilt.ops.native.border import checked
+from kvilt.ops.native.border import checked, f32, floats, i64
 from kvilt.ops.native.lora import NativeTable
 from kvilt.ops.native.record import NativeRecorded
 
@@ -69,11 +70,13 @@ def write_slots(c: Any, t: Tensors) -> None:
 
 
 def recorded(c: Any, t: Tensors) -> None:
-    c.ops.recorder().interpolate(t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4)
+    c.ops.recorder().advance_greedy(
+        t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4
+    )
 
 
 def loop(c: Any, t: Tensors) -> None:
-    NativeRecorded(c.ops._engine, None, None).loop(1, t["ids"], [[]])  # type: ignore[arg-type]
+    NativeRecorded(c.ops._runner, None, None).loop(1, t["ids"], [[]])  # type: ignore[arg-type]
 
 
 KV = {"keys": torch.ones(2, 2, 2, 8, dtype=torch.float16), "values": torch.ones(2, 2, 2, 8, dtype=torch.float16)}
@@ -91,7 +94,7 @@ ENTRIES = {
     "linear": Entry(
         lambda c, t: c.ops.linear(t["x"], c.weight, t["bias"], t["residual"]),
         {"x": torch.ones(2, 6), "bias": torch.ones(5), "residual": torch.ones(2, 5)},
-        "x onto",
+        "x residual",
     ),
     "linears": Entry(
         lambda c, t: c.ops.linears(t["x"], [(c.weight, t["bias"]), (c.weight, None)]),
@@ -163,7 +166,7 @@ ENTRIES = {
 PLACES = [(name, tensor) for name, entry in ENTRIES.items() for tensor in entry.tensors]
 
 
-class SpyEngine:
+class SpyRunner:
     """Stands where the kernels are, and counts the calls that would have reached them."""
 
     def __init__(self) -> None:
@@ -182,14 +185,14 @@ class Border:
     ops: NativeOps
     weight: Any
     pages: Any
-    spy: SpyEngine
+    spy: SpyRunner
 
 
 @pytest.fixture
 def border() -> Border:
     ops = NativeOps(1)
-    weight, pages, spy = ops.prepare(torch.ones(5, 6)), ops.new_pages(SHAPE, 4, torch.device("cpu")), SpyEngine()
-    ops._engine = ops.reductions._engine = ops._recorder._engine = spy
+    weight, pages, spy = ops.prepare(torch.ones(5, 6)), ops.new_pages(SHAPE, 4, torch.device("cpu")), SpyRunner()
+    ops._runner = ops.reductions._runner = ops._recorder._runner = spy
     return Border(ops, weight, pages, spy)
 
 
@@ -295,6 +298,42 @@ def test_sizes_that_must_fit_each_other(border: Border) -> None:
     with pytest.raises(InputError):
         border.ops.gate_up(torch.ones(2, 6), (border.weight, None), (wide, None), "silu")
     assert border.spy.calls == []
+
+
+def test_the_extension_refuses_arrays_by_itself() -> None:
+    """Where it takes arrays, a copy in the right dtype would do for what is read, and lose what is written."""
+    runner, logits = _kvilt_native.KernelRunner(1, "generic"), torch.rand(2, 9)
+    ids, values = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    runner.argmax_with_values(logits, ids, values)
+    assert torch.equal(ids, logits.argmax(-1)) and torch.equal(values, logits.amax(-1))
+    for wrong in (
+        (logits.double(), ids, values),
+        (logits, ids.int(), values),
+        (logits, ids, values.double()),
+        (gapped(logits), ids, values),
+        (logits[0], ids, values),
+        (logits, gapped(ids), values),
+    ):
+        with pytest.raises(TypeError):
+            runner.argmax_with_values(*wrong)
+    with pytest.raises(ValueError, match="one id and one value"):
+        runner.argmax_with_values(logits, ids[:1], values)
+    with pytest.raises(ValueError, match="sizes of pages"):
+        _kvilt_native.PageLayer(_kvilt_native.KVDtype.int8, torch.zeros(4, 99, dtype=torch.uint8), 4, 2, 8, 8, 2, 0)
+
+
+def test_an_address_is_of_a_checked_tensor() -> None:
+    for wrong in (torch.ones(3).double(), gapped(torch.ones(3)), torch.ones(3, device="meta")):
+        with pytest.raises(InputError):
+            f32(wrong)
+    for wrong in (torch.ones(3), gapped(longs(1, 2)), longs(1).to("meta")):
+        with pytest.raises(InputError):
+            i64(wrong)
+    for wrong in (longs(1), gapped(torch.ones(3)), torch.ones(3, device="meta")):
+        with pytest.raises(InputError):
+            floats(wrong)
+    x = torch.ones(3)
+    assert f32(x) == floats(x) == x.data_ptr() and f32(None) == 0
 
 
 def test_a_sparse_tensor_is_refused() -> None:

@@ -21,6 +21,7 @@ from kvilt.errors import InputError, Unsupported
 from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
 from kvilt.ops.native.backend import NativeOps
+from kvilt.ops.native.border import F32Address
 from kvilt.ops.select import select
 from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
@@ -182,9 +183,10 @@ def test_what_is_no_weight_or_no_id_is_refused(ops: NativeOps) -> None:
         with pytest.raises(IndexError):
             ops.embed(packed, torch.tensor(ids))
     with pytest.raises(ValueError, match="packed weight"):
-        ops._engine.linears([_kvilt_native.Weight(4, 16, 32, packed.data.data_ptr(), 7)], [0], [0], [0], 0, 1)
+        _kvilt_native.Weight(_kvilt_native.WeightKind.q4_min, 16, 32, packed.data[:7])
+    nothing = F32Address(0)
     with pytest.raises(ValueError, match="one bias and one output"):
-        ops._engine.linears([packed.handle], [], [0], [0], 0, 1)
+        ops._runner.linears([packed.handle], [], [nothing], [nothing], nothing, 1)
     with pytest.raises(InputError, match="x: "):
         ops.linears(torch.randn(1, 8), [(packed, None), (ops.prepare(torch.randn(4, 9)), None)])
     with pytest.raises(Unsupported, match="avx1024"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,14 +28,16 @@ from ..contract import (
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from . import lora
 from . import pages as paged
-from .border import I64, check, check_dims, checked
+from .border import I64, F32Address, check, check_dims, checked, f32, i64
 from .memory import Buffers, Slabs
 from .pack import pack
 from .record import NativeRecorder
 from .reduce import NativeReductions
 from .threads import one_torch_thread
 
-_ACTIVATIONS: MappingProxyType[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1, "gelu": 2})
+if TYPE_CHECKING:
+    from _kvilt_native import Activation as NativeActivation
+    from _kvilt_native import KernelRunner
 
 
 class NativeOps:
@@ -52,20 +54,25 @@ class NativeOps:
                 f"the native CPU kernels are not installed ({error}); "
                 "install a C++20 compiler and reinstall kvilt to build them"
             ) from None
+        if not hasattr(module, "KernelRunner"):
+            raise Unsupported(
+                "the installed native kernels are older than this kvilt; reinstall it to build them again"
+            )
         self._module = module
         try:
-            self._engine = module.Engine(threads or torch.get_num_threads(), isa)
+            self._runner: KernelRunner = module.KernelRunner(threads or torch.get_num_threads(), isa)
         except ValueError as error:
             raise Unsupported(str(error)) from None
+        self._activations: dict[str, NativeActivation] = dict(module.Activation.__members__)
         self._slabs = Slabs()
         self.buffers = Buffers()
-        self._recorder = NativeRecorder(self._engine, self.using)
-        self.reductions = NativeReductions(self._engine)
+        self._recorder = NativeRecorder(self._runner, self.using)
+        self.reductions = NativeReductions(self._runner)
 
     @property
     def numerics(self) -> str:
         # The module's own revision, whatever Python code runs beside it: modules before the third did not say it.
-        return f"native-{getattr(self._module, 'REVISION', 2)}/{self._engine.isa}"
+        return f"native-{getattr(self._module, 'REVISION', 2)}/{self._runner.isa}"
 
     def alone(self) -> AbstractContextManager[None]:
         # Torch's threads spin for a while after each of its operations, on the cores that our own threads need.
@@ -84,12 +91,12 @@ class NativeOps:
             self.buffers = own
 
     def prepare(self, weight: Weight) -> PackedWeight:
-        return pack(self._module, self._engine, self._slabs, weight)
+        return pack(self._runner, self._slabs, weight)
 
     def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
         packed, ids = self._packed(table), checked("ids", ids.contiguous(), (ids.numel(),), I64)
         out = self.buffers.empty(len(ids), packed.shape[1])
-        self._engine.embed(packed.handle, ids.data_ptr(), len(ids), scale, out.data_ptr())
+        self._runner.embed(packed.handle, i64(ids), len(ids), scale, f32(out))
         return out
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -99,8 +106,8 @@ class NativeOps:
         if residual is not None:
             residual = checked("residual", residual.contiguous(), (x.shape[0], packed.shape[0]))
         out = self.buffers.empty(x.shape[0], packed.shape[0])
-        to = ([_at(bias)], [_at(residual)], [out.data_ptr()])
-        self._engine.linears([packed.handle], *to, x.data_ptr(), x.shape[0])
+        to = ([f32(bias)], [f32(residual)], [f32(out)])
+        self._runner.linears([packed.handle], *to, f32(x), x.shape[0])
         return out
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
@@ -109,29 +116,29 @@ class NativeOps:
             x = _input(x, one)
             _check_bias(bias, one)
         outs = [self.buffers.empty(x.shape[0], one.shape[0]) for one in packed]
-        to = ([_at(bias) for _, bias in maps], [0] * len(maps), [out.data_ptr() for out in outs])
-        self._engine.linears([one.handle for one in packed], *to, x.data_ptr(), x.shape[0])
+        to = ([f32(bias) for _, bias in maps], [F32Address(0)] * len(maps), [f32(out) for out in outs])
+        self._runner.linears([one.handle for one in packed], *to, f32(x), x.shape[0])
         return outs
 
     def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
-        opens, act_mul = self._packed(gate[0]), self._packed(up[0])
-        check(opens.shape == act_mul.shape, "up", "a gate and what it opens must have one shape")
-        x = _input(x, opens)
-        _check_bias(gate[1], opens)
-        _check_bias(up[1], act_mul)
-        out = self.buffers.empty(x.shape[0], opens.shape[0])
-        maps = (opens.handle, _at(gate[1]), act_mul.handle, _at(up[1]))
-        self._engine.gated(*maps, x.data_ptr(), x.shape[0], _ACTIVATIONS[activation], out.data_ptr())
+        gate_weight, up_weight = self._packed(gate[0]), self._packed(up[0])
+        check(gate_weight.shape == up_weight.shape, "up", "a gate and what it opens must have one shape")
+        x = _input(x, gate_weight)
+        _check_bias(gate[1], gate_weight)
+        _check_bias(up[1], up_weight)
+        out = self.buffers.empty(x.shape[0], gate_weight.shape[0])
+        maps = (gate_weight.handle, f32(gate[1]), up_weight.handle, f32(up[1]))
+        self._runner.gate_up(*maps, f32(x), x.shape[0], self._activations[activation], f32(out))
         return out
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gate, up = checked("gate", gate, gate.shape), checked("up", up, gate.shape)
         out = self.buffers.empty(*gate.shape)
-        self._engine.open(gate.data_ptr(), up.data_ptr(), gate.numel(), _ACTIVATIONS[activation], out.data_ptr())
+        self._runner.act_mul(f32(gate), f32(up), gate.numel(), self._activations[activation], f32(out))
         return out
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
-        return lora.prepare(self._engine, product)
+        return lora.prepare(product)
 
     def new_table(self, outputs: int, inputs: int, slots: int) -> LowRankTable:
         return lora.NativeTable(outputs, inputs, slots)
@@ -139,12 +146,12 @@ class NativeOps:
     def adapt(
         self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
     ) -> None:
-        lora.adapt(self._engine, x, tables, outs, adapter_slots)
+        lora.adapt(self._runner, x, tables, outs, adapter_slots)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = checked("x", x.contiguous(), x.shape), checked("y", y.contiguous(), x.shape)
         out = self.buffers.empty(*x.shape)
-        self._engine.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
+        self._runner.add(f32(x), f32(y), x.numel(), f32(out))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -152,15 +159,15 @@ class NativeOps:
         check(n > 0, "x", "must have at least one number in each row")
         x, weight = checked("x", x.contiguous(), x.shape), checked("weight", weight, (n,))
         out = self.buffers.empty(*x.shape)
-        self._engine.rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // n, n, out.data_ptr())
+        self._runner.rms_norm(f32(x), f32(weight), eps, x.numel() // n, n, f32(out))
         return out
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
         positions = checked("positions", positions.contiguous(), (positions.numel(),), I64)
         inv_freq, shape = checked("inv_freq", inv_freq, (inv_freq.numel(),)), (len(positions), len(inv_freq))
         cos, sin = self.buffers.empty(*shape), self.buffers.empty(*shape)
-        angles = (positions.data_ptr(), len(positions), inv_freq.data_ptr(), len(inv_freq))
-        self._engine.rotation(*angles, mscale, cos.data_ptr(), sin.data_ptr())
+        angles = (i64(positions), len(positions), f32(inv_freq), len(inv_freq))
+        self._runner.rope_cos_sin(*angles, mscale, f32(cos), f32(sin))
         return Rotation(cos, sin, pairing)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -169,25 +176,25 @@ class NativeOps:
         out = self.buffers.empty(*x.shape)
         tokens, heads, dim = x.shape
         pairs = paged.check_rotation(rotation, tokens, dim)
-        at = (x.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr())
-        self._engine.rotate(*at, tokens, heads, dim, pairs, rotation.pairing == "interleaved", out.data_ptr())
+        at = (f32(x), f32(rotation.cos), f32(rotation.sin))
+        self._runner.rotate(*at, tokens, heads, dim, pairs, rotation.pairing == "interleaved", f32(out))
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         x = checked("x", x, x.shape)
-        self._engine.soft_cap(x.data_ptr(), x.numel(), cap)
+        self._runner.soft_cap(f32(x), x.numel(), cap)
         return x
 
     def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return paged.attention(self._engine, self.buffers, query, store, layer, paging, mask)
+        return paged.attention(self._runner, self.buffers, query, store, layer, paging, mask)
 
     def key_mass(
         self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
     ) -> Tensor:
-        return paged.key_mass(self._engine, query, store, layer, table, positions, mask)
+        return paged.key_mass(self._runner, query, store, layer, table, positions, mask)
 
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> PageStore:
-        return paged.new_pages(self._module, shape, pages, device)
+        return paged.new_pages(shape, pages, device)
 
     def write(
         self,
@@ -198,7 +205,7 @@ class NativeOps:
         values: Tensor,
         rotation: Rotation | None = None,
     ) -> None:
-        paged.write(self._engine, store, layer, slots, keys, values, rotation)
+        paged.write(self._runner, store, layer, slots, keys, values, rotation)
 
     def interpolate(
         self,
@@ -210,16 +217,16 @@ class NativeOps:
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
     ) -> None:
-        paged.interpolate(self._engine, store, layer, slots, who, kept, fresh, rotation)
+        paged.interpolate(self._runner, store, layer, slots, who, kept, fresh, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         paged.copy_pages(source, sources, target, targets)
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
-        return paged.read_slots(self._engine, store, slots)
+        return paged.read_slots(self._runner, store, slots)
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
-        paged.write_slots(self._engine, store, slots, kv)
+        paged.write_slots(self._runner, store, slots, kv)
 
     def _packed(self, weight: Prepared) -> PackedWeight:
         return weight if isinstance(weight, PackedWeight) else self.prepare(weight)
@@ -234,7 +241,3 @@ def _input(x: Tensor, packed: PackedWeight) -> Tensor:
 def _check_bias(bias: Tensor | None, packed: PackedWeight) -> None:
     if bias is not None:
         checked("bias", bias, (packed.shape[0],))
-
-
-def _at(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -6,19 +6,20 @@ What the bytes mean is written in csrc/lora.h.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
-from ...errors import Unsupported
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
-from .border import I64, check, checked
+from .border import FLOATS, I64, TableAddress, check, checked, f32, floats, i64
+
+if TYPE_CHECKING:
+    from _kvilt_native import KernelRunner
 
 _LANES = 16
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ENTRY = np.dtype([("down", "<i8"), ("up", "<i8"), ("rank", "<i8"), ("kind", "<i8"), ("scale", "<f8")])
 
 
@@ -32,31 +33,40 @@ class NativeTable:
         self.entries = np.zeros(slots, _ENTRY)
         self._held: list[LowRank | None] = [None] * slots  # what the addresses point to
 
+    @property
+    def address(self) -> TableAddress:
+        return TableAddress(self.entries.ctypes.data)
+
     def put(self, slot: int, product: LowRank | None) -> None:
         if product is None:
             self.entries[slot] = np.zeros((), _ENTRY)
         else:
             kind = product.down.dtype
-            check(kind in _KINDS, "down", f"must be floats, not {kind}")
+            check(kind in FLOATS, "down", f"must be floats, not {kind}")
             checked("down", product.down, (product.rank, _padded(self.inputs)), kind)
             checked("up", product.up, (product.rank, _padded(self.outputs)), kind)
-            addresses = (product.down.data_ptr(), product.up.data_ptr())
-            self.entries[slot] = (*addresses, product.rank, _KINDS[product.down.dtype], product.scale)
+            addresses = (floats(product.down), floats(product.up))
+            self.entries[slot] = (*addresses, product.rank, _kind(kind), product.scale)
         self._held[slot] = product
 
 
-def prepare(engine: Any, product: LowRank) -> LowRank:
+def _kind(dtype: torch.dtype) -> int:
+    """The number of a dtype in an entry."""
+    import _kvilt_native as module
+
+    return module.WeightKind[str(dtype).removeprefix("torch.")].value
+
+
+def prepare(product: LowRank) -> LowRank:
     """A product as the kernels read it: both halves [rank, padded]."""
-    if not hasattr(engine, "adapt"):
-        raise Unsupported("the installed native kernels are older than this kvilt; reinstall it to build them again")
     down, up = product.down, product.up.T
-    if down.dtype != up.dtype or down.dtype not in _KINDS:
+    if down.dtype != up.dtype or down.dtype not in FLOATS:
         down, up = down.to(torch.float32), up.to(torch.float32)
     return LowRank(_whole_lanes(down), _whole_lanes(up), product.scale)
 
 
 def adapt(
-    engine: Any, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+    runner: KernelRunner, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
 ) -> None:
     own = [table for table in tables if isinstance(table, NativeTable)]
     check(0 < len(own) == len(outs), "outs", "one output belongs to each table of this backend")
@@ -66,9 +76,10 @@ def adapt(
         checked("out", out, (len(x), table.outputs))
     checked("slots", adapter_slots.slots, (len(x),), I64)
     checked("scales", adapter_slots.scales, (len(x),))
-    maps = ([one.entries.ctypes.data for one in own], [one.outputs for one in own], [out.data_ptr() for out in outs])
-    rows = (x.data_ptr(), x.shape[0], x.shape[1])
-    engine.adapt(*maps, *rows, adapter_slots.slots.data_ptr(), adapter_slots.scales.data_ptr(), len(own[0].entries))
+    outputs, addresses = [one.outputs for one in own], [one.address for one in own]
+    to, slots = [f32(out) for out in outs], i64(adapter_slots.slots)
+    count = len(own[0].entries)
+    runner.add_lora(addresses, outputs, to, f32(x), x.shape[0], x.shape[1], slots, f32(adapter_slots.scales), count)
 
 
 def _padded(size: int) -> int:

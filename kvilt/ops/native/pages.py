@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,12 @@ from ...errors import Unsupported
 from ..contract import AttentionMask, Interpolation, KeysValues, PageShape, PageStore, Paging, Rotation
 from ..mass import first_seen
 from ..mass import key_mass as attention_mass
-from .border import F32, I64, check, check_dims, checked
+from .border import F32, FLOATS, I64, F32Address, check, check_dims, checked, f32, floats, i64
 from .memory import Buffers
 
-_DTYPES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3})
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+if TYPE_CHECKING:
+    from _kvilt_native import KernelRunner, KVDtype, PageLayer
+
 _MOST_TOKENS = 128  # of a page: a tile of the kernels is made of whole pages
 
 
@@ -31,47 +31,67 @@ class NativePages:
 
     shape: PageShape
     data: Tensor  # uint8 [pages, bytes]
-    layers: tuple[Any, ...]  # handles for the kernels, one per layer
+    layers: tuple[PageLayer, ...]  # handles for the kernels
 
 
-def new_pages(module: Any, shape: PageShape, pages: int, device: torch.device) -> NativePages:
-    """Room for `pages` pages; `module` is the compiled one."""
-    if device.type != "cpu" or shape.dtype not in _DTYPES:
+def new_pages(shape: PageShape, pages: int, device: torch.device) -> NativePages:
+    """Room for `pages` pages."""
+    import _kvilt_native as module
+
+    if device.type != "cpu" or shape.dtype not in (*FLOATS, torch.int8):
         raise Unsupported(f"the native backend keeps pages of floats or int8 on the CPU, not {shape.dtype} on {device}")
     if shape.page_tokens > _MOST_TOKENS:
         raise Unsupported(f"a page of the native backend holds at most {_MOST_TOKENS} tokens, not {shape.page_tokens}")
-    dtype = _DTYPES[shape.dtype]
+    dtype = _kv_dtype(shape.dtype)
     head_bytes = module.head_bytes(dtype, shape.page_tokens, shape.key_dim, shape.value_dim)
     # Not zeroed: the system hands memory out when a page is first written, so unused room costs nothing.
     data = torch.empty((pages, shape.layers * shape.kv_heads * head_bytes), dtype=torch.uint8)
-    module.advise(data.data_ptr(), data.numel())
-    sizes = (dtype, pages, shape.page_tokens, shape.kv_heads, shape.key_dim, shape.value_dim, data.data_ptr())
-    layers = tuple(module.PageLayer(*sizes, shape.layers, layer) for layer in range(shape.layers))
+    module.use_huge_pages(data)
+    sizes = (shape.page_tokens, shape.kv_heads, shape.key_dim, shape.value_dim, shape.layers)
+    layers = tuple(module.PageLayer(dtype, data, *sizes, layer) for layer in range(shape.layers))
     return NativePages(shape, data, layers)
 
 
+def _kv_dtype(dtype: torch.dtype) -> KVDtype:
+    import _kvilt_native as module
+
+    return module.KVDtype[str(dtype).removeprefix("torch.")]
+
+
 def attention(
-    engine: Any, buffers: Buffers, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
+    runner: KernelRunner,
+    buffers: Buffers,
+    query: Tensor,
+    store: PageStore,
+    layer: int,
+    paging: Paging,
+    mask: AttentionMask,
 ) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
     pages, query = own(store), query.contiguous()
     _check_query(pages.shape, query, paging)
     out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)
     tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
-    where = (tables.data_ptr(), tables.shape[1], list(paging.starts), positions.data_ptr())
+    where = (i64(tables), tables.shape[1], list(paging.starts), i64(positions))
     sees = (mask.scale, mask.window, mask.soft_cap)
-    engine.attend(query.data_ptr(), query.shape[1], pages.layers[layer], *where, *sees, out.data_ptr())
+    runner.attention(f32(query), query.shape[1], pages.layers[layer], *where, *sees, f32(out))
     return out
 
 
 def key_mass(
-    engine: Any, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
+    runner: KernelRunner,
+    query: Tensor,
+    store: PageStore,
+    layer: int,
+    table: Tensor,
+    positions: Tensor,
+    mask: AttentionMask,
 ) -> Tensor:
     """Attention that each key of one row receives. In plain torch, on a copy of the row's keys in this layer."""
     pages, first = own(store), first_seen(positions, mask)
     size = pages.shape.page_tokens
     at = torch.arange(first, int(positions.max()) + 1)
-    kv = _read(engine, pages, [layer], table[at // size] * size + at % size)
+    kv = _read(runner, pages, [layer], table[at // size] * size + at % size)
     keys = kv.keys[0].float()
     if pages.shape.scales:
         keys = keys * kv.key_scales[0].unsqueeze(-1)
@@ -79,7 +99,7 @@ def key_mass(
 
 
 def write(
-    engine: Any,
+    runner: KernelRunner,
     store: PageStore,
     layer: int,
     slots: Tensor,
@@ -91,11 +111,11 @@ def write(
     pages, slots = own(store), _slots(slots)
     keys, values = _heads(pages.shape, keys, values, len(slots))
     turn = _turn(rotation, len(slots), pages.shape.key_dim)
-    engine.write(pages.layers[layer], slots.data_ptr(), len(slots), keys.data_ptr(), values.data_ptr(), *turn)
+    runner.write(pages.layers[layer], i64(slots), len(slots), f32(keys), f32(values), *turn)
 
 
 def interpolate(
-    engine: Any,
+    runner: KernelRunner,
     store: PageStore,
     layer: int,
     slots: Tensor,
@@ -104,25 +124,28 @@ def interpolate(
     fresh: tuple[Tensor, Tensor],
     rotation: Rotation | None = None,
 ) -> None:
-    """Put what followers take from leaders into `slots`."""
+    """Put what tokens take over from the anchors into `slots`."""
     pages, slots = own(store), _slots(slots)
     tokens = checked("followers", who.tokens.contiguous(), (len(slots),), I64)
     anchors = checked("anchors", who.anchors.contiguous(), (who.anchors.numel(),), I64)
     weights = checked("weights", who.weights.float().contiguous(), (len(tokens), len(anchors)))
     new = _heads(pages.shape, *fresh, len(anchors))
-    check(kept[0].dtype in _FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
+    check(kept[0].dtype in FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
     old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
-    text = (_DTYPES[old[0].dtype], len(old[0]), old[0].data_ptr(), old[1].data_ptr())
-    led = (tokens.data_ptr(), anchors.data_ptr(), len(anchors), weights.data_ptr(), *(one.data_ptr() for one in new))
-    turn = _turn(rotation, len(slots), pages.shape.key_dim)
-    engine.follow(pages.layers[layer], slots.data_ptr(), len(slots), *text, *led, *turn)
+    document = (_kv_dtype(old[0].dtype), len(old[0]), floats(old[0]), floats(old[1]))
+    cos, sin, pairs, interleaved = _turn(rotation, len(slots), pages.shape.key_dim)
+    runner.interpolate(
+        pages.layers[layer], i64(slots), len(slots), *document,
+        i64(tokens), i64(anchors), len(anchors), f32(weights), f32(new[0]), f32(new[1]),
+        cos, sin, pairs, interleaved,
+    )  # fmt: skip
 
 
-def _turn(rotation: Rotation | None, tokens: int, dim: int) -> tuple[int, int, int, bool]:
+def _turn(rotation: Rotation | None, tokens: int, dim: int) -> tuple[F32Address, F32Address, int, bool]:
     if rotation is None:
-        return (0, 0, 0, False)
+        return (F32Address(0), F32Address(0), 0, False)
     pairs = check_rotation(rotation, tokens, dim)
-    return (rotation.cos.data_ptr(), rotation.sin.data_ptr(), pairs, rotation.pairing == "interleaved")
+    return (f32(rotation.cos), f32(rotation.sin), pairs, rotation.pairing == "interleaved")
 
 
 def check_rotation(rotation: Rotation, tokens: int, dim: int) -> int:
@@ -170,24 +193,25 @@ def copy_pages(source: PageStore, sources: list[int], target: PageStore, targets
         there[b].copy_(here[a])
 
 
-def read_slots(engine: Any, store: PageStore, slots: Tensor) -> KeysValues:
+def read_slots(runner: KernelRunner, store: PageStore, slots: Tensor) -> KeysValues:
     """The KV in `slots`, all layers, in canonical order."""
     pages = own(store)
-    return _read(engine, pages, range(pages.shape.layers), slots)
+    return _read(runner, pages, range(pages.shape.layers), slots)
 
 
-def _read(engine: Any, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
+def _read(runner: KernelRunner, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
     shape, slots = pages.shape, _slots(slots)
     each = (len(layers), len(slots), shape.kv_heads)
     keys, values = (torch.empty((*each, dim), dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim))
     kv = KeysValues(keys, values)
     if shape.scales:
         kv = KeysValues(keys, values, torch.empty(each), torch.empty(each))
-    engine.read_slots([pages.layers[layer] for layer in layers], slots.data_ptr(), len(slots), *_addresses(kv))
+    handles = [pages.layers[layer] for layer in layers]
+    runner.read_slots(handles, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
     return kv
 
 
-def write_slots(engine: Any, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
+def write_slots(runner: KernelRunner, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
     """The inverse of `read_slots`."""
     pages, slots = own(store), _slots(slots)
     shape = pages.shape
@@ -198,7 +222,7 @@ def write_slots(engine: Any, store: PageStore, slots: Tensor, kv: KeysValues) ->
         _scales("key_scales", kv.key_scales, each if shape.scales else None),
         _scales("value_scales", kv.value_scales, each if shape.scales else None),
     )
-    engine.write_slots(list(pages.layers), slots.data_ptr(), len(slots), *_addresses(kv))
+    runner.write_slots(list(pages.layers), slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
 
 
 def _scales(name: str, scales: Tensor, shape: tuple[int, ...] | None) -> Tensor:
@@ -206,10 +230,6 @@ def _scales(name: str, scales: Tensor, shape: tuple[int, ...] | None) -> Tensor:
     if shape is None:
         check(not scales.numel(), name, "must be empty for pages without scales")
     return checked(name, scales.contiguous(), scales.shape if shape is None else shape)
-
-
-def _addresses(kv: KeysValues) -> tuple[int, int, int, int]:
-    return kv.keys.data_ptr(), kv.values.data_ptr(), kv.key_scales.data_ptr(), kv.value_scales.data_ptr()
 
 
 def own(store: PageStore) -> NativePages:

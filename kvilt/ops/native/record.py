@@ -6,15 +6,18 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import Paging
-from .border import I64, check_dims, checked
+from .border import I64, check_dims, checked, f32, i64
 from .memory import Buffers, BufferView
+
+if TYPE_CHECKING:
+    from _kvilt_native import KernelRunner, Program
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class NativeRecorded:
     """A program, and the memory its calls point to."""
 
-    program: Any
+    program: Program
     place: BufferView  # of the result; a tensor would keep its buffer from other recordings, which are many
     buffers: Buffers
 
@@ -64,20 +67,20 @@ class NativeRecorded:
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
         checked("ids", ids, (len(ids),), I64)
         out = torch.empty((steps, len(ids)), dtype=torch.int64)
-        done = self.program.loop(steps, ids.data_ptr(), len(ids), [list(end) for end in ends], out.data_ptr())
+        done = self.program.loop(steps, ids, [list(end) for end in ends], out)
         return out[:done]
 
 
 class NativeRecorder:
-    """Records for one engine. All recordings share their buffers, since only one of them runs at a time."""
+    """Records for one runner. All recordings share their buffers, since only one of them runs at a time."""
 
-    def __init__(self, engine: Any, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
-        self._engine = engine
+    def __init__(self, runner: KernelRunner, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
+        self._runner = runner
         self._using = using
         self._buffers = Buffers(spare_bytes=1 << 62)  # never forgotten: programs know them by address
 
     def record(self, step: Callable[[], Tensor]) -> NativeRecorded | None:
-        self._engine.record()
+        self._runner.begin_recording()
         try:
             with self._using(self._buffers), _OnlyViews(self._buffers):
                 result = step()
@@ -85,7 +88,7 @@ class NativeRecorder:
             _log.info("steps of this model are not recorded: %s is done by torch", worked)
             return None
         finally:
-            program = self._engine.recorded()
+            program = self._runner.end_recording()
         return NativeRecorded(program, self._buffers.place(result), self._buffers)
 
     def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
@@ -98,10 +101,10 @@ class NativeRecorder:
             checked("positions", one.positions, (rows,), I64)
             checked("slots", one.slots, (rows,), I64)
             checked("tables", one.tables, (rows, paging[0].tables.shape[1]), I64)
-        self._engine.argmax(logits.data_ptr(), *logits.shape, ids.data_ptr())
-        slots, tables = [one.slots.data_ptr() for one in paging], [one.tables.data_ptr() for one in paging]
+        self._runner.argmax(f32(logits), rows, logits.shape[1], i64(ids))
+        slots, tables = [i64(one.slots) for one in paging], [i64(one.tables) for one in paging]
         width, positions = paging[0].tables.shape[1], paging[0].positions
-        self._engine.advance(positions.data_ptr(), len(positions), slots, tables, width, page_tokens)
+        self._runner.advance(i64(positions), len(positions), slots, tables, width, page_tokens)
 
     def stop(self, stopped: bool) -> None:
-        self._engine.stop(stopped)
+        self._runner.stop(stopped)

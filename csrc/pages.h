@@ -4,34 +4,34 @@
 
 namespace kvilt {
 
-// How keys and values are stored. The numbers are shared with kvilt/ops/native/pages.py.
-enum class Stored : int { kFloat = 0, kHalf = 1, kBfloat = 2, kByte = 3 };
+// How keys and values are stored; int8 has a float32 scale per token and head.
+enum class KVDtype : int { kFloat32, kFloat16, kBfloat16, kInt8 };
 
-inline int64_t number_bytes(Stored dtype) { return dtype == Stored::kFloat ? 4 : dtype == Stored::kByte ? 1 : 2; }
+inline int64_t number_bytes(KVDtype dtype) { return dtype == KVDtype::kFloat32 ? 4 : dtype == KVDtype::kInt8 ? 1 : 2; }
 inline int64_t in_lanes(int64_t count) { return (count + 15) / 16 * 16; }
 
 // One layer of one layer group of pages. A page holds all layers of the group one after the other, a layer its KV heads,
 // and a head its keys [dim][lanes], its values [page_tokens][value_lanes] and, for bytes, a scale per token of each
 // ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece.
 struct Pages {
-  Stored dtype;
+  KVDtype dtype;
   int64_t pages;
   int64_t page_tokens;
   int64_t kv_heads;
   int64_t dim;
   int64_t value_dim;
-  char* data;          // this layer in the first page
-  int64_t page_bytes;  // from a page to the next
-  int64_t lanes;       // page_tokens rounded up to sixteen
-  int64_t value_lanes; // value_dim rounded up to sixteen
+  char* data;           // this layer in the first page
+  int64_t page_bytes;   // from a page to the next
+  int64_t lanes;        // page_tokens rounded up to sixteen
+  int64_t value_lanes;  // value_dim rounded up to sixteen
   int64_t key_bytes, value_bytes, head_bytes;
 
-  Pages(Stored dtype, int64_t pages, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim, char* data,
+  Pages(KVDtype dtype, int64_t pages, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim, char* data,
         int64_t page_bytes)
       : dtype(dtype), pages(pages), page_tokens(page_tokens), kv_heads(kv_heads), dim(dim), value_dim(value_dim),
         data(data), page_bytes(page_bytes), lanes(in_lanes(page_tokens)), value_lanes(in_lanes(value_dim)),
         key_bytes(dim * lanes * number_bytes(dtype)), value_bytes(page_tokens * value_lanes * number_bytes(dtype)) {
-    const int64_t scales = dtype == Stored::kByte ? 2 * lanes * 4 : 0;
+    const int64_t scales = dtype == KVDtype::kInt8 ? 2 * lanes * 4 : 0;
     head_bytes = (key_bytes + value_bytes + scales + 63) / 64 * 64;
   }
 
@@ -44,7 +44,7 @@ struct Pages {
 };
 
 // Keys that are weighed together. Tiles begin at position 0 and have a fixed number of pages; each is softmaxed by
-// itself and then merged into what came before, in ascending order, so that it does not matter who computes it.
+// itself and then merged into what came before, in ascending order, so that it does not matter which thread computes it.
 constexpr int64_t kTileLanes = 128;
 inline int64_t tile_pages(const Pages& pages) { return kTileLanes / pages.lanes; }
 inline int64_t tile_tokens(const Pages& pages) { return tile_pages(pages) * pages.page_tokens; }
@@ -59,8 +59,8 @@ struct Mask {
 
 // Queries of one row and one KV head.
 struct Queries {
-  const float* query;        // of the first token's first head
-  int64_t stride;            // floats from a token to the next
+  const float* query;  // of the first token's first head
+  int64_t stride;      // floats from a token to the next
   int64_t tokens;
   int64_t group;             // query heads
   const int64_t* positions;  // [tokens]
@@ -70,39 +70,35 @@ struct Queries {
   int64_t rows() const { return tokens * group; }
 };
 
-// What rows of queries gathered from some tiles: sums of values [rows][value_lanes], then the largest score [rows], then
+// The partial attention of rows of queries over some tiles: sums of values [rows][value_lanes], then the largest score [rows], then
 // the sum of the weights [rows], both relative to that score. A row that saw nothing has a largest score of -inf.
-inline int64_t gathered_floats(int64_t rows, const Pages& pages) { return rows * (pages.value_lanes + 2); }
+inline int64_t partial_floats(int64_t rows, const Pages& pages) { return rows * (pages.value_lanes + 2); }
 
 // Cosines and sines of tokens, [tokens][pairs].
-struct Turn {
+struct Rotation {
   const float* cos;
   const float* sin;
   int64_t pairs;
   bool interleaved;
 };
 
-struct PagedKernels {
+struct PageKernels {
   // One token's heads; dims past the pairs are copied.
-  void (*rotate)(const float* x, const Turn& turn, int64_t token, int64_t heads, int64_t dim, float* out);
-  // One token's keys and values into a slot. `turn` rotates the keys on their way, unless it is null.
-  void (*write)(const Pages& pages, int64_t slot, const float* keys, const float* values, const Turn* turn,
-                int64_t token, float* scratch);
-  // One token's numbers and what it takes of others' changes: out[i] = kept[i] + sum of weights[r] * changes[r][i].
-  void (*follow)(Stored dtype, const void* kept, int64_t count, const float* changes, const float* weights, int64_t rows,
-                 float* out);
+  void (*rotate)(const float* x, const Rotation& rotation, int64_t token, int64_t heads, int64_t dim, float* out);
+  // One token's keys and values into a slot. `rotation` rotates the keys on their way, unless it is null.
+  void (*write_token)(const Pages& pages, int64_t slot, const float* keys, const float* values,
+                      const Rotation* rotation, int64_t token, float* scratch);
+  // One token's numbers plus a weighted sum of changes: out[i] = kept[i] + sum of weights[r] * changes[r][i].
+  void (*interpolate)(KVDtype dtype, const void* kept, int64_t count, const float* changes, const float* weights,
+                      int64_t rows, float* out);
   // Tiles [first, last) for a block of queries: merged into one record, or each into a record of its own.
-  void (*attend)(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last, bool apart,
-                 float* records, float* scratch);
+  void (*attention_tiles)(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
+                          bool apart, float* records, float* scratch);
   int64_t (*scratch_floats)(const Pages& pages, int64_t rows);
   // Adds a record of later tiles to one of earlier tiles.
   void (*merge)(const Pages& pages, int64_t rows, const float* later, float* record);
   // The weighted means, to out [token][stride] with the heads of the group side by side.
-  void (*finish)(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride);
+  void (*write_means)(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride);
 };
-
-const PagedKernels* generic_paged();
-const PagedKernels* avx2_paged();
-const PagedKernels* avx512_paged();
 
 }  // namespace kvilt

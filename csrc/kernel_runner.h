@@ -8,107 +8,105 @@
 #include <vector>
 
 #include "attention.h"
-#include "kernels.h"
+#include "kernel_table.h"
 #include "lora.h"
 #include "pack.h"
 #include "program.h"
 #include "reduce.h"
-#include "workers.h"
+#include "thread_pool.h"
 
 namespace kvilt {
 
 // Of the arithmetic: a change of any result's bits counts it up, and KV of another revision is not used.
 constexpr int kRevision = 3;
 
-struct Product {
-  Packed weight;
-  Target to;
+struct LinearMap {
+  PackedWeight weight;
+  LinearOutput to;
 };
 
 // Where decoding rows stand: what one step reads, and what it leaves for the next. One token a row.
-struct Cursor {
+struct DecodeState {
   int64_t rows;
-  int64_t* positions;                    // [rows]
-  std::vector<int64_t*> slots;           // one per layer group, [rows]
-  std::vector<const int64_t*> tables;    // one per layer group, [rows][width]
+  int64_t* positions;                  // [rows]
+  std::vector<int64_t*> slots;         // one per layer group, [rows]
+  std::vector<const int64_t*> tables;  // one per layer group, [rows][width]
   int64_t width, page_tokens;
 };
 
-class Engine {
+class KernelRunner {
  public:
-  Engine(int threads, const std::string& isa);
+  KernelRunner(int threads, const std::string& isa);
 
-  const char* isa() const { return kernels_->name; }
-  int threads() const { return workers_.threads(); }
+  const char* isa() const { return kernels_.isa; }
+  int threads() const { return pool_.threads(); }
 
   // Several products of the same input, which is quantized once; all tiles are one piece of work for the threads.
-  void linears(const std::vector<Product>& products, const float* x, int64_t rows);
+  void linears(const std::vector<LinearMap>& maps, const float* x, int64_t rows);
   // activation(gate) * up, without either of them in memory.
-  void gated(const Product& gate, const Product& up, const float* x, int64_t rows, int activation, float* out);
-  void embed(const Packed& w, const int64_t* ids, int64_t count, float scale, float* out);
+  void gate_up(const LinearMap& gate, const LinearMap& up, const float* x, int64_t rows, Activation activation,
+               float* out);
+  void embed(const PackedWeight& w, const int64_t* ids, int64_t count, float scale, float* out);
   void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out);
   void add(const float* a, const float* b, int64_t n, float* out);
   void soft_cap(float* x, int64_t n, float cap);
   // The likeliest token of each row, -1 where a logit is not a number.
   void argmax(const float* x, int64_t rows, int64_t n, int64_t* out);
   // Cosines and sines of angles position * radians, times `growth`.
-  void rotation(const int64_t* positions, int64_t tokens, const float* radians, int64_t pairs, float growth, float* cos,
-                float* sin);
+  void rope_cos_sin(const int64_t* positions, int64_t tokens, const float* inv_freq, int64_t pairs, float mscale,
+                    float* cos, float* sin);
 
   // Rotation, pages and attention (attention.h).
   void rotate(const RotateArgs& args);
   void write(const WriteArgs& args);
-  void follow(const FollowArgs& args);
-  void attend(const AttendArgs& args);
+  void interpolate(const InterpolateArgs& args);
+  void attention(const AttentionArgs& args);
   void read_slots(const std::vector<SlotsArgs>& layers);
   void write_slots(const std::vector<SlotsArgs>& layers);
 
   // Sampling (reduce.h).
-  void peaks(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values);
-  void draw(const float* x, int64_t n, const std::vector<Choice>& choices, int64_t* out, uint8_t* kept);
+  void argmax_with_values(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values);
+  void draw(const float* x, int64_t n, const std::vector<DrawParams>& draws, int64_t* out, uint8_t* kept);
   void logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,
                 int64_t top, const LogprobsOut& out);
 
   // Adapters (lora.h).
-  void adapt(const AdaptArgs& args);
-  void open(const float* gate, const float* up, int64_t n, int activation, float* out);
+  void add_lora(const LoraArgs& args);
+  void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out);
 
   // Each row one token further, into the page its table names.
-  void advance(const Cursor& cursor);
+  void advance(const DecodeState& state);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
   void pack(const Packing& packing, const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs,
             uint8_t* out);
 
   // Does a call and, between `record` and `recorded`, remembers it.
   template <typename Call>
-  void perform(Call call) {
+  void run_and_record(Call call) {
     call();
     if (recording_) recording_->calls.push_back(call);
   }
-  void record() { recording_ = std::make_unique<Program>(Program{&stopped_, {}}); }
-  std::unique_ptr<Program> recorded() { return std::move(recording_); }
+  void begin_recording() { recording_ = std::make_unique<Program>(Program{&stopped_, {}}); }
+  std::unique_ptr<Program> end_recording() { return std::move(recording_); }
   // Keeps recorded programs from going on, until told otherwise. From any thread.
   void stop(bool stopped) { stopped_.store(stopped); }
 
  private:
-  Workers workers_;
-  const Kernels* kernels_;
+  ThreadPool pool_;
+  const KernelTable& kernels_;
   Attention attention_;
   Reducer reducer_;
   Lora lora_;
-  Rows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
+  QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
 
   std::unique_ptr<Program> recording_;
   std::atomic<bool> stopped_{false};
   std::mutex lock_;
-  std::vector<int8_t> values_, rest_values_;
-  std::vector<float> floats_, rest_floats_;
-  std::vector<int32_t> rests_;
+  std::vector<int8_t> values_, remainder_values_;
+  std::vector<float> floats_, remainder_floats_;
+  std::vector<int32_t> remainders_;
 };
-
-// The instruction sets this machine can run, best first.
-std::vector<std::string> available_isas();
 
 }  // namespace kvilt

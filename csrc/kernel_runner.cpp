@@ -1,0 +1,222 @@
+#include "kernel_runner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "packed.h"
+
+namespace kvilt {
+namespace {
+
+// Groups of rows that one thread takes through a tile before another tile: their activations stay in its cache.
+constexpr int64_t kGroupsAtOnce = 8;
+constexpr int64_t kWorthSharing = 64;  // blocks of activations: fewer take less time than waking a thread
+
+}  // namespace
+
+KernelRunner::KernelRunner(int threads, const std::string& isa)
+    : pool_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(pool_, kernels_.pages),
+      reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora) {}
+
+QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock;
+  const int64_t needed = rows * blocks, groups = (rows + kRowGroup - 1) / kRowGroup;
+  if (int64_t(floats_.size()) < needed * 4) {
+    values_.resize(needed * kBlock);
+    floats_.resize(needed * 4);
+    remainder_values_.resize(needed * kBlock);
+    remainder_floats_.resize(needed * 4);
+  }
+  const int64_t remainders = groups * (1 + kRowGroup * blocks);
+  if (int64_t(remainders_.size()) < remainders) remainders_.resize(remainders);
+  const QuantizedRows quantized{x,
+                                values_.data(),
+                                remainder_values_.data(),
+                                floats_.data(),
+                                remainder_floats_.data(),
+                                remainders_.data(),
+                                rows,
+                                inputs,
+                                blocks};
+  if (!packed) return quantized;
+  const auto one = [&](int64_t group, int) { kernels_.linear.quantize(quantized, group); };
+  if (needed < kWorthSharing)
+    for (int64_t group = 0; group < groups; ++group) one(group, 0);
+  else pool_.run(groups, one);
+  return quantized;
+}
+
+void KernelRunner::tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t, int64_t, int64_t)>& work) {
+  // A few tiles an item: handing one out costs as much as a short tile takes.
+  const int64_t together = std::clamp<int64_t>(tiles / (pool_.threads() * 16), 1, 8);
+  const int64_t runs = (tiles + together - 1) / together, chunks = (groups + kGroupsAtOnce - 1) / kGroupsAtOnce;
+  pool_.run(runs * chunks, [&](int64_t item, int) {
+    const int64_t first = item / runs * kGroupsAtOnce, last = std::min(groups, first + kGroupsAtOnce);
+    for (int64_t tile = item % runs * together; tile < std::min(tiles, (item % runs + 1) * together); ++tile)
+      work(tile, first, last);
+  });
+}
+
+void KernelRunner::linears(const std::vector<LinearMap>& maps, const float* x, int64_t rows) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const int64_t inputs = maps.front().weight.inputs;
+  bool packed = false;
+  int64_t count = 0;
+  for (const LinearMap& map : maps) {
+    if (map.weight.inputs != inputs) throw std::invalid_argument("maps of one input differ in its size");
+    packed |= map.weight.kind > WeightKind::kBfloat16;
+    count += map.weight.tiles();
+  }
+  const QuantizedRows quantized = quantize(x, rows, inputs, packed);
+  tiles(count, quantized.groups(), [&](int64_t tile, int64_t first, int64_t last) {
+    size_t which = 0;
+    while (tile >= maps[which].weight.tiles()) tile -= maps[which++].weight.tiles();
+    kernels_.linear.linear_tile(maps[which].weight, tile, quantized, first, last, maps[which].to);
+  });
+}
+
+void KernelRunner::gate_up(const LinearMap& gate, const LinearMap& up, const float* x, int64_t rows,
+                           Activation activation, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  if (gate.weight.inputs != up.weight.inputs || gate.weight.outputs != up.weight.outputs)
+    throw std::invalid_argument("a gate and what it opens differ in size");
+  const bool packed = gate.weight.kind > WeightKind::kBfloat16 || up.weight.kind > WeightKind::kBfloat16;
+  const QuantizedRows quantized = quantize(x, rows, gate.weight.inputs, packed);
+  tiles(gate.weight.tiles(), quantized.groups(), [&](int64_t tile, int64_t first, int64_t last) {
+    kernels_.linear.gate_up_tile(gate.weight, up.weight, tile, quantized, first, last, gate.to.bias, up.to.bias,
+                                 activation, out);
+  });
+}
+
+void KernelRunner::embed(const PackedWeight& w, const int64_t* ids, int64_t count, float scale, float* out) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= w.outputs) throw std::out_of_range("a token id is outside the embedding");
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto one = [&](int64_t i, int) { kernels_.linear.embed(w, ids[i], scale, out + i * w.inputs); };
+  if (count < 4)
+    for (int64_t i = 0; i < count; ++i) one(i, 0);
+  else pool_.run(count, one);
+}
+
+void KernelRunner::rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto one = [&](int64_t row, int) { kernels_.linear.rms_norm(x + row * n, weight, eps, n, out + row * n); };
+  if (rows * n < kWorthSharing * kBlock)
+    for (int64_t row = 0; row < rows; ++row) one(row, 0);
+  else pool_.run(rows, one);
+}
+
+void KernelRunner::pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work) {
+  std::lock_guard<std::mutex> guard(lock_);
+  constexpr int64_t kPiece = 4096;
+  pool_.run((n + kPiece - 1) / kPiece,
+            [&](int64_t item, int) { work(item * kPiece, std::min(kPiece, n - item * kPiece)); });
+}
+
+void KernelRunner::add(const float* a, const float* b, int64_t n, float* out) {
+  pieces(n, [&](int64_t at, int64_t count) { kernels_.linear.add(a + at, b + at, count, out + at); });
+}
+
+void KernelRunner::soft_cap(float* x, int64_t n, float cap) {
+  pieces(n, [&](int64_t at, int64_t count) {
+    for (int64_t i = at; i < at + count; ++i) x[i] = std::tanh(x[i] / cap) * cap;
+  });
+}
+
+void KernelRunner::argmax(const float* x, int64_t rows, int64_t n, int64_t* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  pool_.run(rows, [&](int64_t row, int) { out[row] = kernels_.linear.argmax(x + row * n, n); });
+}
+
+void KernelRunner::rope_cos_sin(const int64_t* positions, int64_t tokens, const float* inv_freq, int64_t pairs,
+                                float mscale, float* cos, float* sin) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto one = [&](int64_t t, int) {
+    for (int64_t p = 0; p < pairs; ++p) {
+      // The angle is float32, as models were trained with it; its cosine is exact but for the last rounding.
+      const double angle = float(positions[t]) * inv_freq[p];
+      cos[t * pairs + p] = float(std::cos(angle)) * mscale;
+      sin[t * pairs + p] = float(std::sin(angle)) * mscale;
+    }
+  };
+  if (tokens < 4)
+    for (int64_t t = 0; t < tokens; ++t) one(t, 0);
+  else pool_.run(tokens, one);
+}
+
+void KernelRunner::advance(const DecodeState& state) {
+  for (int64_t row = 0; row < state.rows; ++row) {
+    const int64_t position = ++state.positions[row], page = position / state.page_tokens;
+    for (size_t group = 0; group < state.slots.size(); ++group)
+      if (page < state.width)  // past the last step there may be no page, and then no step writes there
+        state.slots[group][row] =
+            state.tables[group][row * state.width + page] * state.page_tokens + position % state.page_tokens;
+  }
+}
+
+void KernelRunner::pack(const Packing& packing, const uint8_t* source, int64_t row_bytes, int64_t outputs,
+                        int64_t inputs, uint8_t* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const int64_t bytes = tile_bytes(packing.kind, inputs);
+  pool_.run((outputs + kTile - 1) / kTile,
+            [&](int64_t tile, int) { packing.tile(source, row_bytes, outputs, inputs, tile, out + tile * bytes); });
+}
+
+void KernelRunner::rotate(const RotateArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.rotate(args);
+}
+
+void KernelRunner::write(const WriteArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.write(args);
+}
+
+void KernelRunner::interpolate(const InterpolateArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.interpolate(args);
+}
+
+void KernelRunner::attention(const AttentionArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.attention(args);
+}
+
+void KernelRunner::read_slots(const std::vector<SlotsArgs>& layers) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.read_slots(layers);
+}
+
+void KernelRunner::write_slots(const std::vector<SlotsArgs>& layers) {
+  std::lock_guard<std::mutex> guard(lock_);
+  attention_.write_slots(layers);
+}
+
+void KernelRunner::argmax_with_values(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.argmax(x, rows, n, ids, values);
+}
+
+void KernelRunner::draw(const float* x, int64_t n, const std::vector<DrawParams>& draws, int64_t* out, uint8_t* kept) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.draw(x, n, draws, out, kept);
+}
+
+void KernelRunner::logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows,
+                            const std::vector<int64_t>& tokens, int64_t top, const LogprobsOut& out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  reducer_.logprobs(x, n, rows, tokens, top, out);
+}
+
+void KernelRunner::add_lora(const LoraArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  lora_.add_lora(args);
+}
+
+void KernelRunner::act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  lora_.act_mul(gate, up, n, activation, out);
+}
+
+}  // namespace kvilt

@@ -1,0 +1,32 @@
+// What an instruction set provides: one constant table each, which its file isa_*.cpp fills in.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "lora.h"
+#include "pages.h"
+#include "reduce.h"
+
+namespace kvilt {
+
+struct KernelTable {
+  const char* isa;
+  LinearKernels linear;
+  PageKernels pages;
+  ReduceKernels reduce;
+  LoraKernels lora;
+};
+
+extern const KernelTable kGenericKernels;
+#if defined(KVILT_X86)
+extern const KernelTable kAvx2Kernels, kAvx512Kernels;
+#endif
+
+// The instruction sets this machine can run, best first.
+std::vector<std::string> available_isas();
+
+// The table of that instruction set, of the best one for "auto"; throws for one that this machine cannot run.
+const KernelTable& find_kernels(const std::string& isa);
+
+}  // namespace kvilt

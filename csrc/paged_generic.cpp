@@ -1,6 +1,0 @@
-#define KVILT_ISA generic
-#include "paged_impl.h"
-
-namespace kvilt {
-const PagedKernels* generic_paged() { return &generic::kPaged; }
-}  // namespace kvilt
