@@ -16,6 +16,7 @@ from ..kv.pool import PagePool
 from ..models.assemble import Progress, assemble, read_spec
 from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
+from ..ops.select import check_name as check_backend
 from ..ops.select import select
 from ..weights.source import Checkpoint, open_checkpoint
 from .executor import Executor
@@ -38,6 +39,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     threads = config.threads or env_threads()
     if threads:
         torch.set_num_threads(threads)
+    check_backend(config.backend)
     ops = select(config.backend, threads)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)

@@ -14,6 +14,7 @@ from ..errors import ParamError
 from ..executor.executor import Executor
 from ..executor.load import build_executor
 from ..models.families.registry import recognise
+from ..ops.select import check_name as check_backend
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text import tokenizer as tokenizers
@@ -151,7 +152,9 @@ def run_config(**options: Any) -> RunConfig:
     for name in ("kv_memory", "lora_memory"):
         if isinstance(options.get(name), str):
             options[name] = parse_bytes(options[name], name)
-    return RunConfig(**options)
+    config = RunConfig(**options)
+    check_backend(config.backend)  # here and not only at load: a model may have to be fetched before
+    return config
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

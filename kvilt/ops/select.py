@@ -1,18 +1,22 @@
-"""The table of backends, and the choice among them."""
+"""The registry of backends, and the choice among them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
-from ..errors import Unsupported
+from ..errors import ParamError, Unsupported
 from .contract import Ops
 from .native.backend import NativeOps
 from .reference import ReferenceOps
 
 _log = logging.getLogger(__name__)
+
+# Makes a backend for so many threads (None: its own choice); raises Unsupported where this machine cannot run it.
+MakeOps: TypeAlias = Callable[[int | None], Ops]
 
 
 def _native(isa: str, threads: int | None) -> Ops:
@@ -20,22 +24,41 @@ def _native(isa: str, threads: int | None) -> Ops:
 
 
 # In order of preference: `auto` takes the first one that this machine can run, in its best instruction set.
-BACKENDS: MappingProxyType[str, Callable[[int | None], Ops]] = MappingProxyType(
+BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": NativeOps, "reference": lambda _threads: ReferenceOps()}
-)
+)  # fmt: skip
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share.
-NARROWED: MappingProxyType[str, Callable[[int | None], Ops]] = MappingProxyType(
+NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")}
 )
+# All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.
+_NAMED: dict[str, MakeOps] = {**BACKENDS, **NARROWED}
+
+
+def register(name: str, make: MakeOps) -> None:
+    """Let a backend outside of kvilt be asked for by name; `auto` does not take it."""
+    if name in names():
+        raise ValueError(f"there is a backend {name!r} already")
+    _NAMED[name] = make
+
+
+def names() -> tuple[str, ...]:
+    """What `backend` may be."""
+    return ("auto", *_NAMED)
+
+
+def check_name(backend: str) -> None:
+    """Refuse a name that is not registered, before anything is loaded."""
+    if backend not in names():
+        raise ParamError("backend", f"must be one of {', '.join(names())}, not {backend!r}")
 
 
 def select(backend: str = "auto", threads: int | None = None) -> Ops:
     """The backend of that name, or the best one for this machine; a better one that is missing is said aloud."""
     if backend != "auto":
-        named = BACKENDS | NARROWED
-        if backend not in named:
-            raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(named)}")
-        return named[backend](threads)
+        if backend not in _NAMED:
+            raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(_NAMED)}")
+        return _NAMED[backend](threads)
     declined = []
     for make in BACKENDS.values():
         try:
