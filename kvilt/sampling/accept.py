@@ -35,7 +35,7 @@ class AcceptedTokens:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def goes_on(self, run: DraftRun) -> bool:
-        """Whether the latest token is the draft in its place, behind which there is another row."""
+        """Whether the latest token is the draft in its place, after which there is another row."""
         at = len(self.tokens) - 1
         return at < len(run.drafts) and self.tokens[at] == run.drafts[at] and self.tokens[at] not in run.state.end_ids
 

@@ -26,7 +26,7 @@ class BadWords:
         return cls(tuple(sequence[0] for sequence in sequences if len(sequence) == 1), after)
 
     def next(self, ids: Sequence[int]) -> list[int]:
-        """The ids that would complete a sequence behind `ids`; some may stand twice."""
+        """The ids that would complete a sequence after `ids`; some may stand twice."""
         near = self.after.get(ids[-1], ()) if ids else ()
         return [*self.always, *(sequence[-1] for sequence in near if _ends_with(ids, sequence[:-1]))]
 

@@ -69,5 +69,5 @@ def _end_of_json(text: str, start: int) -> int:
     try:
         _, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        raise GrammarError("lark", f"there is no JSON behind the % at character {start}: {str(error)[:80]}") from None
+        raise GrammarError("lark", f"there is no JSON after the % at character {start}: {str(error)[:80]}") from None
     return end

@@ -47,7 +47,7 @@ class GrammarPosition:
 class Matcher:
     """The position of one sample in its grammar: which tokens may come next, and whether it may end."""
 
-    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_stand", "_taken_s", "_tokens")
+    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_position", "_taken_s", "_tokens")
 
     def __init__(self, grammar: Grammar, tokens: Iterable[int] = (), ends: int = 0) -> None:
         self._grammar = grammar
@@ -56,7 +56,7 @@ class Matcher:
         self._failure = ""  # why it can go no further
         self._mask: Bits | None = None  # of this place, once it is known; never written to again
         self._taken_s = 0.0  # for taking in tokens since the last mask
-        self._stand: GrammarPosition | None = None  # behind the tokens; None until it is needed
+        self._position: GrammarPosition | None = None  # after the tokens; None until it is needed
 
     @property
     def accepting(self) -> bool:
@@ -103,21 +103,21 @@ class Matcher:
             return
         del self._tokens[len(self._tokens) - back :]
         self._mask = None
-        if self._failure or self._stand is None or not self._stand.place.rollback(back):
-            self._stand, self._failure = None, ""
+        if self._failure or self._position is None or not self._position.place.rollback(back):
+            self._position, self._failure = None, ""
 
     def fork(self) -> Matcher:
         """An independent matcher at the same position."""
         other = Matcher(self._grammar, self._tokens, self._ends)
         other._failure, other._mask = self._failure, self._mask
-        if self._stand is not None:
-            other._move(GrammarPosition(self._stand.lexer, self._stand.place.deep_copy()))
+        if self._position is not None:
+            other._move(GrammarPosition(self._position.lexer, self._position.place.deep_copy()))
         return other
 
     def leave(self, lexer: Lexer) -> None:
         """Release a broken lexer and its memory; the sample takes another one when it continues."""
-        if self._stand is not None and self._stand.lexer is lexer:
-            self._stand = None
+        if self._position is not None and self._position.lexer is lexer:
+            self._position = None
 
     def _take(self, token: int) -> bool:
         if not 0 <= token < self._grammar.compiler.vocab_size:
@@ -164,9 +164,9 @@ class Matcher:
 
     def _here(self) -> GrammarPosition | None:
         """The current position; without one, the tokens are replayed. None: the matcher has failed."""
-        if self._stand is None and not self._failure:
+        if self._position is None and not self._failure:
             self._replay(self._tokens)
-        return None if self._failure else self._stand
+        return None if self._failure else self._position
 
     def _replay(self, tokens: Sequence[int]) -> None:
         """Replay tokens that were allowed: on the shared lexer or, if that breaks, on a new one."""
@@ -187,10 +187,10 @@ class Matcher:
                 break
             failure = first_line(place.get_error()) or _DISAGREES
             self._grammar.drop(lexer)
-        self._stand, self._failure = None, failure
+        self._position, self._failure = None, failure
 
     def _move(self, stand: GrammarPosition) -> None:
-        self._stand = stand
+        self._position = stand
         stand.lexer.users.add(self)
 
 

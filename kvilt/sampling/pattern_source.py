@@ -171,7 +171,7 @@ class _Reader:
     def _atom(self) -> Node:
         char = self.text[self.at]
         if char in "*+?":
-            raise self._broken(f"a {char} behind nothing")
+            raise self._broken(f"a {char} after nothing")
         if char == "(":
             return self._group()
         self.at += 1

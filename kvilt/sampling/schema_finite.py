@@ -17,7 +17,7 @@ _WORK = 200_000  # looks at schemas; a chain of references that takes more is be
 def check_finite(source: SchemaDocument, used: Sequence[Path]) -> None:
     """Refuse a schema without a finite value; `used` are the subschemas that matter, all of them checked."""
     finite: set[Path] = set()
-    left, work = list(reversed(used)), 0  # what is referred to stands behind what refers
+    left, work = list(reversed(used)), 0  # what is referred to stands after what refers
     while work < _WORK:
         work += len(left)
         waiting = []

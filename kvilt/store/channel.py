@@ -144,7 +144,7 @@ class TierChannel:
         if self._served_s < since_s:
             self._report("read", False)
 
-    # Writing behind.
+    # Background writes.
 
     def write(self, write: QueuedWrite) -> bool:
         """Queue a record; False, and counted, where it cannot be."""

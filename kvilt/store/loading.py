@@ -127,10 +127,10 @@ class Loading:
             with self._change:
                 self._change.wait_for(lambda: self._settled(layers), max(0.0, self._left_s()))
 
-    def watch(self, told: Callable[[], None], layers: int = 0) -> None:
-        """Call `told`, from any thread, whenever more layers than `layers` are loaded or the lookup is a miss."""
+    def watch(self, notify: Callable[[], None], layers: int = 0) -> None:
+        """Call `notify`, from any thread, whenever more layers than `layers` are loaded or the lookup is a miss."""
         with self._change:
-            self._watchers.append((layers, told))
+            self._watchers.append((layers, notify))
 
     def hit(self) -> bool:
         """Whether the record was found and its header and tokens match; waits for that up to the deadline."""
@@ -204,9 +204,9 @@ class Loading:
     def _tell(self) -> None:
         """Notify the watchers of a change; outside of the lock, since they may call back."""
         ready = self.layers_ready
-        for layers, told in tuple(self._watchers):
+        for layers, notify in tuple(self._watchers):
             if ready >= layers or self._reason:
-                told()
+                notify()
 
     # Moving on; the rest runs in a channel's threads.
 

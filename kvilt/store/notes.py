@@ -1,4 +1,4 @@
-"""Notes of handles in a folder beside a disk's records: one small file for each, written behind.
+"""Notes of handles in a folder beside a disk's records: one small file for each, written in the background.
 
 A change of a handle does not wait for the disk: the handle's name is marked, and a thread later writes its note, or
 removes the file if the handle is gone. Refuses to know KV, and who may see a handle.

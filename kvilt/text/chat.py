@@ -136,9 +136,9 @@ class ChatTemplate:
             return None
         spoken[-1]["content"] = mark  # in our own copy
         guard = self._guard(values, tokenizer.texts)
-        _, *behind = self._rendered(guard, add_generation_prompt).split(mark)
-        parts = _parts(tokenizer, guard, behind[0]) if len(behind) == 1 else None
-        # Plain text right behind an answer would get the space that this tokenizer puts before a text of its own.
+        _, *after = self._rendered(guard, add_generation_prompt).split(mark)
+        parts = _parts(tokenizer, guard, after[0]) if len(after) == 1 else None
+        # Plain text right after an answer would get the space that this tokenizer puts before a text of its own.
         if parts is None or (tokenizer.drops_space and parts and isinstance(parts[0], str)):
             return None
         return tokenizer.encode_parts(["", *parts])  # the first part is not the beginning of a text

@@ -28,7 +28,7 @@ class CallMarker:
 
     text: str
     inside: CallSyntax
-    closes: tuple[str, ...] = ()  # what may stand behind them, in this order
+    closes: tuple[str, ...] = ()  # what may stand after them, in this order
     bare: bool = False
 
     @property
@@ -48,7 +48,7 @@ EITHER_LIST = CallMarker("[", CallSyntax.LIST, bare=True)
 class CallFormat:
     """How calls are written, how they are told in a template, and how one is written when it must be.
 
-    `forced` has the texts before, between and behind calls; markers that are special tokens are left out of it, since
+    `forced` has the texts before, between and after calls; markers that are special tokens are left out of it, since
     a grammar describes text, and the reader takes calls without them where an answer begins.
     """
 
@@ -181,8 +181,8 @@ def thinking_in(template: str | None) -> tuple[Thinking | None, str]:
     """The markers of reasoning that a template shows, and how that was told."""
     for each in THINKINGS:
         if template and (each.open in template or each.close in template):
-            _, _, behind = template.rpartition("add_generation_prompt")
-            opened = each.open in behind and each.close not in behind
+            _, _, after = template.rpartition("add_generation_prompt")
+            opened = each.open in after and each.close not in after
             found = each.open if each.open in template else each.close
             how = "opens it in the prompt" if opened else f"has {found!r}"
             return Thinking(each.open, each.close, opened), f"reasoning in {each.open}: the chat template {how}"

@@ -61,11 +61,11 @@ def _thought(thinking: Thinking) -> list[str]:
 
 
 def _calls(calls: CallFormat, parallel: bool) -> str:
-    before, between, behind = calls.forced
+    before, between, after = calls.forced
     if not parallel and calls.lone:
         return "calls: call"
     more = f"({_quoted(between)} call)*" if parallel else ""
-    parts = (_quoted(before), "call", more, _quoted(behind))
+    parts = (_quoted(before), "call", more, _quoted(after))
     return "calls: " + " ".join(part for part in parts if part not in ("", '""'))
 
 

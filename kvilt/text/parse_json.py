@@ -110,7 +110,7 @@ class CallObject:
                 self._taken.append(written)
                 return self._argued(self._take())
             case _Collects.NOTHING:
-                # A number ends at the character behind it, which may end the object, too.
+                # A number ends at the character after it, which may end the object, too.
                 return self._object_ends() if self._scanner.at is ScanState.END else BodyStep.MORE
         self._taken.append(written)
         return BodyStep.MORE
@@ -243,8 +243,8 @@ def mistral_name(head: str) -> str:
 
 
 def deepseek_name(head: str) -> str:
-    """Of `name<sep>`, or `function<sep>name` with a fence behind it."""
-    before, separator, behind = head.partition("<｜tool▁sep｜>")
-    if before.strip(BLANKS) == "function" and behind:
-        return behind.rstrip(BLANKS).removesuffix("```json").strip(BLANKS)
-    return before.strip(BLANKS) if separator and not behind.strip(BLANKS) else ""
+    """Of `name<sep>`, or `function<sep>name` with a fence after it."""
+    before, separator, after = head.partition("<｜tool▁sep｜>")
+    if before.strip(BLANKS) == "function" and after:
+        return after.rstrip(BLANKS).removesuffix("```json").strip(BLANKS)
+    return before.strip(BLANKS) if separator and not after.strip(BLANKS) else ""

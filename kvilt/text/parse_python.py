@@ -40,7 +40,7 @@ class PythonBody:
         self._called = False
         self._wants_call = True
         self._name: list[str] = []
-        self._spaced = False  # a blank stood behind the name
+        self._spaced = False  # a blank stood after the name
         self._call: _Brackets | None = None
         self._print = ""  # "open" or "filled" while a call stands inside print(...), as Gemma writes it
 
@@ -230,7 +230,7 @@ class _Cursor:
         return found
 
     def _strings(self) -> str:
-        """A string, and those that stand right behind it: Python joins them."""
+        """A string, and those that stand right after it: Python joins them."""
         parts: list[str] = []
         while self._at < len(self._text) and self._text[self._at] in "\"'":
             self._string(parts)

@@ -22,7 +22,7 @@ class ThinkingReader:
         self._answer: list[str] = []
 
     def feed(self, text: str) -> tuple[str, str]:
-        """More reasoning, and more of the answer behind it."""
+        """More reasoning, and more of the answer after it."""
         for i, char in enumerate(text):
             if self._step == self._after and not self._strip:
                 self._answer.append(text[i:])

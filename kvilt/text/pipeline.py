@@ -37,7 +37,7 @@ class Pipeline:
         return find_split_points(self.core)
 
     def ids(self, text: str | bytes, limit: int | None = None, taken: int = 0) -> list[int]:
-        """The ids of a text behind `taken` others; ContextOverflow as soon as there must be more than `limit`."""
+        """The ids of a text after `taken` others; ContextOverflow as soon as there must be more than `limit`."""
         if isinstance(text, str):
             self._check(text, limit, taken)  # before anything else reads a long text
         found: list[int] = []

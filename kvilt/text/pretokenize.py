@@ -99,7 +99,7 @@ PRE_RULES: Mapping[str, PreTokenizerRule] = MappingProxyType(
 )
 
 GPT2_SPLIT = _GPT2  # what ByteLevel cuts by itself
-# Patterns that cut a word from the space before the next one, and a line break from the word behind it.
+# Patterns that cut a word from the space before the next one, and a line break from the word after it.
 WORD_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2, _QWEN35, _TEKKEN, _GPT4O, _DEEPSEEK3[-1]})
 KNOWN_SPLITS = frozenset(split for rule in PRE_RULES.values() for split in rule.splits)
 

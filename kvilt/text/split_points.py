@@ -1,6 +1,6 @@
 """Where a long text can be cut so that its pieces have exactly the tokens of the whole.
 
-A cut stands before a space, or behind a line break, where every known rule cuts words anyway. A pipeline that is not
+A cut stands before a space, or after a line break, where every known rule cuts words anyway. A pipeline that is not
 known is never cut. Knows characters and the steps of a pipeline; refuses to know ids.
 """
 
@@ -47,7 +47,7 @@ class SplitPoints:
     def _next(self, text: str, start: int) -> int | None:
         """The next place to cut; each search is short, so that other threads run in between."""
         for at in range(start, len(text), PIECE_CHARS):
-            found = self.place.search(text, at, at + PIECE_CHARS + 2)  # it looks at two characters behind the place
+            found = self.place.search(text, at, at + PIECE_CHARS + 2)  # it looks at two characters after the place
             if found is not None:
                 return found.start()
         return None
@@ -74,7 +74,7 @@ def find_split_points(core: Core) -> SplitPoints | None:
     prefix = any(step["type"] == "Prepend" for step in normalizers)
     if prefix and any(text.startswith((" ", BLOCK)) for text in contents):
         return None
-    # Text behind an added token gets a prefix of its own beside the space that it begins with.
+    # Text after an added token gets a prefix of its own beside the space that it begins with.
     ends = {text[-1] for text in contents if text} if prefix else set()
     return SplitPoints(_between_tokens(vocabulary, contents, ends), prefix)
 
@@ -96,7 +96,7 @@ def _cuts_words(splits: list[Mapping[str, Any]]) -> bool:
 
 
 def _between_tokens(vocabulary: Iterable[str], added: Iterable[str], ends: set[str]) -> re.Pattern[str]:
-    """Places before a space that no token reaches over, so that no merge does, and not behind `ends`."""
+    """Places before a space that no token reaches over, so that no merge does, and not after `ends`."""
     joined = {BLOCK, *ends, *re.findall(f"([^ {BLOCK}])[ {BLOCK}]", "\n".join([*vocabulary, *added]))}
     starts = {text[0] for text in added if text}
     return re.compile(f"{_BEFORE_SPACE}{_unless('<!', joined)}{_unless('! ', starts)}")

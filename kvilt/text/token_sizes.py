@@ -54,7 +54,7 @@ class TokenSizes:
         self._skipped = tuple(others + normalizer.lost for others in classes)
 
     def min_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that `text` has at least; what lies behind `enough` tokens is not looked at."""
+        """A number of tokens that `text` has at least; what lies after `enough` tokens is not looked at."""
         most = self._most
         counts = [0] * len(most)
         tokens = 0

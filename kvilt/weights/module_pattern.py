@@ -1,7 +1,7 @@
 """Patterns for module names, as PEFT's configurations hold them, matched in time that grows with name times pattern.
 
 A subset of regular expressions: characters, `.`, escaped signs, `\\d`, `\\w`, classes such as `[a-z0-9]`, groups, `|`,
-and `*`, `+` and `?` behind any of them; `^` at the beginning and `$` at the end. Within it a pattern means what `re`
+and `*`, `+` and `?` after any of them; `^` at the beginning and `$` at the end. Within it a pattern means what `re`
 takes it for. Anything else is refused by name. No pattern backtracks: all its ways are followed at once.
 """
 
@@ -52,7 +52,7 @@ class ModulePattern:
         self._states = parser.states
 
     def matches(self, name: str, visits: MatchBudget | None = None) -> bool:
-        """Whether a name, or its end behind a dot, fits the pattern."""
+        """Whether a name, or its end after a dot, fits the pattern."""
         visits = visits or MatchBudget()
         states = self._states
         first_line, _, _ = name.partition("\n")  # what stands before the pattern lies in it

@@ -88,7 +88,7 @@ def test_a_broken_lexer_is_held_by_no_sample() -> None:
     waiting, first = grammar.matcher(), grammar.lexer()
     waiting.accept(ord("a"))
     grammar.drop(first)
-    assert list(first.users) == [waiting] and waiting._stand is None and one.fork()._stand is None
+    assert list(first.users) == [waiting] and waiting._position is None and one.fork()._position is None
     assert grammar.lexer() is not first
     assert ord("b") in allowed(waiting)
 
