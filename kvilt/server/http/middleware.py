@@ -100,11 +100,11 @@ class RequestMiddleware:
 
     async def _serve(self, context: RequestContext, receive: Receive, send: Send) -> None:
         try:
-            refused = self._check_admission(context)
+            response = self._check_admission(context)
         except HTTPError as error:
-            refused = error.response()
-        if refused is not None:
-            await refused(context.scope, receive, send)
+            response = error.response()
+        if response is not None:
+            await response(context.scope, receive, send)
             return
         context.body = LimitedBody(receive, self._config.max_body_bytes, self._config.body_timeout_s)
         with self._service.in_progress():
