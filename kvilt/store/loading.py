@@ -128,7 +128,7 @@ class Loading:
                 self._change.wait_for(lambda: self._settled(layers), max(0.0, self._left_s()))
 
     def watch(self, notify: Callable[[], None], layers: int = 0) -> None:
-        """Call `notify`, from any thread, whenever more layers than `layers` are loaded or the lookup is a miss."""
+        """Call `notify`, from any thread, at each change once `layers` layers are loaded, or when the lookup is a miss."""
         with self._change:
             self._watchers.append((layers, notify))
 
@@ -201,14 +201,14 @@ class Loading:
         """When the current wait began."""
         return self._began_s if self._asked_s is None else max(self._asked_s, self._heard_s)
 
-    def _tell(self) -> None:
+    def _notify_watchers(self) -> None:
         """Notify the watchers of a change; outside of the lock, since they may call back."""
         ready = self.layers_ready
         for layers, notify in tuple(self._watchers):
             if ready >= layers or self._reason:
                 notify()
 
-    # Moving on; the rest runs in a channel's threads.
+    # Loading; from here on in a channel's threads.
 
     def _next_channel(self) -> None:
         self._close_reader()
@@ -268,7 +268,7 @@ class Loading:
                 context.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier=channel.name)
             self._tier, self._heard_s = channel.name, time.monotonic()
             self._change.notify_all()
-        self._tell()
+        self._notify_watchers()
         return True
 
     def _load(self) -> bool:
@@ -286,7 +286,7 @@ class Loading:
             self._layers[self._next] = kept
             self._next, self._heard_s = self._next + 1, time.monotonic()
             self._change.notify_all()
-        self._tell()
+        self._notify_watchers()
         return True
 
     def _refused(self, channel: TierChannel, error: BlobError | StoreError) -> None:
@@ -323,7 +323,7 @@ class Loading:
         if reason != "cancelled":
             self._context.metrics.add(MISSES, reason=reason)
             self._context.metrics.observe(LOOKUP_S, time.monotonic() - self._began_s, tier="none")
-        self._tell()
+        self._notify_watchers()
         return True
 
     def _let_go(self) -> None:
