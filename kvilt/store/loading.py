@@ -128,7 +128,7 @@ class Loading:
                 self._change.wait_for(lambda: self._settled(layers), max(0.0, self._left_s()))
 
     def watch(self, notify: Callable[[], None], layers: int = 0) -> None:
-        """Call `notify`, from any thread, at each change once `layers` layers are loaded, or when the lookup is a miss."""
+        """Call `notify`, from any thread, at each change once `layers` layers are loaded, or on a miss."""
         with self._change:
             self._watchers.append((layers, notify))
 
