@@ -7,7 +7,7 @@ Refuses to know requests, models and sampling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +19,7 @@ from .errors import InputError
 from .kv.cache import KVCache
 from .kv.pool import PagePool
 from .kv.row import CacheRow
-from .ops.contract import Paging
+from .ops.contract import Interpolation, Paging
 
 # Where a row's hidden states come from.
 
@@ -117,9 +117,27 @@ class Adapted:
 Adapter = Base | Adapted
 
 
-# What else a row does to its cache: told, in each layer, what its tokens have written there, before rotation and before
-# anybody attends to it. It may write keys and values of this layer to other reserved places of the row's cache.
-Mend = Callable[[int, Tensor, Tensor], None]
+@dataclass(frozen=True, slots=True)
+class UnrotatedKV:
+    """What a layer's attention made of some tokens, before keys were rotated."""
+
+    keys: Tensor  # [tokens, kv_heads, key_dim]
+    values: Tensor  # [tokens, kv_heads, value_dim]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repair:
+    """KV of tokens that are not computed: what is stored of them, plus a share of the change of computed ones.
+
+    In every layer of the row's span the backend writes it before attention reads the layer. The computed tokens are
+    the row's tokens [first, stop); `interpolation` has the weights, by indices into the stored text.
+    """
+
+    positions: Sequence[int]  # in the row's cache, above its length, in reserved room, none of them the row's own
+    first: int
+    stop: int
+    interpolation: Interpolation
+    stored: Mapping[int, UnrotatedKV]  # the whole stored text, by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,19 @@ class Row:
     layers: LayerSpan = LayerSpan()
     want: Want = Last()
     adapter: Adapter = Base()
-    mend: Mend | None = None
+    repairs: tuple[Repair, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedRepair:
+    """A row's repair on the device: where its anchors stand in the segment, and where its tokens go."""
+
+    first: int  # of the anchors, among the segment's tokens
+    stop: int
+    positions: Tensor  # [tokens] int64
+    slots: tuple[Tensor, ...]  # [tokens] int64, one per layer group
+    interpolation: Interpolation
+    stored: Mapping[int, UnrotatedKV]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +183,7 @@ class Segment:
     tokens: Tensor | None  # [n] indices into the batch's tokens; None: all of them
     positions: Tensor  # [n] int64
     paging: tuple[Paging, ...]  # one per layer group
+    repairs: tuple[PlacedRepair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +244,6 @@ class Scores:
     top_ids: Tensor  # [targets, top] int64
     top_logprobs: Tensor  # [targets, top] float32
     ranks: Tensor  # [targets] int64, 1 for the likeliest, among equals the lower id first; [0] where not wanted
-
-
-@dataclass(frozen=True, slots=True)
-class UnrotatedKV:
-    """What a layer's attention made of a row, before keys were rotated."""
-
-    keys: Tensor  # [tokens, kv_heads, key_dim]
-    values: Tensor  # [tokens, kv_heads, value_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +318,23 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             raise InputError(f"{len(targets)} targets were given for {tokens} positions")
         case HiddenOut(wanted) | KeyMass(wanted) if any(not span.start <= i < min(span.stop, layers) for i in wanted):
             raise InputError(f"a row through layers {span.start} to {span.stop} sees nothing of layers {list(wanted)}")
+    for repair in row.repairs:
+        _check_repair(repair, row, layers)
+
+
+def _check_repair(repair: Repair, row: Row, layers: int) -> None:
+    if not 0 <= repair.first < repair.stop <= len(row.positions):
+        raise InputError(f"tokens {repair.first} to {repair.stop} are no part of a row of {len(row.positions)} tokens")
+    tokens, anchors = len(repair.positions), repair.stop - repair.first
+    if len(repair.interpolation.tokens) != tokens or repair.interpolation.weights.shape != (tokens, anchors):
+        raise InputError(f"a repair of {tokens} tokens by {anchors} needs a weight for each pair of them")
+    if any(b <= a for a, b in pairwise(repair.positions)) or not set(repair.positions).isdisjoint(row.positions):
+        raise InputError("the positions of repaired tokens must ascend, and be none of the row's own")
+    if not row.cache.row(row.cache_row).writable(repair.positions):
+        raise InputError("a row may repair only at or above its cache's length, in room that reserve() has made")
+    missing = [i for i in range(row.layers.start, min(row.layers.stop, layers)) if i not in repair.stored]
+    if missing:
+        raise InputError(f"a repair needs the stored KV of every layer of its row; layers {missing} are missing")
 
 
 def _starts(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -325,7 +365,20 @@ def _segment(start: int, stop: int, inside: list[int], rows: Sequence[Row], pool
         tokens = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in inside]).to(pool.device)
     starts = _starts(chosen)
     paging = tuple(_paging(g, chosen, starts, positions, pool) for g in range(len(pool.layout.groups)))
-    return Segment(start, stop, tokens, positions, paging)
+    repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
+    return Segment(start, stop, tokens, positions, paging, repairs)
+
+
+def _placed(repair: Repair, row: Row, start: int, pool: PagePool) -> PlacedRepair:
+    tables, size = row.cache.row(row.cache_row).tables, pool.layout.page_tokens
+    slots = tuple(
+        torch.tensor([table[p // size] * size + p % size for p in repair.positions], device=pool.device)
+        for table in tables
+    )
+    positions = torch.tensor(repair.positions, dtype=torch.int64, device=pool.device)
+    own, device = repair.interpolation, pool.device
+    moved = Interpolation(own.tokens.to(device), own.anchors.to(device), own.weights.to(device))
+    return PlacedRepair(start + repair.first, start + repair.stop, positions, slots, moved, repair.stored)
 
 
 def _paging(group: int, rows: list[Row], starts: tuple[int, ...], positions: Tensor, pool: PagePool) -> Paging:

@@ -20,7 +20,7 @@ from ..batch import Batch, Ids, Last, Nothing, Row
 from ..blend import quality_gate
 from ..blend.blender import Blending
 from ..blend.chunk import ChunkCache
-from ..blend.recipe import MEND, BlendPrompt, Recipe
+from ..blend.recipe import REPAIR, BlendPrompt, Recipe
 from ..errors import InputError
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
@@ -84,9 +84,9 @@ class _Truth:
     answer: list[int]
 
 
-def methods(strategies: Sequence[str], ratios: Sequence[float], mend: float = MEND) -> list[BlendMethod]:
+def methods(strategies: Sequence[str], ratios: Sequence[float], repair: float = REPAIR) -> list[BlendMethod]:
     """A whole prefill, a cached prefix, plain reuse, and every strategy at every ratio."""
-    recipes = [Recipe(ratio, name, mend=mend, min_gain=0.0) for name in strategies for ratio in ratios]
+    recipes = [Recipe(ratio, name, repair=repair, min_gain=0.0) for name in strategies for ratio in ratios]
     return [FULL, PREFIX, REUSE, *(BlendMethod(f"{one.strategy} {one.ratio:.0%}", one) for one in recipes)]
 
 

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..blend.chunk import ChunkCache
-from ..blend.recipe import MEND
+from ..blend.recipe import REPAIR
 from ..errors import InputError
 from ..llm import LLM
 from ..store.store import Store
@@ -36,8 +36,8 @@ class ReportSettings:
     model: str
     context: int
     codec: str = "raw"  # of stored documents
-    mend: float = MEND
-    behind: bool = False  # whether documents are computed behind the system text
+    repair: float = REPAIR
+    context_prefix: bool = False  # whether documents are computed behind the system text
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _measured(
         if not missing[name]:
             continue
         with Store(Budget(_STORE_BYTES), chunk_codec=setting.codec) as store:
-            chunks = ChunkCache(llm.executor, store, llm.documents.behind)
+            chunks = ChunkCache(llm.executor, store, llm.documents.context_prefix)
             for outcome in compare(llm, chunks, case, setting.context, missing[name]):
                 yield ReportLine(name, outcome)
 
@@ -131,6 +131,12 @@ def _append(path: str, fields: dict[str, Any]) -> None:
         file.write(json.dumps(fields) + "\n")
 
 
+def _settings(fields: dict[str, Any]) -> ReportSettings:
+    """The first line of a file, also of an earlier version."""
+    former = {"mend": "repair", "behind": "context_prefix"}
+    return ReportSettings(**{former.get(name, name): value for name, value in fields.items()})
+
+
 def _read(path: str | None, setting: ReportSettings) -> list[ReportLine]:
     """The results of a file with the same settings; a file that does not exist is started."""
     if path is None:
@@ -142,7 +148,7 @@ def _read(path: str | None, setting: ReportSettings) -> list[ReportLine]:
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(text)
-            found.append(ReportLine(fields.pop("case"), BlendOutcome(**fields)) if found else ReportSettings(**fields))
+            found.append(ReportLine(fields.pop("case"), BlendOutcome(**fields)) if found else _settings(fields))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise InputError(f"{path}, line {number}, is no line of a report; give --out another file") from None
     if found and found[0] != setting:

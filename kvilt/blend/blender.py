@@ -69,7 +69,7 @@ class Blending:
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
-        self._choice = TokenSelection(blend_prompt, recipe, chunks.behind)
+        self._choice = TokenSelection(blend_prompt, recipe, chunks.context_prefix)
         self._tenant = tenant
         self._adapter = adapter
         # An adapter that tokens switch on finds documents as the base model made them.
@@ -107,7 +107,7 @@ class Blending:
     def scratch_tokens(self) -> int:
         """Tokens of room needed beside the prompt's own, should a document have to be computed."""
         longest = max((len(text) for text in self._texts), default=0)
-        return longest + len(self._chunks.behind) if longest else 0
+        return longest + len(self._chunks.context_prefix) if longest else 0
 
     @property
     def left(self) -> int:
@@ -259,23 +259,23 @@ class Blending:
         """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
         positions = _at(chosen, self.blend_prompt.exact)
         source = self._source(positions, None) if hidden is None else hidden
-        mending = self._mending(positions, placing)
-        joints, mends = (mending.joints, mending.of) if mending is not None else (None, None)
+        repair = self._repair(positions)
+        joints, repairs = (repair.joints, repair.of) if repair is not None else (None, None)
         while True:
             yield from self._place(placing, lower + 1)
             ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
             yield from self._place(placing, ready)
             if ready >= self._layers:
                 break
-            stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, mends)
+            stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, repairs)
             yield stage
             source, lower = torch.cat(stage.hidden), ready
-        yield RowStage(kv, positions, source, LayerSpan(lower), Last(), joints, mends)
+        yield RowStage(kv, positions, source, LayerSpan(lower), Last(), joints, repairs)
 
-    def _mending(self, positions: Sequence[int], placing: ChunkPlacement) -> KVRepair | None:
-        if not self.recipe.mend:
+    def _repair(self, positions: Sequence[int]) -> KVRepair | None:
+        if not self.recipe.repair:
             return None
-        return KVRepair(self.blend_prompt.documents, positions, self.recipe.mend, placing, self._stored)
+        return KVRepair(self.blend_prompt.documents, positions, self.recipe.repair, self._stored, self._layers)
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Course:
         """The question over documents as they are: what it looks at is worth being right."""
@@ -315,15 +315,15 @@ class Blending:
 
     def _make(self, text: tuple[int, ...]) -> Course:
         """Compute a document standalone and keep it; what the store gives back is what gets blended."""
-        behind = self._chunks.behind
-        ids = (*behind, *text)
+        context_prefix = self._chunks.context_prefix
+        ids = (*context_prefix, *text)
         stage = RowStage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
         yield stage
         self._made += len(text)
         layers = [
             LayerKV(
-                torch.cat([one.keys for one in stage.kv[i]])[len(behind) :].to(self._chunks.dtype),
-                torch.cat([one.values for one in stage.kv[i]])[len(behind) :].to(self._chunks.dtype),
+                torch.cat([one.keys for one in stage.kv[i]])[len(context_prefix) :].to(self._chunks.dtype),
+                torch.cat([one.values for one in stage.kv[i]])[len(context_prefix) :].to(self._chunks.dtype),
             )
             for i in range(self._layers)
         ]

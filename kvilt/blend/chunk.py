@@ -24,11 +24,11 @@ from .recipe import Span
 class ChunkCache:
     """The door of a store for one executor's documents."""
 
-    def __init__(self, executor: Executor, store: Store, behind: Sequence[int] = ()) -> None:
-        """`behind` are tokens that stand before every document while it is computed, such as a model's first one."""
+    def __init__(self, executor: Executor, store: Store, context_prefix: Sequence[int] = ()) -> None:
+        """`context_prefix` are tokens before every document while it is computed, such as a model's first one."""
         if any(group.shape.value_dim == 0 for group in executor.layout.groups):
             raise InputError("documents of models with latent attention cannot be blended")
-        self.behind = tuple(behind)
+        self.context_prefix = tuple(context_prefix)
         self._executor = executor
         self._store = store
         dtype = executor.layout.groups[0].shape.dtype
@@ -76,9 +76,9 @@ class ChunkCache:
         return self._store.count_leading([chunk_address(self._identity(*scope), ids, self.form)]) == 1
 
     def _identity(self, tenant: str, maker: str) -> Identity:
-        behind = hashlib.sha256(token_bytes(self.behind)).hexdigest() if self.behind else "nothing"
-        origin = f"chunk/1 behind={behind}"
+        prefix = hashlib.sha256(token_bytes(self.context_prefix)).hexdigest() if self.context_prefix else "nothing"
+        origin = f"chunk/1 behind={prefix}"
         return replace(self._executor.pool.identity(), origin=origin, salt=tenant, adapter=maker)
 
     def __repr__(self) -> str:
-        return f"ChunkCache(dtype={self.dtype}, behind={list(self.behind)}, layers={len(self.form)})"
+        return f"ChunkCache(dtype={self.dtype}, context_prefix={list(self.context_prefix)}, layers={len(self.form)})"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from ..executor.executor import Executor
 from ..kv.cache import KVCache
 from ..models.spec import RopeSpec
-from ..ops.contract import Interpolation, PageStore, Rotation
+from ..ops.contract import PageStore, Rotation
 from ..store.layer import LayerKV
 from .key_rotation import rotations
 from .recipe import Span
@@ -47,31 +45,10 @@ class ChunkPlacement:
         """Write one layer of all documents."""
         self.write(index, torch.cat([one.keys for one in documents]), torch.cat([one.values for one in documents]))
 
-    def some(self, which: Tensor) -> ChunkPlacement:
-        """The places of some of the tokens, by their number among all of the documents."""
-        part = copy(self)
-        which = which.to(self._executor.pool.device)
-        part._slots = [slots[which] for slots in self._slots]
-        part._rotations = {
-            rope: replace(one, cos=one.cos[which], sin=one.sin[which]) for rope, one in self._rotations.items()
-        }
-        return part
-
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Write one layer of all tokens, [tokens, heads, dim], keys not rotated."""
         pool, to = self._executor.pool, self._to(index)
         pool.ops.write(to.store, to.layer, to.slots, keys.to(pool.device), values.to(pool.device), to.rotation)
-
-    def interpolate(self, index: int, who: Interpolation, kept: LayerKV, fresh: tuple[Tensor, Tensor]) -> None:
-        """Write one layer of tokens that follow others of their document; `kept` is all of that, `who` is `here`."""
-        pool, to = self._executor.pool, self._to(index)
-        old = (kept.keys.to(pool.device), kept.values.to(pool.device))
-        pool.ops.interpolate(to.store, to.layer, to.slots, who, old, fresh, to.rotation)
-
-    def here(self, who: Interpolation) -> Interpolation:
-        """The same on the device of the pages."""
-        device = self._executor.pool.device
-        return Interpolation(who.tokens.to(device), who.anchors.to(device), who.weights.to(device))
 
     def _to(self, index: int) -> _Target:
         pool, place = self._executor.pool, self._places[index]

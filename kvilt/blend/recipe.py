@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 from ..errors import ParamError
 
 Strategy = Literal["deviation", "head", "query"]
-MEND = 0.8
+REPAIR = 0.8
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
@@ -36,17 +37,22 @@ class Recipe:
     check_layer: int = 1  # deviation: all tokens run through the layers up to this one
     gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
     mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of all
-    mend: float = MEND  # tokens that are not computed again change by this share of what those around them did; 0: stay
+    repair: float = REPAIR  # tokens not computed again take this share of the change of those around them; 0: none
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
     load_floor: float | None = None  # the ratio follows loading times, but not below this; None: it does not follow
     gate: bool = True  # a quality gate, where there is one, may compare the answer and raise the ratio
 
-    def __post_init__(self) -> None:
+    mend: dataclasses.InitVar[float | None] = None  # the former name of `repair`
+
+    def __post_init__(self, mend: float | None) -> None:
+        if mend is not None:
+            warnings.warn("Recipe(mend=...) is called Recipe(repair=...) now", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "repair", mend)
         _share("ratio", self.ratio)
         _share("min_gain", self.min_gain)
-        _share("mend", self.mend)
+        _share("repair", self.repair)
         for name in ("gate", "last_segment"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ParamError(name, f"must be true or false, not {value!r}")
@@ -73,7 +79,7 @@ class Recipe:
             raise ParamError("recipe", f"is a Recipe, such as Recipe(ratio=0.3), not {recipe!r}")
         known = [one.name for one in dataclasses.fields(cls)]
         for name in fields:
-            if name not in known:
+            if name not in (*known, "mend"):
                 raise ParamError(name, f"there is no such field of a recipe; the fields are {', '.join(known)}")
         given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return dataclasses.replace(recipe or cls(), **given)
@@ -100,7 +106,7 @@ class Recipe:
         more = [f"ratio={self.ratio:.6g}", f"check={self.check_layer}", f"first={self.first_tokens}"]
         more += [f"gradual={','.join(f'{x:.4g}' for x in self.gradual)}"] if self.gradual else []
         more += [f"mass={','.join(map(str, self.mass_layers))}"] if self.mass_layers else []
-        more += [f"mend={self.mend:.4g}"] if self.mend else []
+        more += [f"mend={self.repair:.4g}"] if self.repair else []  # the name it was given first stays in stored keys
         more += [] if self.last_segment else ["last=reused"]
         more += [f"floor={self.load_floor:.4g}"] if self.load_floor is not None else []
         return f"blend/1 {parts} {' '.join(more)}"

@@ -1,8 +1,8 @@
-"""Tokens between those that are computed again: they follow what their neighbours' keys and values have changed by.
+"""KV repair: tokens between recomputed ones take a share of what the keys and values of these have changed by.
 
-Neighbours in a document change alike, so a computed token shows in part what became of those around it. Where the
-keys and values of computed tokens are known in a layer, the others follow before anybody attends to them. Refuses to
-know which tokens are computed, and why.
+Neighbours in a document change alike, so a recomputed token shows in part how the tokens around it would change. A
+repair is a value of the row that recomputes; the backend carries it out, layer by layer, before attention reads.
+Refuses to know which tokens are recomputed, and why.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..batch import Mend
+from ..batch import LayerSpan, Repair, UnrotatedKV
 from ..ops.contract import Interpolation
 from ..store.layer import LayerKV
-from .placement import ChunkPlacement
 from .recipe import Span
 
 REACH = 16  # tokens, in which the weight of a computed one falls to 1/e
@@ -35,12 +34,12 @@ class RepairRun:
     document: int
     first: int  # of the computed ones, among all tokens that are run
     stop: int
-    who: Interpolation
+    interpolation: Interpolation
 
     @property
-    def mends(self) -> bool:
-        """Whether it has something to say, and somebody to say it of."""
-        return self.stop - self.first >= LEAST and len(self.who.tokens) > 0
+    def repairs(self) -> bool:
+        """Whether it has enough computed tokens, and others to repair."""
+        return self.stop - self.first >= LEAST and len(self.interpolation.tokens) > 0
 
 
 def runs(documents: Sequence[Span], positions: Sequence[int], share: float = 1.0) -> list[RepairRun]:
@@ -69,33 +68,34 @@ def _weights(computed: Tensor, reach: range, share: float) -> Interpolation:
 
 
 class KVRepair:
-    """The mends of one prompt's documents, of which some tokens are computed."""
+    """The repairs of one prompt's documents, of which some tokens are computed."""
 
     def __init__(
-        self, documents: Sequence[Span], positions: Sequence[int], share: float, placing: ChunkPlacement, stored: Stored
+        self, documents: Sequence[Span], positions: Sequence[int], share: float, stored: Stored, layers: int
     ) -> None:
-        """`positions` are those of all tokens that are run; `placing` has the places of all documents."""
-        self._runs = [one for one in runs(documents, positions, share) if one.mends]
-        self._starts = [0]
-        for one in documents:
-            self._starts.append(self._starts[-1] + len(one))
-        self._placing = placing
-        self._stored = stored
+        """`positions` are those of all tokens that are run; `stored` gives one of a document's `layers`."""
+        self._runs = [one for one in runs(documents, positions, share) if one.repairs]
+        self._documents = documents
+        self._stored, self._count = stored, layers
         inside = {i for one in self._runs for i in range(one.first + 1, one.stop)}
         self.joints = [i for i in range(1, len(positions) + 1) if i not in inside]
 
-    def of(self, start: int, stop: int) -> Mend | None:
-        """For a row of the tokens [start, stop) of those that are run; None if there is nothing to mend."""
+    def of(self, start: int, stop: int, span: LayerSpan) -> tuple[Repair, ...]:
+        """For a row of the tokens [start, stop) of those that are run, through these layers."""
+        layers = range(span.start, min(span.stop, self._count))
         mine = [one for one in self._runs if start <= one.first and one.stop <= stop]
-        if not mine:
-            return None
-        # Found once for all layers.
-        places = [self._placing.some(self._starts[one.document] + one.who.tokens) for one in mine]
-        followers = [self._placing.here(one.who) for one in mine]
+        stored = {number: self._layers(number, layers) for number in dict.fromkeys(one.document for one in mine)}
+        return tuple(
+            Repair(
+                (self._documents[one.document].start + one.interpolation.tokens).tolist(),
+                one.first - start,
+                one.stop - start,
+                one.interpolation,
+                stored[one.document],
+            )
+            for one in mine
+        )
 
-        def mend(layer: int, keys: Tensor, values: Tensor) -> None:
-            for one, place, who in zip(mine, places, followers, strict=True):
-                own = slice(one.first - start, one.stop - start)
-                place.interpolate(layer, who, self._stored(one.document, layer), (keys[own], values[own]))
-
-        return mend
+    def _layers(self, document: int, layers: range) -> dict[int, UnrotatedKV]:
+        found = ((layer, self._stored(document, layer)) for layer in layers)
+        return {layer: UnrotatedKV(one.keys, one.values) for layer, one in found}

@@ -17,8 +17,8 @@ from ..batch import (
     Last,
     LayerSpan,
     Logits,
-    Mend,
     Nothing,
+    Repair,
     Row,
     Source,
     UnrotatedKV,
@@ -26,7 +26,7 @@ from ..batch import (
 )
 from ..kv.cache import KVCache
 
-Mends = Callable[[int, int], Mend | None]
+Repairs = Callable[[int, int, LayerSpan], tuple[Repair, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class RowStage:
     layers: LayerSpan
     want: Want  # of all pieces, but for Last and KeyMass, which only the last one has
     joints: Sequence[int] | None = None  # ascending, up to the end: a piece ends only there, whatever the budget
-    mends: Mends | None = None  # of the tokens [start, stop)
+    repairs: Repairs | None = None  # of the tokens [start, stop), in the layers of the span
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[UnrotatedKV]] = field(default_factory=dict)  # by layer
@@ -66,9 +66,9 @@ class RowStage:
             below = bisect_right(self.joints, stop) - 1
             stop = self.joints[below if below >= 0 and self.joints[below] > self.at else below + 1]
         want = Nothing() if stop < end and isinstance(self.want, Last | KeyMass) else self.want
-        mend = self.mends(self.at, stop) if self.mends is not None else None
+        repairs = self.repairs(self.at, stop, self.layers) if self.repairs is not None else ()
         places = self.positions[self.at : stop]
-        return Row(self._source(stop), places, self.cache, layers=self.layers, want=want, mend=mend)
+        return Row(self._source(stop), places, self.cache, layers=self.layers, want=want, repairs=repairs)
 
     def took(self, tokens: int, logits: Logits, row: int) -> None:
         """A piece was run, as this row of a batch."""

@@ -21,11 +21,11 @@ FAR_TOKENS = 1000
 class TokenSelection:
     """The choices of one prompt."""
 
-    def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, behind: Sequence[int]) -> None:
-        """`behind` is what stood before documents when they were computed."""
+    def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, context_prefix: Sequence[int]) -> None:
+        """`context_prefix` is what stood before documents when they were computed."""
         self._quilt = blend_prompt
         self._recipe = recipe
-        self._behind = tuple(behind)
+        self._context_prefix = tuple(context_prefix)
         self.reusable = self._mask([(one.start, one.stop) for one in blend_prompt.documents])
 
     def of(self, scores: Mapping[Strategy, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
@@ -88,5 +88,5 @@ class TokenSelection:
 
     def _settled(self) -> Tensor:
         """Documents that stand behind just what stood before them when they were computed: they are right already."""
-        own = [one for one in self._quilt.documents if self._quilt.ids[: one.start] == self._behind]
+        own = [one for one in self._quilt.documents if self._quilt.ids[: one.start] == self._context_prefix]
         return self._mask([(one.start, one.stop) for one in own])

@@ -17,7 +17,7 @@ from ..bench.blend_measure import SYSTEM, BlendCase, methods
 from ..bench.blend_plot import plot
 from ..bench.blend_results import MethodSummary, ReportSettings, lines, summaries
 from ..bench.serve_plot import check_plot
-from ..blend.recipe import MEND
+from ..blend.recipe import REPAIR
 from ..errors import ParamError
 from ..llm import LLM, load
 from ..store.codec_registry import codec_named
@@ -37,8 +37,8 @@ class BlendQuestions:
     limit: int | None
     context: int | None
     codec: str = "raw"
-    mend: float | None = None  # None: as recipes do
-    behind: bool = False  # whether documents are computed behind the system text
+    repair: float | None = None  # None: as recipes do
+    context_prefix: bool = False  # whether documents are computed behind the system text
 
     def cases(self) -> list[BlendCase]:
         for name in ("documents", "limit", "context"):
@@ -70,13 +70,15 @@ def report(
     """Measure and print. Wrong questions are refused before a model is loaded."""
     if output.plot is not None:
         check_plot()
-    mend = MEND if questions.mend is None else questions.mend
-    cases, wanted = questions.cases(), methods(strategies, [percent / 100 for percent in percents], mend)
-    begins = [{"role": "system", "content": SYSTEM}] if questions.behind else None
+    repair = REPAIR if questions.repair is None else questions.repair
+    cases, wanted = questions.cases(), methods(strategies, [percent / 100 for percent in percents], repair)
+    begins = [{"role": "system", "content": SYSTEM}] if questions.context_prefix else None
     with bars() as shown:
-        llm = load(model, on_fetch=shown.fetching, behind=begins, **config)
+        llm = load(model, on_fetch=shown.fetching, context_prefix=begins, **config)
     with llm:
-        setting = ReportSettings(model, _context(questions.context, llm), questions.codec, mend, questions.behind)
+        setting = ReportSettings(
+            model, _context(questions.context, llm), questions.codec, repair, questions.context_prefix
+        )
         found = summaries(lines(llm, cases, wanted, setting, output.out, tracked))
     _show(found, output.as_json)
     if output.plot is not None:

@@ -189,8 +189,13 @@ def blend_report(
     limit: Annotated[int | None, typer.Option(help="Ask only this many questions.")] = None,
     context: Annotated[int | None, typer.Option(help="Cut all documents to one length until prompts fit.")] = None,
     codec: Annotated[str, typer.Option(help="Codec of stored documents: raw, zstd, int8 or k8v4.")] = "raw",
-    mend: Annotated[float | None, typer.Option(help="How far tokens follow computed ones around them.")] = None,
-    behind: Annotated[bool, typer.Option(help="Compute documents behind the system text.")] = False,
+    repair: Annotated[
+        float | None,
+        typer.Option("--repair", "--mend", help="How strongly tokens between recomputed ones are repaired."),
+    ] = None,
+    context_prefix: Annotated[
+        bool, typer.Option("--context-prefix", "--behind", help="Compute documents after the system text.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="For the order of documents.")] = 0,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Append results to a file, and continue it.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
@@ -202,7 +207,9 @@ def blend_report(
     with exit_on_error():
         from .blend_report import BlendQuestions, ReportOutput, report
 
-        asked = BlendQuestions(files, question or [], questions, documents, seed, limit, context, codec, mend, behind)
+        asked = BlendQuestions(
+            files, question or [], questions, documents, seed, limit, context, codec, repair, context_prefix
+        )
         output = ReportOutput(out, json, plot)
         report(asked, model, strategies.split(","), opt.numbers("ratios", ratios), output, config)
 

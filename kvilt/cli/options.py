@@ -119,8 +119,11 @@ STORE = OptionGroup(
             "store_redis_memory": Option(str | None, None, "Maximum size in Redis; default 8G."),
             "store_codec": Option(str, "raw", "raw, zstd (exact), int8 or k8v4 (smaller, rounded)."),
             "store_secret_file": Option(str | None, None, "A file with a secret that authenticates stored records."),
-            "behind": Option(
-                str | None, None, "The system text that your chats start with: documents are computed after it."
+            "context_prefix": Option(
+                str | None,
+                None,
+                "The system text that your chats start with: documents are computed after it.",
+                ("--context-prefix", "--behind"),
             ),
         }
     ),

@@ -51,7 +51,7 @@ def answer(
     started_s = time.perf_counter()
     with open_store(store) as kept:
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, behind=context_prefix(store), **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, context_prefix=context_prefix(store), **config)
         with llm:
             params = with_short_seed(sampling_params(sampling, llm))
             _answer(llm, request, prompt, params, own, model, time.perf_counter() - started_s)

@@ -47,7 +47,7 @@ def serve(
     adapters = [named_path(each) for each in options["lora"]]
     with open_store(store) as kept:
         with bars() as shown:
-            own = {"store": kept, "behind": context_prefix(store), "gate": gate, **config}
+            own = {"store": kept, "context_prefix": context_prefix(store), "gate": gate, **config}
             llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **own)
         for name, path in adapters:
             if name in settings.names:

@@ -49,7 +49,8 @@ def open_store(options: dict[str, Any], memory: bool = True) -> Iterator[Store |
 
 def context_prefix(options: dict[str, Any]) -> list[dict[str, str]] | None:
     """The system text that documents are computed after, as messages."""
-    return None if options["behind"] is None else [{"role": "system", "content": options["behind"]}]
+    text = options["context_prefix"]
+    return None if text is None else [{"role": "system", "content": text}]
 
 
 def check_store_options(options: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def warm(request: WarmRequest, model: str, store: dict[str, Any], config: dict[s
     with open_store(store, memory=False) as kept:
         assert kept is not None
         with bars() as shown:
-            llm = load(model, on_fetch=shown.fetching, store=kept, behind=context_prefix(store), **config)
+            llm = load(model, on_fetch=shown.fetching, store=kept, context_prefix=context_prefix(store), **config)
         with llm:
             own = {"tenant": tenant, "lora_scale": request.lora_scale}
             if request.lora:

@@ -146,7 +146,7 @@ def _scoring(request: Request, borrowed: BorrowedKV | None) -> Scoring | None:
     """What is to be scored. The first of it needs the logits of the token before, so a lent cache gives that up."""
     if request.params is None or request.params.prompt_logprobs is None:
         return None
-    begins = max(0, request.behind - 1)
+    begins = max(0, request.continued_tokens - 1)
     if borrowed is not None and borrowed.kv.batch_size == 1:
         there = borrowed.kv.tokens()
         if there and isinstance(there[-1], int):

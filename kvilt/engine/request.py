@@ -31,7 +31,7 @@ class Request:
     owner: str = ""  # quotas and fair shares count by it, whatever its tenants; "": the owner of the tenant
     reuse: bool = True  # whether the prompt may begin with KV that others computed
     keep_kv: bool = False  # hand each sample's KV over when it ends
-    behind: int = 0  # tokens of the prompt whose log-probabilities nobody wants: it continues them
+    continued_tokens: int = 0  # tokens of the prompt whose log-probabilities nobody wants: it continues them
     progress: bool = False  # tell how much of the prompt is there, step by step
     grammar: Grammar | None = None  # that of the params, compiled
     documents: tuple[Span, ...] = ()  # parts of the prompt whose KV is reused wherever they stand

@@ -157,7 +157,7 @@ def decoded_ids(batch: Batch) -> list[int] | None:
     ids = []
     for row in batch.rows:
         source, want = row.source, row.want
-        if not (isinstance(source, Ids) and isinstance(want, Last)) or row.mend is not None:
+        if not (isinstance(source, Ids) and isinstance(want, Last)) or row.repairs:
             return None
         ids.append(source.ids[0])
     return ids
@@ -167,8 +167,8 @@ def run_ids(batch: Batch) -> list[int] | None:
     """The tokens of a single row that wants the logits behind each of them."""
     if len(batch.rows) > 1 or batch.num_tokens > MAX_RUN or len(batch.segments) != 1:
         return None
-    source, want, mend = batch.rows[0].source, batch.rows[0].want, batch.rows[0].mend
-    wants_all = isinstance(want, Last) and want.k == batch.num_tokens and mend is None
+    source, want, repairs = batch.rows[0].source, batch.rows[0].want, batch.rows[0].repairs
+    wants_all = isinstance(want, Last) and want.k == batch.num_tokens and not repairs
     return list(source.ids) if isinstance(source, Ids) and wants_all else None
 
 

@@ -44,7 +44,7 @@ from .async_stream import AsyncStream
 from .blend import PromptParts, listed
 from .completion import Completion
 from .generation import SamplingDefaults
-from .model import AdapterChoice, Behind, Chat, DiscoveryChoice, Model, Prompt, behind, is_one, shared
+from .model import AdapterChoice, Chat, ContextPrefix, DiscoveryChoice, Model, Prompt, after_cache, is_one, shared
 from .offload import OWNER, PROMPT, STORE, Offload, uninterruptible
 from .quality import gate_for
 from .token_stream import Notifier, TokenStream
@@ -75,7 +75,7 @@ class PreparedPrompt:
 
     ids: Sequence[int]
     borrowed: BorrowedKV | None
-    behind: int = 0  # tokens that the prompt continues, as far as they are not its own
+    continued_tokens: int = 0  # tokens that the prompt continues, as far as they are not its own
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the request says of documents
     loan: HandleLoan | None = None  # of a handle
 
@@ -109,10 +109,10 @@ class AsyncLLM(Model):
         drafter: Drafter | None = None,
         store: Store | None = None,
         gate: GateConfig | None = None,
-        behind: Behind | None = None,
+        context_prefix: ContextPrefix | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, behind, defaults)
+        super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)
@@ -292,7 +292,7 @@ class AsyncLLM(Model):
             return PreparedPrompt([*loan.tokens, *ids], borrowed, len(loan.tokens), loan=loan)
         if terms.kv is None:
             return PreparedPrompt(ids, None)
-        return PreparedPrompt(behind(terms.kv, ids), BorrowedKV(terms.kv.fork()), terms.kv.num_entries)
+        return PreparedPrompt(after_cache(terms.kv, ids), BorrowedKV(terms.kv.fork()), terms.kv.num_entries)
 
     def _chat(self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, terms: RequestTerms) -> PreparedPrompt:
         if listed(terms.documents):
@@ -333,7 +333,7 @@ class AsyncLLM(Model):
         grammar: Grammar | None = None,
     ) -> TokenStream:
         ready = source(terms)
-        if params.prompt_logprobs is not None and not ready.behind and ready.borrowed is not None:
+        if params.prompt_logprobs is not None and not ready.continued_tokens and ready.borrowed is not None:
             ready.borrowed.kv.close()  # all of the prompt is to be scored, so nothing of it can be found
             ready = dataclasses.replace(ready, borrowed=None)
         # A handle says the same whether its KV is here or has to be computed again: nothing in it is blended.
@@ -347,7 +347,7 @@ class AsyncLLM(Model):
                 ready.ids,
                 params,
                 grammar,
-                behind=ready.behind,
+                continued_tokens=ready.continued_tokens,
                 reuse=not isinstance(terms.kv, KVCache),
                 progress=hearing.progress,
                 adapter=self._checked(ready, AdapterChoice(terms.lora, terms.lora_scale)),

@@ -49,14 +49,20 @@ class Documents:
     """One model's documents. The store is opened when it is first needed, unless one is given."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, store: Store | None = None, behind: Sequence[int] | None = None
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        store: Store | None = None,
+        context_prefix: Sequence[int] | None = None,
     ) -> None:
-        """Documents are computed behind the tokens `behind`; if not given, behind those that begin every text."""
+        """Documents are computed after the tokens `context_prefix`; by default after those that begin every text."""
         self._executor = executor
         self._tokenizer = tokenizer
-        self.behind = tuple(tokenizer.head if behind is None else behind)
-        if len(self.behind) > executor.max_context // 2:
-            raise ParamError("behind", f"has {len(self.behind)} tokens, more than half of max_context; shorten it")
+        self.context_prefix = tuple(tokenizer.head if context_prefix is None else context_prefix)
+        if len(self.context_prefix) > executor.max_context // 2:
+            raise ParamError(
+                "context_prefix", f"has {len(self.context_prefix)} tokens, over half of max_context; shorten it"
+            )
         self._given = store
         self._own: Store | None = None
         self._chunks: ChunkCache | None = None
@@ -70,7 +76,7 @@ class Documents:
                 store = self._given
                 if store is None:
                     store = self._own = Store(Budget(available_memory_bytes() // _STORE_SHARE))
-                self._chunks = ChunkCache(self._executor, store, self.behind)
+                self._chunks = ChunkCache(self._executor, store, self.context_prefix)
             return self._chunks
 
     @property
@@ -107,7 +113,7 @@ class Documents:
     def _check_alone(self, name: str, tokens: int) -> None:
         if not tokens:
             raise ParamError(name, "is empty; give at least one token")
-        pool, needed = self._executor.pool, tokens + len(self.behind) + 1
+        pool, needed = self._executor.pool, tokens + len(self.context_prefix) + 1
         if needed > self._executor.max_context:
             most = self._executor.max_context - needed + tokens
             raise ParamError(name, f"has {tokens} tokens, and with a max_context this small {most} fit; shorten it")
@@ -121,7 +127,7 @@ class Documents:
             raise InputError("give at least two parts: what stands first, any documents, and the question")
         first, *rest = parts
         begin = [*self._tokenizer.head, *self.ids(first)] if isinstance(first, str) else self.ids(first)
-        segments = self._behind(begin, rest)
+        segments = self._token_segments(begin, rest)
         flags = [False, *[True] * (len(segments) - 2), not recipe.last_segment]
         return self._pieces(segments, flags, recipe)
 
@@ -129,7 +135,7 @@ class Documents:
         self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe
     ) -> PromptParts:
         """Documents, and a prompt behind them."""
-        segments = self._behind(self._tokenizer.head, [*documents, prompt])
+        segments = self._token_segments(self._tokenizer.head, [*documents, prompt])
         return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
 
     def between(
@@ -143,7 +149,7 @@ class Documents:
             taken += len(segments[-2])
         return self._pieces(segments, [index % 2 == 1 for index in range(len(segments))], recipe)
 
-    def _behind(self, begin: Sequence[int], texts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+    def _token_segments(self, begin: Sequence[int], texts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
         """The tokens of texts one behind the other; none is tokenized behind the end of the context."""
         segments, taken = [begin], len(begin)
         for text in texts:

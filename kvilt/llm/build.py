@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from .async_llm import AsyncLLM
 from .drafts import DraftLike, check_draft, drafter_for
 from .facade import LLM
 from .generation import SamplingDefaults, sampling_defaults
-from .model import Behind
+from .model import ContextPrefix
 
 
 def load(
@@ -35,19 +36,21 @@ def load(
     on_load: Callable[[int, int], None] | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
-    behind: Behind | None = None,
+    context_prefix: ContextPrefix | None = None,
     discover: bool = False,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
+    behind: ContextPrefix | None = None,
     **options: Any,
 ) -> LLM:
     """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
 
-    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `behind` is the text, or the
-    messages, that most of these prompts begin with: documents are computed behind it. `gate` compares some blended
-    prompts with whole prefills, and may answer later ones with a higher ratio. `discover` blends known documents that
-    prompts hold without naming them; answers then depend on what is stored.
+    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `context_prefix` is the text,
+    or the messages, that most of these prompts begin with: documents are computed after it. `gate` compares some
+    blended prompts with whole prefills, and may answer later ones with a higher ratio. `discover` blends known
+    documents that prompts hold without naming them; answers then depend on what is stored.
     """
+    context_prefix = _renamed(context_prefix, behind)
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
@@ -59,7 +62,7 @@ def load(
         drafter=drafter,
         store=store,
         gate=gate,
-        behind=behind,
+        context_prefix=context_prefix,
         defaults=parts.defaults,
     )
 
@@ -72,12 +75,14 @@ def load_async(
     engine: EngineConfig | None = None,
     store: Store | None = None,
     gate: GateConfig | None = None,
-    behind: Behind | None = None,
+    context_prefix: ContextPrefix | None = None,
     draft: DraftLike | None = None,
     draft_tokens: int | None = None,
+    behind: ContextPrefix | None = None,
     **options: Any,
 ) -> AsyncLLM:
     """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
+    context_prefix = _renamed(context_prefix, behind)
     check_draft(draft, draft_tokens)
     parts = _parts(model, on_fetch, on_load, options)
     drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
@@ -89,9 +94,16 @@ def load_async(
         drafter=drafter,
         store=store,
         gate=gate,
-        behind=behind,
+        context_prefix=context_prefix,
         defaults=parts.defaults,
     )
+
+
+def _renamed(context_prefix: ContextPrefix | None, behind: ContextPrefix | None) -> ContextPrefix | None:
+    if behind is None:
+        return context_prefix
+    warnings.warn("load(behind=...) is called load(context_prefix=...) now", DeprecationWarning, stacklevel=3)
+    return behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from .answer import Answer, AnswerConfig
 from .blend import PromptParts, listed
 from .completion import Completion, Stream
 from .generation import SamplingDefaults
-from .model import AdapterChoice, Behind, DiscoveryChoice, Message, Model, Prompt, behind, is_one, shared
+from .model import AdapterChoice, ContextPrefix, DiscoveryChoice, Message, Model, Prompt, after_cache, is_one, shared
 from .quality import gate_for
 from .sync_runner import PendingAnswer, SyncRunner
 from .warmup import DocumentWarmup, OnProgress, StoredDocument
@@ -52,10 +52,10 @@ class LLM(Model):
         drafter: Drafter | None = None,
         store: Store | None = None,
         gate: GateConfig | None = None,
-        behind: Behind | None = None,
+        context_prefix: ContextPrefix | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, behind, defaults)
+        super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
         self._gate = gate_for(gate, executor, store)
         drafting = None if drafter is None else Drafting(drafter)
         self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
@@ -295,7 +295,7 @@ class LLM(Model):
     def _ids(self, prompt: Prompt, kv: KVCache | None) -> list[int]:
         """All tokens of a prompt, those in `kv` first."""
         ids = self.prompt_ids(prompt, begins=kv is None)
-        return ids if kv is None else behind(kv, ids)
+        return ids if kv is None else after_cache(kv, ids)
 
     def _prepare(
         self,
@@ -316,7 +316,7 @@ class LLM(Model):
         own: dict[str, Any] = {
             "keep_kv": keep_kv,
             "reuse": kv is None,
-            "behind": reused,
+            "continued_tokens": reused,
             "adapter": self.adapter(lora, ids),
         }
         made = self.request(ids, params, **own, **finding.fields)

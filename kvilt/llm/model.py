@@ -28,7 +28,7 @@ from .grammars import Grammars
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Chat = Sequence[Message] | RenderedChat  # a conversation, or what its template has made of it already
-Behind = str | Sequence[Message]  # a text, or the messages before the one that asks
+ContextPrefix = str | Sequence[Message]  # a text, or the messages before the one that asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Model:
         tokenizer: Tokenizer,
         stop_ids: Sequence[int] = (),
         store: Store | None = None,
-        behind: Behind | None = None,
+        context_prefix: ContextPrefix | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
         """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
 
-        `behind` is what prompts with documents begin with, as far as that is the same in most of them. `defaults` is
-        how the model's author would sample; nothing here samples by it unless it is asked to.
+        `context_prefix` is what most prompts with documents begin with. `defaults` is how the
+        model's author would sample; nothing here samples by it unless it is asked to.
         """
         self.executor = executor
         self.tokenizer = tokenizer
@@ -77,9 +77,9 @@ class Model:
         self._stops = StopCache()
         self._template: ChatTemplate | None = None
         try:
-            begins = None if behind is None else self._begins(behind)
+            begins = None if context_prefix is None else self._context_prefix_ids(context_prefix)
         except ContextOverflow as error:
-            raise ParamError("behind", f"has at least {error.tokens} tokens; shorten it") from error
+            raise ParamError("context_prefix", f"has at least {error.tokens} tokens; shorten it") from error
         self.documents = Documents(executor, tokenizer, store, begins)
 
     @property
@@ -139,16 +139,21 @@ class Model:
         pieces = self.render_chat(messages, tools, len(documents)).encode(self.tokenizer, self.executor.max_context)
         return self.documents.between(pieces, documents, recipe)
 
-    def _begins(self, behind: Behind) -> list[int]:
+    def _context_prefix_ids(self, context_prefix: ContextPrefix) -> list[int]:
         """The tokens that stand before the first document of such prompts."""
-        if not behind:
-            raise ParamError("behind", "is empty; leave it out, or give the text or messages that prompts begin with")
-        if isinstance(behind, str):
+        if not context_prefix:
+            raise ParamError(
+                "context_prefix", "is empty; leave it out, or give the text or messages that prompts begin with"
+            )
+        if isinstance(context_prefix, str):
             return [
                 *self.tokenizer.head,
-                *self.tokenizer.encode(behind, add_special=False, limit=self.executor.max_context),
+                *self.tokenizer.encode(context_prefix, add_special=False, limit=self.executor.max_context),
             ]
-        asked = [*behind, {"role": "user", "content": "?"}]  # documents stand before the question, whatever it is
+        asked = [
+            *context_prefix,
+            {"role": "user", "content": "?"},
+        ]  # documents stand before the question, whatever it is
         return self.chat_template.encode_around(self.tokenizer, asked, 1)[0]
 
     def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
@@ -197,7 +202,7 @@ def is_one(prompt: Any) -> bool:
     return len(prompt) > 0 and not any(isinstance(each, Sequence) or getattr(each, "ndim", 0) for each in prompt)
 
 
-def behind(kv: KVCache, ids: list[int]) -> list[int]:
+def after_cache(kv: KVCache, ids: list[int]) -> list[int]:
     """These tokens behind those of a cache."""
     if kv.batch_size != 1:
         raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")

@@ -86,13 +86,17 @@ class DocumentWarmup:
 
     def request(self, ids: Ids, **own: int | str) -> tuple[Request, AnswerConfig]:
         """What to ask for so that a document is computed and kept, and what its answer must know."""
-        behind = self._chunks.behind
-        prompt = (*behind, *ids, ids[-1])  # a prompt computes its last token, so the document's own are all reused
+        context_prefix = self._chunks.context_prefix
+        prompt = (
+            *context_prefix,
+            *ids,
+            ids[-1],
+        )  # a prompt computes its last token, so the document's own are all reused
         request = Request(
             prompt,
             tenant=self.tenant,
             reuse=False,
-            documents=(Span(len(behind), len(prompt) - 1),),
+            documents=(Span(len(context_prefix), len(prompt) - 1),),
             recipe=_REUSE,
             adapter=self._adapter,
             **own,  # type: ignore[arg-type]

@@ -43,6 +43,9 @@ class Attention:
         ops.write(store, self.place.layer, paging.slots, k, v, rotation)
         if context.tap is not None:
             context.tap.written(k, v)
+        for repair in context.repairs:
+            repair.write(ops, store, self.place, spec.rope, k, v)
+        if context.tap is not None:
             context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
         mixed = ops.attention(q, store, self.place.layer, paging, self.mask())
         return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, SampledIds, Score, Scores, Segment, Source
-from ..ops.contract import Ops, PageStore, Prepared, RowLogprobs
+from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
-from .layers import FeedForward, LayerContext, Linear, Norm
+from .layers import FeedForward, LayerContext, LayerRepair, Linear, Norm
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import StepAdapters
@@ -111,12 +111,21 @@ class Decoder:
         step_adapters: StepAdapters | None = None,
     ) -> Tensor:
         """The layers of a segment."""
-        rotations = {rope: rotation(rope, at, segment.positions, self.ops) for rope, at in self.frequencies.items()}
-        context = LayerContext(self.ops, stores, segment.paging, rotations, step_adapters=step_adapters)
+        context = LayerContext(
+            self.ops, stores, segment.paging, self._rotations(segment.positions), step_adapters=step_adapters
+        )
+        repairs = [(one, self._rotations(one.positions)) for one in segment.repairs]
         for index in range(segment.start, segment.stop):
             before_layer(index)
-            x = self.layers[index](x, replace(context, tap=taps[index]) if index in taps else context)
+            own = context
+            if index in taps or repairs:
+                here = tuple(LayerRepair(one, index, turned) for one, turned in repairs)
+                own = replace(context, tap=taps.get(index), repairs=here)
+            x = self.layers[index](x, own)
         return x
+
+    def _rotations(self, positions: Tensor) -> dict[RopeSpec, Rotation]:
+        return {rope: rotation(rope, at, positions, self.ops) for rope, at in self.frequencies.items()}
 
     def _enter(self, source: Source, device: torch.device) -> Tensor:
         """The hidden states a row starts with, [tokens, hidden]."""

@@ -11,8 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..batch import PlacedRepair
+from ..kv.layout import LayerSlot
 from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, Rotation
-from .spec import FeedForwardSpec, RopeSpec
+from .spec import FeedForwardSpec, NoRope, RopeSpec
 from .step_adapters import StepAdapters
 
 
@@ -31,6 +33,25 @@ class AttentionTap(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRepair:
+    """A placed repair in one layer."""
+
+    placed: PlacedRepair
+    layer: int
+    rotations: Mapping[RopeSpec, Rotation]  # of the repaired positions
+
+    def write(
+        self, ops: Ops, store: PageStore, place: LayerSlot, rope: RopeSpec | NoRope, keys: Tensor, values: Tensor
+    ) -> None:
+        """Write the repaired tokens; `keys`, not rotated, and `values` are those of all tokens of the segment."""
+        one, stored = self.placed, self.placed.stored[self.layer]
+        fresh = (keys[one.first : one.stop], values[one.first : one.stop])
+        kept = (stored.keys.to(keys.device), stored.values.to(values.device))
+        rotation = self.rotations[rope] if isinstance(rope, RopeSpec) else None
+        ops.interpolate(store, place.layer, one.slots[place.group], one.interpolation, kept, fresh, rotation)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerContext:
     """What the layers of one segment share: where KV goes and how positions rotate."""
 
@@ -40,6 +61,7 @@ class LayerContext:
     rotations: Mapping[RopeSpec, Rotation]
     tap: AttentionTap | None = None  # somebody wants to see what this layer's attention does
     step_adapters: StepAdapters | None = None  # some rows run on adapters
+    repairs: tuple[LayerRepair, ...] = ()  # KV of tokens that some rows repair in this layer
 
     def linears(self, x: Tensor, maps: Sequence[Linear]) -> list[Tensor]:
         """Several linear maps of the same input, each token's adapter included."""

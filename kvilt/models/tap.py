@@ -1,15 +1,13 @@
-"""What some rows want to see of the layers they go through, or to mend in them: keys and values before rotation,
-attention on keys.
-"""
+"""What some rows want to see of the layers they go through: keys and values before rotation, attention on keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..batch import Batch, HiddenOut, KeyMass, Mend, Row, Segment, UnrotatedKV
+from ..batch import Batch, HiddenOut, KeyMass, Row, Segment, UnrotatedKV
 from ..ops.contract import AttentionMask, Ops, PageStore, Paging
 
 
@@ -38,7 +36,6 @@ class LayerTap:
     layer: int
     writing: Sequence[TappedRow]
     attending: Sequence[TappedRow]
-    mending: Mapping[int, Mend]  # by place in the segment
     starts: tuple[int, ...]  # of the segment's rows
     seen: TapResults
 
@@ -47,9 +44,6 @@ class LayerTap:
             span = slice(self.starts[one.place], self.starts[one.place + 1])
             # Copies: the backend uses this memory again.
             self.seen.kv.setdefault(one.row, {})[self.layer] = UnrotatedKV(keys[span].clone(), values[span].clone())
-        for place, mend in self.mending.items():
-            span = slice(self.starts[place], self.starts[place + 1])
-            mend(self.layer, keys[span], values[span])
 
     def attended(
         self, ops: Ops, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
@@ -69,16 +63,15 @@ def layer_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults) ->
         for i, row in enumerate(batch.rows)
         if row.layers.start <= segment.start and segment.stop <= min(row.layers.stop, layers)
     ]
-    mending = {n: mend for n, i in enumerate(inside) if (mend := batch.rows[i].mend) is not None}
-    if not mending and not any(isinstance(batch.rows[i].want, HiddenOut | KeyMass) for i in inside):
+    if not any(isinstance(batch.rows[i].want, HiddenOut | KeyMass) for i in inside):
         return {}
     taps = {}
     for layer in range(segment.start, segment.stop):
         writing = [TappedRow(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
         wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
         attending = [TappedRow(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
-        if writing or attending or mending:
-            taps[layer] = LayerTap(layer, writing, attending, mending, segment.paging[0].starts, seen)
+        if writing or attending:
+            taps[layer] = LayerTap(layer, writing, attending, segment.paging[0].starts, seen)
     return taps
 
 

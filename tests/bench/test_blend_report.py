@@ -250,7 +250,7 @@ def test_tokens_that_follow_are_less_wrong(llm: LLM) -> None:
     cases = [
         BlendCase(one, tuple(texts), ()) for one in ("How tall is the tower?", "Where does the Nile end?", "How deep?")
     ]
-    wanted = [BlendMethod(f"mend {share}", Recipe(0.2, "query", mend=share, min_gain=0.0)) for share in (0.0, 0.8)]
+    wanted = [BlendMethod(f"mend {share}", Recipe(0.2, "query", repair=share, min_gain=0.0)) for share in (0.0, 0.8)]
     kl: dict[str, float] = {}
     for case in cases:
         with Store(Budget(1 << 28)) as store:

@@ -55,11 +55,11 @@ def test_score_stands_behind_a_cache_and_changes_nothing(tiny: Executor) -> None
     with tiny.create_kv_cache() as kv:
         tiny.prefill(IDS[:20], kv)
         before = kv.serialize()
-        behind = tiny.score(IDS[20:], kv, top=2)
+        context_prefix = tiny.score(IDS[20:], kv, top=2)
         assert kv.serialize() == before
     whole = tiny.score(IDS, top=2)
-    torch.testing.assert_close(behind.logprobs, whole.logprobs[20:], rtol=1e-4, atol=1e-5)
-    assert torch.equal(behind.top_ids, whole.top_ids[20:])
+    torch.testing.assert_close(context_prefix.logprobs, whole.logprobs[20:], rtol=1e-4, atol=1e-5)
+    assert torch.equal(context_prefix.top_ids, whole.top_ids[20:])
     assert tiny.pool.usage().used == 0
     for bad in ([], [1], [1, 999]):
         with pytest.raises(InputError):

@@ -181,7 +181,7 @@ def test_the_mask_is_by_position(native: Executor, store: Store) -> None:
 
 def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor, store: Store) -> None:
     """Each chosen token alone, in order, over documents as they are placed: the same bits as all of them together."""
-    chunks, made = ChunkCache(native, store), recipe(0.4, "head", mend=0.0)
+    chunks, made = ChunkCache(native, store), recipe(0.4, "head", repair=0.0)
     logits, kv, _ = blended(native, chunks, QUILT, made)
     slow = Blending(native, chunks, QUILT, made)
     with kv, start(native, QUILT) as other:
@@ -300,14 +300,14 @@ def test_a_document_that_stands_where_it_was_computed_is_left_alone(native: Exec
 
 def test_documents_behind_a_fixed_beginning(native: Executor, store: Store) -> None:
     """Documents that were computed behind a few tokens are other chunks, and exact behind just these tokens."""
-    behind = tokens(3, 40)
-    plain, backed = ChunkCache(native, store), ChunkCache(native, store, behind)
+    context_prefix = tokens(3, 40)
+    plain, backed = ChunkCache(native, store), ChunkCache(native, store, context_prefix)
     document = tokens(20, 41)
     for chunks in (plain, backed):
         blended(native, chunks, BlendPrompt.of([document], [True]), recipe(0.0, "head"))[1].close()
     one, other = (chunks.open(document).layer(2) for chunks in (plain, backed))
     assert not torch.equal(one.values, other.values)
-    blend_prompt = BlendPrompt.of([behind, document, tokens(4, 42)], [False, True, False])
+    blend_prompt = BlendPrompt.of([context_prefix, document, tokens(4, 42)], [False, True, False])
     expected, whole = computed(native, blend_prompt.ids)
     logits, kv, blending = blended(native, backed, blend_prompt, recipe(0.0, "head"))
     with whole, kv:

@@ -104,3 +104,13 @@ def test_the_meter_reads_the_clock() -> None:
     meter.end(tokens=100, layers=2)  # a layer of 100 tokens takes 1 s
     assert meter.ratio(layers_loaded=4, layers=8, tokens=100, floor=0.1) == pytest.approx(0.5)  # 2 s for 4 layers
     assert meter.ratio(layers_loaded=8, layers=8, tokens=100, floor=0.1) == 0.1
+
+
+def test_the_former_name_of_repair_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="repair"):
+        assert Recipe(mend=0.25) == Recipe(repair=0.25)
+    with pytest.warns(DeprecationWarning, match="repair"):
+        assert Recipe.of(None, mend=0.25).name == Recipe(repair=0.25).name
+    with pytest.warns(DeprecationWarning), pytest.raises(ParamError, match="repair"):
+        Recipe(mend=2.0)
+    assert "mend=0.25" in Recipe(repair=0.25).name  # stored keys keep the name they have

@@ -1,11 +1,11 @@
-"""Tokens between computed ones follow them: by which weights, in which layers, before whom, however rows are cut."""
+"""Tokens between computed ones are repaired: by which weights, in which layers, when, however rows are cut."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Mend, Row
+from kvilt.batch import Batch, HiddenOut, Ids, Last, LayerSpan, Repair, Row
 from kvilt.blend.blender import Blending
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.key_rotation import key_rotations
-from kvilt.blend.placement import ChunkPlacement
 from kvilt.blend.recipe import BlendPrompt, Recipe, Span
 from kvilt.blend.repair import DOUBT, LEAST, REACH, RUN, KVRepair, runs
 from kvilt.blend.row_stage import RowStage
+from kvilt.errors import InputError
 from kvilt.executor.executor import Executor
+from kvilt.ops.contract import Interpolation, PageStore
+from kvilt.store.layer import LayerKV
 
 from .drive import blended, content, finish, memory_store, start, tokens
 
@@ -42,24 +44,26 @@ def test_every_token_of_a_document_belongs_to_one_run(chosen: set[int], question
     for number, one in enumerate(DOCUMENTS):
         own = [run for run in made if run.document == number]
         mine = sorted(i - one.start for i in chosen if one.start <= i < one.stop)
-        assert [i for run in own for i in run.who.anchors.tolist()] == mine
+        assert [i for run in own for i in run.interpolation.anchors.tolist()] == mine
         assert [positions[i] - one.start for run in own for i in range(run.first, run.stop)] == mine
-        others = [i for run in own for i in run.who.tokens.tolist()]
+        others = [i for run in own for i in run.interpolation.tokens.tolist()]
         assert others == ([i for i in range(len(one)) if i not in mine] if mine else [])
         sizes = [run.stop - run.first for run in own]
         assert max(sizes, default=0) <= RUN
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
-        # Nobody who is run before a run sees any token of it.
+        # What runs before a run sees no token of it.
         for before, run in pairwise(own):
-            assert before.who.anchors[-1] < min([*run.who.anchors.tolist(), *run.who.tokens.tolist()])
+            assert before.interpolation.anchors[-1] < min(
+                [*run.interpolation.anchors.tolist(), *run.interpolation.tokens.tolist()]
+            )
 
 
 @given(chosen=st.sets(st.integers(0, 249), min_size=1))
 def test_weights_fall_with_the_distance(chosen: set[int]) -> None:
     for run in runs(DOCUMENTS, spread(DOCUMENTS, chosen, 1)):
-        for i, other in enumerate(run.who.tokens.tolist()):
-            expected = list(weights(other, run.who.anchors.tolist()).values())
-            torch.testing.assert_close(run.who.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
+        for i, other in enumerate(run.interpolation.tokens.tolist()):
+            expected = list(weights(other, run.interpolation.anchors.tolist()).values())
+            torch.testing.assert_close(run.interpolation.weights[i], torch.tensor(expected), rtol=1e-4, atol=1e-7)
 
 
 def weights(token: int, computed: list[int]) -> dict[int, float]:
@@ -68,7 +72,7 @@ def weights(token: int, computed: list[int]) -> dict[int, float]:
 
 
 def expected_layer(stored: Tensor, fresh: Tensor, computed: list[int], share: float) -> Tensor:
-    """One document's layer after mending, token by token."""
+    """One document's layer after repair, token by token."""
     out = stored.double().clone()
     change = {c: fresh[i].double() - stored[c].double() for i, c in enumerate(computed)}
     for token in range(len(stored)):
@@ -81,23 +85,19 @@ def expected_layer(stored: Tensor, fresh: Tensor, computed: list[int], share: fl
 
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
-def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: float) -> None:
+def test_a_blended_prompt_holds_what_the_formula_says(
+    tiny: Executor, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, head, question = tokens(40, 2), tokens(5, 1), tokens(8, 4)
     blend_prompt = BlendPrompt.of([head, text, question], [False, True, False])
-    made = Recipe(0.3, "head", min_gain=0.0, mend=share)
+    made = Recipe(0.3, "head", min_gain=0.0, repair=share)
+    seen = fresh_of_repairs(tiny, monkeypatch)
     with memory_store() as store, tiny.create_kv_cache() as alone:
         blending = Blending(tiny, ChunkCache(tiny, store), blend_prompt, made)
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def watched(mend: Mend, layer: int, keys: Tensor, values: Tensor) -> None:
-            seen[layer] = (keys.clone(), values.clone())
-            mend(layer, keys, values)
-
         with start(tiny, blend_prompt) as kv:
             blending.begin(kv)
             while not blending.done:
                 row = blending.next(512)
-                row = replace(row, mend=partial(watched, row.mend)) if row.mend is not None else row
                 blending.took(row, tiny.run(Batch.of([row])), 0)
             kv.commit([list(blend_prompt.ids[blend_prompt.exact :])])
             (group,) = kv.row(0).image().groups
@@ -105,66 +105,97 @@ def test_a_blended_prompt_holds_what_the_formula_says(tiny: Executor, share: flo
         layers = range(len(tiny.spec.layers))
         found = tiny.run(Batch.of([Row(Ids(text), range(40), alone, want=HiddenOut(layers))])).kv[0]
         computed = list(range(12))
-        assert sorted(seen) == list(layers)
-        for layer, turn in zip(layers, key_rotations(tiny.spec), strict=True):
-            keys = expected_layer(found[layer].keys, seen[layer][0][:12], computed, share)
-            values = expected_layer(found[layer].values, seen[layer][1][:12], computed, share)
+        assert [layer for layer, *_ in seen] == list(layers)
+        for (layer, new_keys, new_values), turn in zip(seen, key_rotations(tiny.spec), strict=True):
+            keys = expected_layer(found[layer].keys, new_keys, computed, share)
+            values = expected_layer(found[layer].values, new_values, computed, share)
             placed = turn.place(keys.float(), torch.arange(5, 45))
             torch.testing.assert_close(group.keys[layer, 5:45].float(), placed, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(group.values[layer, 5:45].float(), values.float(), rtol=2e-3, atol=2e-3)
 
 
-def test_others_are_mended_before_anybody_attends_to_them(tiny: Executor) -> None:
-    """A row whose mend writes the KV of earlier tokens equals one before which they stood from the beginning."""
-    ids, layers, told = tokens(30, 7), range(len(tiny.spec.layers)), []
-    with tiny.create_kv_cache() as whole, tiny.create_kv_cache() as mended:
+def fresh_of_repairs(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor, Tensor]]:
+    """Layer, keys and values of the computed tokens of every repair from now on; the backend carries them out."""
+    seen, real = [], executor.pool.ops.interpolate
+
+    def watched(store: PageStore, layer: int, slots: Tensor, who: Interpolation, kept, fresh, rotation) -> None:  # type: ignore[no-untyped-def]
+        seen.append((layer, fresh[0].clone(), fresh[1].clone()))
+        real(store, layer, slots, who, kept, fresh, rotation)
+
+    monkeypatch.setattr(executor.pool.ops, "interpolate", watched)
+    return seen
+
+
+def unchanged(executor: Executor, ids: list[int], at: range, span: range) -> Repair:
+    """A repair that writes the KV of `ids` as it is stored, at the positions `at`; the row's first token is asked."""
+    with executor.create_kv_cache() as kv:
+        kv.reserve(len(ids))
+        stored = executor.run(Batch.of([Row(Ids(ids), range(len(ids)), kv, want=HiddenOut(span))])).kv[0]
+    none = Interpolation(torch.arange(len(ids)), torch.tensor([0]), torch.zeros(len(ids), 1))
+    return Repair(at, 0, 1, none, stored)
+
+
+def test_others_are_repaired_before_attention_reads_them(tiny: Executor) -> None:
+    """A row whose repair writes the KV of earlier tokens equals one before which they stood from the beginning."""
+    ids, layers = tokens(30, 7), range(len(tiny.spec.layers))
+    with tiny.create_kv_cache() as whole, tiny.create_kv_cache() as repaired:
         whole.reserve(30)
-        mended.reserve(30)
-        first = tiny.run(Batch.of([Row(Ids(ids[:20]), range(20), whole, want=HiddenOut(layers))])).kv[0]
+        repaired.reserve(30)
+        tiny.run(Batch.of([Row(Ids(ids[:20]), range(20), whole, want=HiddenOut(layers))]))
         expected = tiny.run(Batch.of([Row(Ids(ids[20:]), range(20, 30), whole)])).values
-        places = ChunkPlacement(tiny, mended, [Span(0, 20)])
-
-        def mend(layer: int, keys: Tensor, values: Tensor) -> None:
-            told.append(layer)
-            assert len(keys) == len(values) == 10
-            places.write(layer, first[layer].keys, first[layer].values)
-
-        row = Row(Ids(ids[20:]), range(20, 30), mended, mend=mend)
+        repair = unchanged(tiny, ids[:20], range(20), layers)
+        row = Row(Ids(ids[20:]), range(20, 30), repaired, repairs=(repair,))
         assert torch.equal(tiny.run(Batch.of([row])).values, expected)
-        assert told == list(layers)
 
 
-def test_a_mend_hears_its_own_row_in_its_own_layers(tiny: Executor) -> None:
-    ids, heard = tokens(9, 7), []
+def test_a_repair_reads_its_own_row_in_its_own_layers(tiny: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, repair = tokens(9, 7), unchanged(tiny, tokens(2, 1), range(9, 11), range(2))
+    found = fresh_of_repairs(tiny, monkeypatch)
     with tiny.create_kv_cache(batch_size=2) as kv:
-        kv.reserve(9)
+        kv.reserve(11)
+        want = HiddenOut([0, 1])
         row = Row(
-            Ids(ids),
-            range(9),
-            kv,
-            1,
-            layers=LayerSpan(0, 2),
-            want=HiddenOut([0, 1]),
-            mend=lambda layer, keys, values: heard.append((layer, keys.clone(), values.clone())),
+            Ids(ids), range(9), kv, 1, layers=LayerSpan(0, 2), want=want, repairs=(replace(repair, first=3, stop=4),)
         )
         seen = tiny.run(Batch.of([Row(Ids(ids[:4]), range(4), kv, 0), row])).kv[1]
-    assert [layer for layer, *_ in heard] == [0, 1]
-    for layer, keys, values in heard:
-        assert torch.equal(keys, seen[layer].keys)
-        assert torch.equal(values, seen[layer].values)
+    assert [layer for layer, *_ in found] == [0, 1]
+    for layer, keys, values in found:
+        assert torch.equal(keys, seen[layer].keys[3:4])
+        assert torch.equal(values, seen[layer].values[3:4])
 
 
 @pytest.mark.parametrize("run", [1, 3])
-def test_a_decode_that_mends_is_not_replayed(tiny: Executor, run: int) -> None:
-    told: list[int] = []
+def test_a_decode_that_repairs_is_not_replayed(tiny: Executor, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = range(len(tiny.spec.layers))
+    repair = unchanged(tiny, [5], range(2 * run, 2 * run + 1), layers)
+    found = fresh_of_repairs(tiny, monkeypatch)
     with tiny.create_kv_cache() as kv:
-        kv.reserve(2 * run)
+        kv.reserve(2 * run + 1)
         for at in (0, run):
-            row = Row(
-                Ids([3] * run), range(at, at + run), kv, want=Last(run), mend=lambda layer, *_: told.append(layer)
-            )
+            row = Row(Ids([3] * run), range(at, at + run), kv, want=Last(run), repairs=(repair,))
             tiny.run(Batch.of([row]))
-    assert told == list(range(len(tiny.spec.layers))) * 2
+    assert [layer for layer, *_ in found] == list(layers) * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"first": 2, "stop": 2}, "no part of a row"),
+        ({"stop": 99}, "no part of a row"),
+        ({"stop": 2}, "a weight for each pair"),
+        ({"positions": [20]}, "a weight for each pair"),
+        ({"positions": [21, 20]}, "must ascend"),
+        ({"positions": [3, 20]}, "none of the row's own"),
+        ({"positions": [20, 64]}, "in room that reserve"),
+        ({"stored": {}}, r"layers \[0, 1, "),
+    ],
+)
+def test_a_repair_that_does_not_fit_its_row_is_refused(tiny: Executor, change: dict[str, Any], says: str) -> None:
+    repair = unchanged(tiny, tokens(2, 1), range(20, 22), range(len(tiny.spec.layers)))
+    with tiny.create_kv_cache() as kv:
+        kv.reserve(22)
+        with pytest.raises(InputError, match=says):
+            Batch.of([Row(Ids(tokens(5, 2)), range(5), kv, repairs=(replace(repair, **change),))])
 
 
 @given(joints=st.sets(st.integers(1, 59), min_size=1), budget=st.integers(0, 70))
@@ -188,22 +219,23 @@ def test_few_computed_tokens_say_nothing_of_others(tiny: Executor) -> None:
         spans = [Span(0, 50)]
         for count in (LEAST - 1, LEAST):
             positions = [*range(10, 10 + count), *range(50, 60)]
-            mending = KVRepair(
-                spans, positions, 0.5, ChunkPlacement(tiny, kv, spans), lambda *_: pytest.fail("not yet")
-            )
-            mends = count >= LEAST
-            assert (mending.of(0, len(positions)) is not None) == mends
-            assert mending.joints == [*range(count if mends else 1, len(positions) + 1)]
-            assert mending.of(count, len(positions)) is None
+            layer = LayerKV(torch.zeros(50, 1, 2), torch.zeros(50, 1, 2))
+            repair = KVRepair(spans, positions, 0.5, lambda *_, one=layer: one, 3)  # type: ignore[misc]
+            repairs = count >= LEAST
+            found = repair.of(0, len(positions), LayerSpan(1))
+            assert len(found) == repairs
+            assert all(sorted(one.stored) == [1, 2] and one.positions[0] == 0 for one in found)
+            assert repair.joints == [*range(count if repairs else 1, len(positions) + 1)]
+            assert repair.of(count, len(positions), LayerSpan()) == ()
 
 
 @pytest.mark.parametrize("strategy", ["head", "query"])
-def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
+def test_repair_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
     """It changes answers, the name that its KV is known by, and not how much is computed."""
     blend_prompt = BlendPrompt.of(
         [tokens(5, 1), tokens(60, 2), tokens(50, 3), tokens(2, 4)], [False, True, True, False]
     )
-    made = [Recipe(0.3, strategy, check_layer=0, min_gain=0.0, mend=share) for share in (0.0, 0.8, 0.8)]
+    made = [Recipe(0.3, strategy, check_layer=0, min_gain=0.0, repair=share) for share in (0.0, 0.8, 0.8)]
     with memory_store() as store:
         chunks = ChunkCache(tiny, store)
         found = [blended(tiny, chunks, blend_prompt, one, step) for one, step in zip(made, (512, 512, 6), strict=True)]
@@ -216,7 +248,7 @@ def test_mending_is_part_of_the_recipe(tiny: Executor, strategy: str) -> None:
             kv.close()
 
 
-def test_a_preempted_row_mends_the_same_again(tiny: Executor) -> None:
+def test_a_preempted_row_repairs_the_same_again(tiny: Executor) -> None:
     """A row that was made, and even run, but not taken leaves nothing behind."""
     blend_prompt = BlendPrompt.of([tokens(5, 1), tokens(60, 2), tokens(8, 4)], [False, True, False])
     made = Recipe(0.3, "head", min_gain=0.0)

@@ -96,7 +96,7 @@ def test_documents_behind_a_system_text(model: str, files: Path, tmp_path: Path)
     shutil.copytree(model, chats)
     shown = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     (chats / "tokenizer_config.json").write_text(json.dumps({"chat_template": shown}))
-    model, system = str(chats), ("--behind", "Be brief.")
+    model, system = str(chats), ("--context-prefix", "Be brief.")
     assert warm(model, tmp_path / "kv", files / "one.txt", *system).exit_code == 0
     (record,) = (tmp_path / "kv").rglob("*.kv")
     asked = ("run", "So", "--system", "Be brief.", "--model", model, "--threads", "1", *SHORT, "--json")
@@ -110,7 +110,7 @@ def test_documents_behind_a_system_text(model: str, files: Path, tmp_path: Path)
     assert len(list((tmp_path / "kv").rglob("*.kv"))) == 2
     empty = warm(model, tmp_path / "kv", files / "one.txt", "--behind", "x" * 2000)
     assert empty.exit_code == 2
-    assert "behind: has" in empty.stderr
+    assert "context_prefix: has" in empty.stderr
 
 
 def test_files_that_cannot_be_are_named_and_the_others_stored(model: str, files: Path, tmp_path: Path) -> None:

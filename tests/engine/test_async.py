@@ -193,8 +193,8 @@ def test_prompts_are_scored_whole_streamed_and_behind_handles(llm: LLM, play: Ca
         handle = await model.kv.create(ids[:50])
         for resident in (True, False):
             assert (await model.kv.info(handle.id)).resident == resident
-            behind = await model.generate(ids[50:], kv=handle.id, max_tokens=0, prompt_logprobs=2)
-            assert behind.prompt_logprobs == [None] * 50 + whole[50:]
+            continued_tokens = await model.generate(ids[50:], kv=handle.id, max_tokens=0, prompt_logprobs=2)
+            assert continued_tokens.prompt_logprobs == [None] * 50 + whole[50:]
             model._handles.relieve(True)
         await model.kv.delete(handle.id)
         turn = await model.kv.create(messages=QUESTION)

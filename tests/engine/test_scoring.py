@@ -122,7 +122,7 @@ def test_behind_a_lent_cache_the_new_tokens_are_scored_the_first_one_too(
 ) -> None:
     with executor.create_kv_cache() as kv:
         executor.prefill(TEXT[:50], kv)
-        ear = start(engine, Ask(TEXT, BOTH), borrowed=BorrowedKV(kv.fork(), exact=exact), behind=50)
+        ear = start(engine, Ask(TEXT, BOTH), borrowed=BorrowedKV(kv.fork(), exact=exact), continued_tokens=50)
         finish(engine)
         assert kv.num_entries == 50
     whole = expected(executor, TEXT)
@@ -133,7 +133,7 @@ def test_behind_a_lent_cache_the_new_tokens_are_scored_the_first_one_too(
 def test_where_the_cache_is_not_here_the_same_tokens_are_scored(executor: Executor, engine: Engine) -> None:
     start(engine, Ask(TEXT, SamplingParams(max_tokens=1)))
     finish(engine)
-    ear = start(engine, Ask(TEXT, SCORE), behind=50)
+    ear = start(engine, Ask(TEXT, SCORE), continued_tokens=50)
     finish(engine)
     assert sorted(scored(ear)) == list(range(50, 90))
     assert end(ear).cached == 32, "whole pages before what is to be scored may be found"
@@ -142,7 +142,7 @@ def test_where_the_cache_is_not_here_the_same_tokens_are_scored(executor: Execut
 def test_behind_an_embedding_the_first_token_has_no_score(executor: Executor, engine: Engine) -> None:
     with executor.create_kv_cache() as kv:
         executor.prefill(Inputs([5, 0], [1], torch.ones(1, executor.spec.hidden_size)), kv)
-        ear = start(engine, Ask((5, 0, 9, 8, 7), SCORE), borrowed=BorrowedKV(kv.fork()), behind=2)
+        ear = start(engine, Ask((5, 0, 9, 8, 7), SCORE), borrowed=BorrowedKV(kv.fork()), continued_tokens=2)
         finish(engine)
     assert sorted(scored(ear)) == [3, 4]
 

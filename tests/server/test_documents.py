@@ -19,6 +19,8 @@ from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.executor import Executor
 from kvilt.server.openai.fields import BlendOptions
+from kvilt.server.openai.params import blend_recipe
+from kvilt.server.openai.schema import ChatRequest
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]
@@ -352,7 +354,12 @@ def test_a_body_of_documents_is_limited_like_any_other(start: Start) -> None:
 
 
 def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
-    assert set(BlendOptions.model_fields) - {"discover"} <= {field.name for field in dataclasses.fields(Recipe)}
+    assert set(BlendOptions.model_fields) - {"discover", "mend"} <= {field.name for field in dataclasses.fields(Recipe)}
+
+
+def test_the_former_name_of_repair_is_taken() -> None:
+    body = {"model": "m", "messages": QUESTION, "blend": {"mend": 0.25, "ratio": 0.4}}
+    assert blend_recipe(ChatRequest.model_validate(body)) == Recipe(0.4, repair=0.25)
 
 
 def test_certificates_are_those_of_the_library(start: Start) -> None:

@@ -166,7 +166,10 @@ class BlendOptions(RequestModel):
         None
     )
     mass_layers: Annotated[list[Layer], Field(max_length=1024, fail_fast=True)] | None = None
-    mend: Share | None = Field(None, description="How strongly tokens between recomputed ones are repaired; 0 is off.")
+    repair: Share | None = Field(
+        None, description="How strongly tokens between recomputed ones are repaired; 0 is off."
+    )
+    mend: Share | None = Field(None, description="The same, by its former name.", deprecated=True)
     min_gain: Share | None = None
     load_floor: Share | None = None
     gate: bool | None = Field(

@@ -183,7 +183,8 @@ def blend_recipe(body: GenerationRequest) -> Recipe | None:
 
 def _recipe_fields(blend: BlendOptions) -> dict[str, Any]:
     """The fields of the recipe that the request sets."""
-    return blend.model_dump(exclude_none=True, exclude={"discover"})
+    fields = blend.model_dump(exclude_none=True, exclude={"discover", "mend"})
+    return fields if blend.mend is None else {"repair": blend.mend, **fields}
 
 
 def blend_terms(body: GenerationRequest) -> dict[str, Any]:
