@@ -24,7 +24,7 @@ LAYERS = 4
 def random_weight(name: str, rows: int, columns: int) -> QuantTensor:
     layout = FORMATS[name]
     data = np.random.default_rng(0).integers(0, 60, (rows, layout.row_bytes(columns)), dtype=np.uint8)
-    return QuantTensor(layout, (rows, columns), torch.from_numpy(data))
+    return QuantTensor.of_blocks(layout, (rows, columns), torch.from_numpy(data))
 
 
 def seconds(ops: NativeOps, weights: list[PackedWeight], rows: int) -> float:

@@ -156,8 +156,8 @@ def _read_tensors(file: GGUFFile, nbytes: int) -> None:
         weight, stored = file.tensor(name), file.storage(name)
         held += stored.nbytes
         if isinstance(weight, QuantTensor):
-            if weight.data.numel() != stored.nbytes:
-                raise Finding(f"{name!r} has {weight.data.numel()} bytes, not {stored.nbytes}")
+            if weight.nbytes != stored.nbytes:
+                raise Finding(f"{name!r} has {weight.nbytes} bytes, not {stored.nbytes}")
             if weight.format.name not in UNPACKED_FORMATS:
                 continue
         if tuple(to_float(weight).shape) != file.shape(name):

@@ -33,6 +33,7 @@ from ..models.spec import (
     kv_layout,
 )
 from ..ops.select import select
+from ..quant.formats import FORMATS
 from ..quant.unpack import UNPACKED_FORMATS
 from ..text import tokenizer as tokenizers
 from ..text.vocabulary import read_vocabulary
@@ -64,6 +65,7 @@ class FormatFacts:
     parameters: int
     nbytes: int
     backend: str | None  # that would run it; None: no backend can
+    expanded: bool = False  # the backend has no kernels for it and computes on a float32 copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +255,15 @@ def _text(value: Any) -> str | None:
 
 def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
     """The facts by format, the largest first."""
-    backend = select(threads=1).name  # only its name is wanted, not its threads
+    ops = select(threads=1)  # only asked, never run
     found = []
     for name in dict.fromkeys(tensor.format for tensor in tensors):
         of_it = [tensor for tensor in tensors if tensor.format == name]
         parameters = sum(prod(tensor.shape) for tensor in of_it)
         nbytes = sum(tensor.nbytes for tensor in of_it)
-        found.append(FormatFacts(name, len(of_it), parameters, nbytes, backend if name in _RUNNABLE else None))
+        backend = ops.name if name in _RUNNABLE else None
+        expanded = backend is not None and name in FORMATS and ops.expands(FORMATS[name])
+        found.append(FormatFacts(name, len(of_it), parameters, nbytes, backend, expanded))
     return tuple(sorted(found, key=lambda facts: -facts.nbytes))
 
 

@@ -124,6 +124,7 @@ class LlmExecutor:
             page_tokens=pool.layout.page_tokens,
             layer_groups=tuple(type(group.reach).__name__.lower() for group in groups),
             max_rows=pool.pages,
+            expanded_formats=executor.expanded_formats,
         )
 
     def status(self) -> ExecutorStatus:

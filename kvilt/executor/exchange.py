@@ -78,6 +78,7 @@ class ExecutorCapabilities:
     page_tokens: int
     layer_groups: tuple[str, ...]
     max_rows: int  # sequences that the pool can hold
+    expanded_formats: tuple[str, ...] = ()  # of the weights' file, held as float32: the backend has no kernels for them
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Executor:
         metrics: Metrics | None = None,
         on_close: Callable[[], None] = lambda: None,
         lora_memory: int | None = None,
+        expanded_formats: tuple[str, ...] = (),
     ) -> None:
         self._decoder = decoder
         self._pool = pool
@@ -61,6 +62,7 @@ class Executor:
         self.adapters = Adapters(decoder, lora_memory, self._lock)
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
+        self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
         self._on_close = on_close
         self._closed = False
         self._running: threading.Event | None = None  # set to stop the call in progress

@@ -18,7 +18,8 @@ from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
 from ..ops.select import check_name as check_backend
 from ..ops.select import select
-from ..weights.source import Checkpoint, open_checkpoint
+from ..quant.formats import FORMATS
+from ..weights.source import Checkpoint, TensorSource, open_checkpoint
 from .executor import Executor
 
 PAGE_TOKENS = 32
@@ -56,7 +57,20 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
-    return Executor(decoder, pool, max_context, on_close=checkpoint.tensors.close, lora_memory=config.lora_memory)
+    return Executor(
+        decoder,
+        pool,
+        max_context,
+        on_close=checkpoint.tensors.close,
+        lora_memory=config.lora_memory,
+        expanded_formats=_expanded_formats(checkpoint.tensors, ops),
+    )
+
+
+def _expanded_formats(tensors: TensorSource, ops: Ops) -> tuple[str, ...]:
+    """Packed formats of a checkpoint that the backend has no kernels for, and so holds as float32."""
+    found = {tensors.storage(name).format for name in tensors.names()}
+    return tuple(sorted(name for name in found if name in FORMATS and ops.expands(FORMATS[name])))
 
 
 def _max_context(spec: ModelSpec, config: RunConfig) -> int:

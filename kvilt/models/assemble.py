@@ -171,7 +171,7 @@ class _Loader:
 def _rows(weight: Weight, start: int, stop: int) -> Weight:
     """Rows of a matrix, packed or not; blocks never cross rows."""
     if isinstance(weight, QuantTensor):
-        return QuantTensor(weight.format, (stop - start, weight.shape[1]), weight.data[start:stop])
+        return weight.rows(start, stop)
     return weight[start:stop]
 
 

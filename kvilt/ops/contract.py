@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ..quant.formats import Format
 from ..quant.tensor import Weight
 from .lowrank import AdapterSlots, LowRank, LowRankTable
 
@@ -228,6 +229,10 @@ class Ops(Protocol):
 
     def recorder(self) -> Recorder | None:
         """What records steps of this backend, if it can."""
+        ...
+
+    def expands(self, format_: Format) -> bool:
+        """Whether `prepare` turns packed weights of this format into float32, since there are no kernels for it."""
         ...
 
     def prepare(self, weight: Weight) -> Prepared:

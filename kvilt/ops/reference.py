@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from ..quant.formats import Format
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import dequantize
 from .contract import (
@@ -74,6 +75,9 @@ class ReferenceOps:
 
     def recorder(self) -> None:
         return None
+
+    def expands(self, format_: Format) -> bool:
+        return format_.packed
 
     def prepare(self, weight: Weight) -> Tensor:
         if isinstance(weight, QuantTensor):

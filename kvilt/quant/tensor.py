@@ -1,10 +1,11 @@
-"""A weight as it lies in memory: an ordinary tensor, or packed blocks with the format that explains them.
+"""A weight as it lies in memory: an ordinary tensor, or planes with the format that explains them.
 
 Knows no file and no arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -12,25 +13,48 @@ from typing import TypeAlias
 import torch
 
 from .formats import Format
+from .ggml_blocks import BLOCKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantTensor:
-    """Packed blocks of one weight; blocks run along the last axis."""
+    """One packed weight; blocks run along the last axis, and over rows where the format says so."""
 
     format: Format
     shape: tuple[int, ...]  # elements, torch order
-    data: torch.Tensor  # uint8 [rows, row_bytes]; a view of the mapped file, never written
+    planes: Mapping[str, torch.Tensor]  # by name, as the format describes them; views of the mapped file, never written
 
     def __post_init__(self) -> None:
-        assert self.data.dtype == torch.uint8
-        expected = (prod(self.shape[:-1]), self.format.row_bytes(self.shape[-1]))
-        assert tuple(self.data.shape) == expected, f"{tuple(self.data.shape)} is not {expected}"
+        assert list(self.planes) == [plane.name for plane in self.format.planes], (
+            f"not the planes of {self.format.name}"
+        )
+        for plane in self.format.planes:
+            found, expected = self.planes[plane.name], plane.shape(prod(self.shape[:-1]), self.shape[-1])
+            assert found.dtype == plane.dtype, f"{plane.name}: {found.dtype} is not {plane.dtype}"
+            assert tuple(found.shape) == expected, f"{plane.name}: {tuple(found.shape)} is not {expected}"
+
+    @classmethod
+    def of_blocks(cls, format_: Format, shape: tuple[int, ...], blocks: torch.Tensor) -> QuantTensor:
+        """A weight in a format of GGML, from its uint8 [rows, row_bytes]."""
+        return cls(format_, shape, {BLOCKS: blocks})
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The one plane of a format of GGML."""
+        return self.planes[BLOCKS]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed blocks."""
-        return self.data.numel()
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def rows(self, start: int, stop: int) -> QuantTensor:
+        """Some rows of a matrix, which must begin and end where blocks do."""
+        parts = {}
+        for plane in self.format.planes:
+            assert start % plane.rows == 0 and (stop % plane.rows == 0 or stop == self.shape[0])
+            parts[plane.name] = self.planes[plane.name][start // plane.rows : -(-stop // plane.rows)]
+        return QuantTensor(self.format, (stop - start, self.shape[1]), parts)
 
 
 Weight: TypeAlias = torch.Tensor | QuantTensor

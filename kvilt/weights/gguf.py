@@ -79,7 +79,7 @@ class GGUFFile:
         data = torch.from_numpy(place.file.view(info.start, info.start + info.nbytes))
         if dtype := _PLAIN.get(info.format.name):
             return data.view(dtype).view(info.shape)
-        return QuantTensor(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
+        return QuantTensor.of_blocks(info.format, info.shape, data.view(-1, info.format.row_bytes(info.shape[-1])))
 
     def forget(self, name: str) -> None:
         """Give the memory of a mapped tensor back."""

@@ -129,6 +129,24 @@ def test_a_split_model_and_a_format_that_no_backend_runs(tmp_path: Path) -> None
         assert words in done.stdout, words
 
 
+def test_a_format_without_kernels_says_what_it_takes_in_memory(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv9")
+    for name, bytes_ in (("Q3_K", 110), ("Q4_K", 144)):
+        raw = np.zeros((8, bytes_), dtype=np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    facts = checkpoint_facts(tmp_path / "m.gguf")
+    assert {one.format: (one.backend, one.expanded) for one in facts.formats} == {
+        "Q3_K": ("native", True),
+        "Q4_K": ("native", False),
+    }
+    shown = kvilt(str(tmp_path / "m.gguf")).stdout
+    assert shown.count("as float32: 8.0 KiB") == 1
+
+
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny")
     with serving() as hub:

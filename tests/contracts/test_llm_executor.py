@@ -17,6 +17,8 @@ from kvilt.config import RunConfig
 from kvilt.errors import ContextOverflow, InputError, TruncateError
 from kvilt.executor.exchange import CacheHandle, DecodeInput, PrefillInput, UnifiedBatch, UnifiedItem
 from kvilt.executor.load import load_executor
+from kvilt.weights.safetensors import SafetensorsFiles
+from kvilt.weights.tensor_storage import TensorStorage
 
 A = [5, 17, 3, 44, 21, 9, 9, 30, 2, 58, 13, 7]
 B = [1, 2, 3]
@@ -201,6 +203,19 @@ def test_capabilities_follow_the_truth(tmp_path: Path) -> None:
     assert plain.max_rows == (1 << 20) // (32 * 3 * 2 * 12 * 2) and other.max_rows == plain.max_rows // 2
     assert (plain.backend, other.backend) == ("native", "reference")
     assert plain.numerics.startswith("native")
+    assert plain.expanded_formats == ()  # its weights are floats
+
+
+def test_capabilities_name_formats_that_are_held_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if the file had tensors in three formats: the native backend has no kernels for one of them."""
+    formats = iter(["Q3_K", "Q4_K", "F16"])
+
+    def storage(_source: object, _name: str) -> TensorStorage:
+        return TensorStorage(next(formats, "F32"), 1)
+
+    monkeypatch.setattr(SafetensorsFiles, "storage", storage)
+    executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 20, backend="native"))
+    assert LlmExecutor(executor).capabilities().expanded_formats == ("Q3_K",)
 
 
 def test_status_follows_the_truth(tiny: Executor, served: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def q8_0(values: Tensor) -> tuple[QuantTensor, Tensor]:
     whole = torch.round(blocks / scales.float()).clamp(-127, 127).to(torch.int8)
     packed = torch.cat((scales.view(torch.uint8), whole.view(torch.uint8)), dim=-1)
     truth = (whole.double() * scales.double()).view(rows, columns)
-    return QuantTensor(FORMATS["Q8_0"], (rows, columns), packed.view(rows, -1)), truth
+    return QuantTensor.of_blocks(FORMATS["Q8_0"], (rows, columns), packed.view(rows, -1)), truth
 
 
 # Tables and choice.

@@ -48,7 +48,7 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
     for at in halves:
         scale = random.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
-    return QuantTensor(layout, (rows, columns), torch.from_numpy(blocks.reshape(rows, -1)))
+    return QuantTensor.of_blocks(layout, (rows, columns), torch.from_numpy(blocks.reshape(rows, -1)))
 
 
 def a_weight(name: str, rows: int, columns: int) -> Any:
@@ -60,7 +60,7 @@ def test_a_packed_weight_unpacks_to_itself(ops: NativeOps, name: str) -> None:
     weight = random_blocks(name, 37, 512)
     assert torch.equal(ops.embed(ops.prepare(weight), torch.arange(37)), dequantize(weight))
     gguf = pytest.importorskip("gguf")
-    oracle = gguf.dequantize(weight.data.numpy(), gguf.GGMLQuantizationType[name])
+    oracle = gguf.dequantize(weight.blocks.numpy(), gguf.GGMLQuantizationType[name])
     assert torch.equal(dequantize(weight), torch.from_numpy(oracle))
 
 

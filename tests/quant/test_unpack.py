@@ -42,7 +42,7 @@ def _random_blocks(name: str, rows: int, blocks: int, seed: int) -> npt.NDArray[
 def _packed(name: str, raw: npt.NDArray[np.uint8]) -> QuantTensor:
     format_ = FORMATS[name]
     columns = raw.shape[1] // format_.block_bytes * format_.block_elements
-    return QuantTensor(format_, (raw.shape[0], columns), torch.from_numpy(raw))
+    return QuantTensor.of_blocks(format_, (raw.shape[0], columns), torch.from_numpy(raw))
 
 
 @pytest.mark.parametrize("name", UNPACKED_FORMATS)
@@ -70,7 +70,7 @@ def test_a_narrower_result_is_the_float32_result_rounded_once(dtype: torch.dtype
 
 def test_leading_axes_keep_their_shape() -> None:
     raw = _random_blocks("Q8_0", 6, 2, seed=3)
-    stacked = QuantTensor(FORMATS["Q8_0"], (2, 3, 64), torch.from_numpy(raw))
+    stacked = QuantTensor.of_blocks(FORMATS["Q8_0"], (2, 3, 64), torch.from_numpy(raw))
     assert torch.equal(dequantize(stacked), dequantize(_packed("Q8_0", raw)).view(2, 3, 64))
 
 

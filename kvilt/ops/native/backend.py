@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
+from ...quant.formats import Format
 from ...quant.tensor import Weight
 from ..contract import (
     Activation,
@@ -30,7 +31,7 @@ from . import lora
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
 from .memory import Buffers, Slabs
-from .pack import pack
+from .pack import pack, packs
 from .record import NativeRecorder
 from .reduce import NativeReductions
 from .threads import one_torch_thread
@@ -89,6 +90,9 @@ class NativeOps:
             yield
         finally:
             self.buffers = own
+
+    def expands(self, format_: Format) -> bool:
+        return format_.packed and not packs(format_)
 
     def prepare(self, weight: Weight) -> PackedWeight:
         return pack(self._runner, self._slabs, weight)

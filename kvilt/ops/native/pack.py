@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...quant.formats import Format
 from ...quant.tensor import QuantTensor, Weight
 from ...quant.unpack import dequantize
 from ..contract import PackedWeight
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 _PLAIN = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
 
 
+def packs(format_: Format) -> bool:
+    """Whether the kernels multiply with weights of a format as they are; others become float32."""
+    import _kvilt_native as module
+
+    return format_.ggml_id is not None and module.packed_size(format_.name, 1, format_.block_elements) is not None
+
+
 def pack(runner: KernelRunner, slabs: Slabs, weight: Weight) -> PackedWeight:
     """The weight as the kernels want it; formats without kernels of their own become float32."""
     import _kvilt_native as module
 
     outputs, inputs = weight.shape
-    if isinstance(weight, QuantTensor) and module.packed_size(weight.format.name, outputs, inputs) is not None:
-        name, source = weight.format.name, weight.data
+    if isinstance(weight, QuantTensor) and packs(weight.format):
+        name, source = weight.format.name, weight.blocks
     else:
         plain = dequantize(weight) if isinstance(weight, QuantTensor) else weight
         source = plain if plain.dtype in _PLAIN else plain.to(torch.float32)
