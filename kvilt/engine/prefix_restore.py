@@ -157,8 +157,8 @@ class PrefixRestore:
         assert self._identity is not None
         tokens = seq.ids[: stop * size]
         for scope, begin, end in (
-            (prefix_keys.scope, first, min(stop, prefix_keys.turn)),
-            (prefix_keys.since, max(first, prefix_keys.turn), stop),
+            (prefix_keys.scope, first, min(stop, prefix_keys.adapted_page)),
+            (prefix_keys.adapted_scope, max(first, prefix_keys.adapted_page), stop),
         ):
             if begin < end:
                 own = replace(self._identity, adapter=scope.adapter, salt=scope.salt)

@@ -51,7 +51,7 @@ class KVCache:
     """The keys and values of `batch_size` sequences. Close it, or use it as a context manager."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> None:
-        """`owner` is for whom its pages are counted."""
+        """Its pages are counted for `owner`."""
         self._pool = pool
         self._capacity = pool.tokens if capacity is None else positive("capacity", capacity)
         if self._capacity > pool.tokens:
@@ -103,7 +103,7 @@ class KVCache:
 
     @property
     def owner(self) -> str:
-        """For whom its pages are counted."""
+        """The owner for which its pages are counted."""
         return self._rows[0].owner
 
     @property
@@ -160,7 +160,7 @@ class KVCache:
         """Advance each row over tokens whose KV was written into reserved room, or change nothing.
 
         `since` are the lengths the step began with: if another thread changed them meanwhile, nothing is committed.
-        `filled` hears of each row before its windows give pages back.
+        `filled` is called with each row before its windows give pages back.
         """
         rows = self.rows()
         if since is not None and tuple(since) != self.lengths:
@@ -178,7 +178,7 @@ class KVCache:
 
     @_one_event
     def fork(self) -> KVCache:
-        """A second handle on the same content; whoever writes first copies the page it writes to."""
+        """A second handle on the same content; the first of them to write to a shared page copies it."""
         return self._sibling([row.fork() for row in self.rows()])
 
     def forks(self, n: int) -> list[KVCache]:
@@ -238,7 +238,7 @@ class KVCache:
     def serialize(self) -> bytes:
         """All rows as self-describing, checksummed bytes."""
         self.rows()
-        identity = self._pool.identity()  # may hash all weights, so nobody waits for it
+        identity = self._pool.identity()  # may hash all weights, so it is outside of the lock
         with self._pool.lock:
             images, origin, maker = self._images(), self.origin, self.maker
         if origin != EXACT or maker != BASE:
@@ -246,7 +246,7 @@ class KVCache:
         return pack(images, self.layout, identity)
 
     def load(self, data: bytes, accept_numerics: bool = False, maker: str = BASE) -> None:
-        """Become what `data` holds, or raise a BlobError and stay as it was. `maker` says whose KV is wanted."""
+        """Become what `data` holds, or raise a BlobError and stay as it was. `maker`: what must have made the KV."""
         images = read_images(self._pool, data, self._capacity, accept_numerics, maker)
         if len(images) != self.batch_size:
             raise BlobError("rows", f"{len(images)} rows do not fit a cache of batch size {self.batch_size}")
@@ -265,7 +265,7 @@ class KVCache:
 
     @classmethod
     def of_row(cls, row: CacheRow, capacity: int) -> Self:
-        """A cache of one row, whose pages it holds from now on."""
+        """A cache of one row; from now on it holds the row's pages."""
         kv = cls(row.pool, 1, capacity)
         kv._rows[:] = [row]
         return kv
@@ -278,7 +278,7 @@ class KVCache:
         """Write `serialize()` to a file that is either complete or not there."""
         write_whole(Path(path), self.serialize())
 
-    # For the batch, and for this room.
+    # For the batch, and for this package.
 
     def row(self, index: int) -> CacheRow:
         """One row's bookkeeping."""
@@ -317,7 +317,7 @@ class KVCache:
         self._rows[:] = rows
 
     def _rows_like(self, rows: Sequence[CacheRow], source: KVCache) -> list[CacheRow]:
-        """Rows with the same content in this cache's pool: shared pages at home, copies from abroad."""
+        """Rows with the same content in this cache's pool: shared pages in the same pool, copies from another pool."""
         self.rows()
         for row in rows:
             self.check_fits(row.length)
@@ -381,7 +381,7 @@ def read_images(
 
 
 def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:
-    """Runs when a handle is collected without close(): its pages go back, and the owner hears of it."""
+    """Runs when a handle is collected without close(): its pages go back, and a ResourceWarning is raised."""
     for row in rows:
         for group, table in enumerate(row.tables):
             pool.abandon(group, held(table)[::-1])

@@ -102,7 +102,7 @@ def unpack(
 
 
 def max_bytes(layout: KVLayout, pages: int, capacity: int) -> int:
-    """More than this no cache on `pages` pages takes, each of whose rows holds up to `capacity` tokens."""
+    """The most bytes that a cache on `pages` pages can take, where each row holds up to `capacity` tokens."""
     frame = _PREFIX.size + _MAX_HEADER_BYTES + DIGEST_BYTES
     return frame + pages * (layout.page_bytes + capacity * (8 + HASH_BYTES))
 

@@ -1,4 +1,4 @@
-"""Who made a KV: everything besides the exact tokens that decides its bytes."""
+"""What made KV: everything besides the exact tokens that decides its bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Two names of a caller: the tenant, by which KV is found, and its owner, by which quotas and fair shares are counted.
 
-A tenant `owner/part` is a part of its owner: its KV is apart, its room is not. Refuses to know keys and requests.
+A tenant `owner/part` is a part of its owner: it has KV of its own, but shares the owner's quotas.
+Refuses to know keys and requests.
 """
 
 from __future__ import annotations
@@ -14,5 +15,5 @@ def owner_of(tenant: str) -> str:
 
 
 def part_of(tenant: str, part: str) -> str:
-    """A tenant of the same owner whose KV is apart."""
+    """A tenant of the same owner, with KV of its own."""
     return f"{tenant}{_SEPARATOR}{part}"

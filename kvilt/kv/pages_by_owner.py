@@ -14,7 +14,10 @@ _SLACK = 64  # entries of the heap beyond two per owner, before it is made anew
 
 
 class PagesByOwner:
-    """Pages by owner. Finding who gives way takes O(log owners), amortized, and depends on names and counts alone."""
+    """Pages by owner.
+
+    Finding the owner that gives way takes O(log owners), amortized, and depends on names and counts alone.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}  # page -> owner
@@ -27,7 +30,7 @@ class PagesByOwner:
         self._queued: dict[str, int] = {}
 
     def owner(self, page: int) -> str:
-        """Whose page this is."""
+        """The owner of a page."""
         return self._owners[page]
 
     def count(self, owner: str) -> int:
@@ -36,7 +39,7 @@ class PagesByOwner:
 
     @property
     def owners(self) -> int:
-        """How many have pages."""
+        """How many owners have pages."""
         return len(self._counts)
 
     def grow(self, owner: str, pages: int) -> None:
@@ -57,7 +60,7 @@ class PagesByOwner:
             self.assign(page, owner)
 
     def free(self, page: int) -> None:
-        """A page is nobody's any more."""
+        """A page has no owner any more."""
         owner = self._owners.pop(page)
         self._counts[owner] -= 1
         if not self._counts[owner]:

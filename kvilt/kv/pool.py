@@ -1,6 +1,6 @@
 """The page pool: page ids with reference counts, one set per layer group.
 
-Refuses to know sequences: it hands pages out, counts who shares them and takes them back.
+Refuses to know sequences: it hands pages out, counts the handles that share them and takes them back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PoolUsage:
     used: int
     shared: int  # used by more than one handle, counted once
     used_bytes: int
-    cached: int = 0  # held by nobody, kept for whoever comes with the same tokens; free for all others
+    cached: int = 0  # held by no cache, kept for the next sequence with the same tokens; counted as free
 
     @property
     def free(self) -> int:
@@ -66,7 +66,7 @@ class PagePool:
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
         self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
         self._holdings = [PagesByOwner() for _ in layout.groups]
-        self.on_evict: Callable[[int, int], None] = _unheard
+        self.on_evict: Callable[[int, int], None] = _no_index
 
     @property
     def tokens(self) -> int:
@@ -118,7 +118,7 @@ class PagePool:
                     self._let_go(group, page)
 
     def keep(self, group: int, page: int, owner: str = "") -> None:
-        """What this page holds is known to an index: nobody writes to it, and it stays until its room is needed.
+        """An index knows what this page holds: no cache writes to it, and it stays until its room is needed.
 
         Room is taken from the owner that has the most pages, idle or not, so that none can flush what others left.
         """
@@ -135,7 +135,7 @@ class PagePool:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """While it lasts, pages that are dropped are given to nobody else: a running step may still write to them."""
+        """While it lasts, dropped pages are given to no other cache: a running step may still write to them."""
         with self.lock:
             self._leases += 1
         try:
@@ -193,7 +193,7 @@ class PagePool:
             return self.pages // max(1, *(holdings.owners for holdings in self._holdings))
 
     def free_pages(self) -> tuple[int, ...]:
-        """Pages of each group that may be taken: those that hold nothing, and those kept though nobody holds them."""
+        """Pages of each group that may be taken: empty ones, and those an index keeps and no cache holds."""
         with self.lock:
             self._settle()
             return self._takeable()
@@ -224,15 +224,15 @@ class PagePool:
         self._free[group].append(page)
 
     def _evict(self, group: int) -> None:
-        """Free a page. The index hears of it while the bytes are still there."""
+        """Free a page. The index is told while the bytes are still there."""
         page = self._holdings[group].victim()
         self.on_evict(group, page)
-        assert page not in self._kept[group], "an index that hears of an eviction forgets the page"
+        assert page not in self._kept[group], "an index that is told of an eviction forgets the page"
 
     def _settle(self) -> None:
         while self._abandoned:
             self.drop(*self._abandoned.popleft())
 
 
-def _unheard(group: int, page: int) -> None:
-    raise AssertionError(f"page {page} of group {group} is kept, but nobody has said for whom")
+def _no_index(group: int, page: int) -> None:
+    raise AssertionError(f"page {page} of group {group} is kept, but no index is registered for evictions")

@@ -1,7 +1,8 @@
 """The prefix index: from the exact tokens of whole pages to the pages that hold their KV.
 
 Each page is known by a hash of its tokens and all before them, and its tokens are compared before it is used. The index
-holds no page: it keeps what nobody holds until the room is needed. Refuses to know requests and stores.
+holds no page: pages that no cache holds stay in it until the pool needs their room. Refuses to know requests
+and stores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How much of a trail has its KV here, and how many pages of it nobody holds at the moment."""
+    """How many tokens of a sequence have their KV here, and how many pages of it no cache holds at the moment."""
 
     tokens: int
     idle: int
@@ -45,7 +46,7 @@ class EvictedPage:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Nodes one behind the other, and what was counted of them; their tokens do not change any more."""
+    """Nodes one after the other, and their counts; their tokens do not change any more."""
 
     nodes: tuple[PrefixNode, ...]
     parent: str | None
@@ -57,7 +58,7 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRuns:
-    """What is known of a tenant, parents before children, and how many more there are of what is known of these."""
+    """The runs of a tenant, parents before children, and how many continuations of them were left out."""
 
     runs: tuple[PrefixRun, ...]
     omitted: int = 0
@@ -65,7 +66,7 @@ class PrefixRuns:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBranch:
-    """Known pages one behind the other, up to where others branch off or nothing is known any more."""
+    """Known pages one after the other, up to where they branch or end."""
 
     id: str
     parent: str | None  # the branch it continues
@@ -85,7 +86,7 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool, on_evict: Sink | None = None) -> None:
         self._pool = pool
-        self.on_evict = on_evict  # hears of pages that are about to be lost
+        self.on_evict = on_evict  # is called with pages that are about to be lost
         self._size = pool.layout.page_tokens
         self._nodes: dict[bytes, PrefixNode] = {}
         self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
@@ -99,7 +100,7 @@ class PrefixIndex:
     # Looking up.
 
     def match(self, prefix_keys: PrefixKeys, most: int) -> PrefixMatch:
-        """How many tokens of the trail, `most` at the most, have their KV here now."""
+        """How many tokens of the sequence, `most` at the most, have their KV here now."""
         with self._pool.lock:
             nodes = self._walk(prefix_keys)
             length = self._usable(nodes, most)
@@ -108,7 +109,7 @@ class PrefixIndex:
             return PrefixMatch(length, max(idle))
 
     def fork(self, prefix_keys: PrefixKeys, most: int, capacity: int) -> KVCache:
-        """A cache that holds as much of the trail as `match` finds, on shared pages; perhaps nothing."""
+        """A cache that holds as much of the sequence as `match` finds, on shared pages; perhaps nothing."""
         with self._pool.lock:
             nodes = self._walk(prefix_keys)
             length = self._usable(nodes, most)
@@ -120,7 +121,7 @@ class PrefixIndex:
             ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
-            row.adapter, row.adapted_from = maker_parts(prefix_keys.since.adapter)
+            row.adapter, row.adapted_from = maker_parts(prefix_keys.adapted_scope.adapter)
             row.owner = prefix_keys.scope.owner
             return KVCache.of_row(row, capacity)
 
@@ -140,8 +141,8 @@ class PrefixIndex:
                 while len(nodes[-1].children) == 1:
                     nodes.extend(nodes[-1].children.values())
                 found.append(self._run(tuple(nodes), parent, start))
-                behind = start + len(nodes) * self._size
-                open_ends.extend((child, _name(node), behind) for child in nodes[-1].children.values())
+                stop = start + len(nodes) * self._size
+                open_ends.extend((child, _name(node), stop) for child in nodes[-1].children.values())
             return PrefixRuns(tuple(found), len(open_ends))
 
     def branch(self, run: PrefixRun) -> PrefixBranch:
@@ -164,7 +165,7 @@ class PrefixIndex:
         )
 
     def _walk(self, prefix_keys: PrefixKeys) -> list[PrefixNode]:
-        """The nodes of a trail from its beginning on, each compared token by token."""
+        """The nodes of a sequence from its beginning on, each compared token by token."""
         found: list[PrefixNode] = []
         for key, content in zip(prefix_keys.keys, prefix_keys.contents, strict=True):
             node = self._nodes.get(key)
@@ -175,7 +176,7 @@ class PrefixIndex:
         return found
 
     def _usable(self, nodes: list[PrefixNode], most: int) -> int:
-        """The largest length whose next query finds everything that it can see."""
+        """The largest length after which the next query finds all keys that it sees."""
         length = max(0, min(len(nodes) * self._size, most))
         while length and not all(self._sees(nodes, g, length) for g in range(len(self._owners))):
             length = (length - 1) // self._size * self._size
@@ -195,7 +196,7 @@ class PrefixIndex:
         return [[GONE] * first + [node.pages[g] for node in nodes[first:stop]] for g, (first, stop) in enumerate(spans)]
 
     def missing(self, prefix_keys: PrefixKeys, tokens: int) -> int:
-        """The first page of a trail that a query behind so many tokens needs and that is not here."""
+        """The first page of a sequence that a query after so many tokens needs and that is not here."""
         with self._pool.lock:
             nodes = self._walk(prefix_keys)[: self._pool.layout.pages_for(tokens)]
             firsts = [self._span(group, tokens)[0] for group in range(len(self._owners))]
@@ -205,7 +206,7 @@ class PrefixIndex:
             return len(nodes)
 
     def leaving(self) -> Iterator[EvictedPage]:
-        """Every page that is known, as if it were evicted: what somebody holds first, then the latest used."""
+        """Every page that is known, as if it were evicted: those that a cache holds first, then the latest used."""
         with self._pool.lock:
             ages = [self._pool.ages(group) for group in range(len(self._owners))]
 
@@ -223,17 +224,17 @@ class PrefixIndex:
     # Adding.
 
     def insert(self, row: CacheRow, prefix_keys: PrefixKeys) -> None:
-        """Make the whole pages of a row known, whose trail this is.
+        """Make the whole pages of a row known; `prefix_keys` are the row's.
 
         Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
-        back: equal KV takes its room once. KV that is not exact is nobody else's.
+        back: equal KV takes its room once. KV that is not exact is not shared.
         """
         if row.origin != EXACT:
             return
         with self._pool.lock:
             while (prefix_keys.placed + 1) * self._size <= row.length:
                 if prefix_keys.node is not None and not prefix_keys.node.alive:
-                    return  # whoever holds a page holds those before it, unless a window gave them back
+                    return  # a cache that holds a page holds those before it, unless a window gave them back
                 if (node := self._place(row, prefix_keys)) is None:
                     return
                 self._adopt(row, prefix_keys.placed, node)
@@ -242,8 +243,8 @@ class PrefixIndex:
     def restore(self, prefix_keys: PrefixKeys, images: Sequence[RowImage]) -> int:
         """Make pages known again that were kept elsewhere, each an image of the row up to its end; how many could be.
 
-        The first completes what is known of the trail, or stands right behind it. What is there already is held
-        meanwhile, so that the room is not taken from it.
+        The first completes what is known of the sequence, or comes right after it. Pages that are there already are
+        held meanwhile, so that they are not evicted for the new ones.
         """
         with self._pool.lock:
             nodes, placed = self._walk(prefix_keys), 0
@@ -264,7 +265,7 @@ class PrefixIndex:
             return placed
 
     def _restore(self, prefix_keys: PrefixKeys, nodes: list[PrefixNode], image: RowImage, rows: list[CacheRow]) -> bool:
-        """One page behind `nodes`, or among them; the row that holds it goes to `rows`."""
+        """One page after `nodes`, or among them; the row that holds it goes to `rows`."""
         at = image.length // self._size - 1
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
             return False
@@ -293,7 +294,7 @@ class PrefixIndex:
         if prefix_keys.placed == len(prefix_keys.keys):
             prefix_keys.add(content)
         if prefix_keys.contents[prefix_keys.placed] != content:
-            return None  # the trail is not this row's
+            return None  # the keys are not this row's
         key, scope = prefix_keys.keys[prefix_keys.placed], prefix_keys.scope_of(prefix_keys.placed)
         if (node := self._nodes.get(key)) is not None:
             return node if _is_child(node, prefix_keys.node, content, scope) else None
@@ -321,7 +322,7 @@ class PrefixIndex:
                 row.version += 1
 
     def _tokens(self, nodes: Sequence[PrefixNode]) -> list[Token]:
-        """The tokens of nodes that follow each other."""
+        """The tokens of consecutive nodes."""
         tokens: list[Token] = []
         for node in nodes:
             ids: array[int] = array("q")
@@ -335,7 +336,7 @@ class PrefixIndex:
     # Forgetting.
 
     def forget(self, prefix_keys: PrefixKeys) -> None:
-        """Drop everything that begins like this trail's first page: something in it is in doubt."""
+        """Drop everything that begins with this sequence's first page: something in it is in doubt."""
         with self._pool.lock:
             for node in self._walk(prefix_keys)[:1]:
                 self._remove(node)
@@ -350,25 +351,25 @@ class PrefixIndex:
         """The pool needs the room of a page that no cache holds."""
         node = self._owners[group][page]
         self.evictions += 1
-        self._tell(node)
+        self._send(node)
         if isinstance(self._pool.layout.groups[group].reach, Window):
             self._release(node, group)
             self._prune(node)
         else:
-            self._remove(node)  # nobody behind it can do without this page
+            self._remove(node)  # every page after it needs this one
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """A node without pages is a step on the way to others, or, if there are none, nothing."""
+        """Remove nodes that have neither pages nor children, from `node` up to its ancestors."""
         while node is not None and not node.children and all(page == GONE for page in node.pages):
             parent = node.parent
             self._remove(node)
             node = parent
 
-    def _tell(self, node: PrefixNode) -> None:
+    def _send(self, node: PrefixNode) -> None:
         there = sum(page != GONE for page in node.pages)
-        if self.on_evict is None or there < node.told:
-            return  # it was heard of when there was more of it
-        node.told = there
+        if self.on_evict is None or there < node.sent:
+            return  # the sink has a fuller version of it
+        node.sent = there
         try:
             self.on_evict(self._evicted(node))
         except Exception:  # a store that fails costs a copy, never the step that needs the room
@@ -389,11 +390,11 @@ class PrefixIndex:
         return pool.ops.read_slots(pool.stores[group], slots)
 
     def _remove(self, node: PrefixNode) -> None:
-        """Forget a node and everything behind it, the farthest first."""
-        behind = [node]
-        for one in behind:
-            behind.extend(one.children.values())
-        for one in reversed(behind):
+        """Forget a node and all its descendants, the farthest first."""
+        subtree = [node]
+        for one in subtree:
+            subtree.extend(one.children.values())
+        for one in reversed(subtree):
             for group, page in enumerate(one.pages):
                 if page != GONE:
                     self._release(one, group)
@@ -420,5 +421,5 @@ def _name(node: PrefixNode) -> str:
 
 
 def _is_child(node: PrefixNode, parent: PrefixNode | None, content: bytes, scope: PrefixScope) -> bool:
-    """Whether a node found by its key is the one that was looked for: keys may lie, tokens do not."""
+    """Whether a node found by its key is the one that was looked for: different tokens may have equal hashes."""
     return node.parent is parent and node.content == content and node.scope == scope

@@ -1,4 +1,4 @@
-"""One sequence's way through a prefix index: what its pages are known by, and whose KV they hold.
+"""The keys by which a prefix index knows the pages of one sequence, and the scope of the KV in them.
 
 Hashes chain over tokens, so equal keys are equal beginnings. Refuses to know pools and where pages are.
 """
@@ -16,14 +16,14 @@ from .row import made_by
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """What besides the tokens decides KV within one pool: the adapter, by content and scale, and whose it is."""
+    """What besides the tokens decides KV within one pool: the adapter, by content and scale, and the tenant."""
 
     adapter: str = "base"
     salt: str = ""  # tenant
 
     @property
     def owner(self) -> str:
-        """For whom pages are counted, whatever the salt."""
+        """The owner for which pages are counted, whatever the salt."""
         return owner_of(self.salt)
 
     def key(self) -> bytes:
@@ -34,7 +34,7 @@ class PrefixScope:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One page of tokens behind its parent's; `pages` has GONE where a group's page was not there or was evicted."""
+    """One page of tokens after its parent's; `pages` has GONE where a group's page was not there or was evicted."""
 
     key: bytes
     content: bytes
@@ -44,27 +44,27 @@ class PrefixNode:
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     hits: int = 0  # sequences that began with it
     alive: bool = True
-    told: int = 0  # groups whose pages were there when the sink of evicted pages last heard of it
+    sent: int = 0  # groups whose pages were there when the node was last given to the sink of evicted pages
 
 
 class PrefixKeys:
-    """One sequence's way through the index: a key for each of its whole pages, and how far it has been placed.
+    """A key for each whole page of one sequence, and how many of them are in the index.
 
-    With an adapter that begins later, whole pages before that are the base model's, and shared with everybody who has
-    the same; those behind know where it began.
+    With an adapter that begins later, whole pages before it are the base model's, and every sequence with the same
+    tokens shares them. The keys of later pages include the position at which the adapter began.
     """
 
-    __slots__ = ("contents", "keys", "node", "placed", "scope", "since", "turn")
+    __slots__ = ("adapted_page", "adapted_scope", "contents", "keys", "node", "placed", "scope")
 
     def __init__(self, scope: PrefixScope, begins: int = 0, page_tokens: int = 1) -> None:
         """`begins` is the position at which the scope's adapter does."""
         self.scope = PrefixScope(salt=scope.salt) if begins else scope
-        self.since = replace(scope, adapter=made_by(scope.adapter, begins))  # behind the turn
-        self.turn = begins // page_tokens  # the first page that the adapter has a part in
+        self.adapted_scope = replace(scope, adapter=made_by(scope.adapter, begins))  # from `adapted_page` on
+        self.adapted_page = begins // page_tokens  # the first page that the adapter has a part in
         self.keys: list[bytes] = []
         self.contents: list[bytes] = []
         self.node: PrefixNode | None = None
-        self.placed = 0  # whole pages whose KV the index has from this sequence, or gave to it
+        self.placed = 0  # whole pages that the index has from this sequence, or gave to it
 
     def extend(self, ids: Sequence[int], page_tokens: int) -> None:
         """Make keys for the whole pages of `ids` that have none yet."""
@@ -72,19 +72,20 @@ class PrefixKeys:
             self.add(array("q", ids[start : start + page_tokens]).tobytes())
 
     def scope_of(self, page: int) -> PrefixScope:
-        """Whose KV a page holds."""
-        return self.since if page >= self.turn else self.scope
+        """The scope of the KV in a page."""
+        return self.adapted_scope if page >= self.adapted_page else self.scope
 
     def twin(self) -> PrefixKeys:
         """Another sequence that begins in the same way; it has no pages yet."""
         other = PrefixKeys(self.scope)
-        other.since, other.turn = self.since, self.turn
+        other.adapted_scope, other.adapted_page = self.adapted_scope, self.adapted_page
         return other
 
     def add(self, content: bytes) -> None:
         """One more page of tokens."""
-        turned = self.since.key() if len(self.keys) == self.turn and self.since != self.scope else b""
-        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + turned + content))
+        switches = len(self.keys) == self.adapted_page and self.adapted_scope != self.scope
+        switch = self.adapted_scope.key() if switches else b""
+        self.keys.append(_digest((self.keys[-1] if self.keys else self.scope.key()) + switch + content))
         self.contents.append(content)
 
     def rewind(self) -> None:

@@ -43,12 +43,12 @@ class RowImage:
 
     @property
     def maker(self) -> str:
-        """Whose KV this is."""
+        """What made this KV: the base model, an adapter, or an adapter from some position on."""
         return _maker(self.adapter, self.adapted_from, self.length)
 
 
 class CacheRow:
-    """Length is the truth: bytes at or past `length` are noise, pages past it are merely reserved."""
+    """Only `length` says what is valid: bytes at or past it are undefined, pages past it are merely reserved."""
 
     __slots__ = ("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids", "origin", "owner", "tables", "version")
 
@@ -61,8 +61,8 @@ class CacheRow:
         self.origin = EXACT  # how its KV was made
         self.adapter = BASE  # what it is made with, by content and scale, from position `adapted_from` on
         self.adapted_from = 0
-        self.owner = ""  # for whom it takes pages
-        self.version = 0  # grows whenever places in the tables change hands, so that a batch made before can tell
+        self.owner = ""  # its pages are counted for this owner
+        self.version = 0  # grows whenever the tables change, so that a batch can tell that it is out of date
 
     @property
     def pool(self) -> PagePool:
@@ -74,7 +74,7 @@ class CacheRow:
 
     @property
     def maker(self) -> str:
-        """Whose KV this is: the base model's, an adapter's, or an adapter's behind some of the base model's."""
+        """What made this KV: the base model, an adapter, or an adapter from some position on."""
         return _maker(self.adapter, self.adapted_from, self.length)
 
     @property
@@ -121,7 +121,7 @@ class CacheRow:
         return [i for i in range(first, len(table)) if self._pool.holders(group, table[i]) > 1]
 
     def writable(self, positions: Sequence[int]) -> bool:
-        """Whether all these positions are reserved, above the length, and in pages nobody else holds."""
+        """Whether all these positions are reserved, above the length, and in pages that no other handle holds."""
         if not positions:
             return True
         low, high = min(positions), max(positions)
@@ -217,7 +217,7 @@ class CacheRow:
     def close(self) -> None:
         self.version += 1
         for g, table in enumerate(self.tables):
-            self._pool.drop(g, reversed(held(table)))  # the last first: what is kept of it outlives its own tail
+            self._pool.drop(g, reversed(held(table)))  # the last first, so that an index evicts tails before beginnings
             table.clear()
 
     # What an index knows of it.
@@ -230,7 +230,7 @@ class CacheRow:
 
     @classmethod
     def sharing(cls, pool: PagePool, ids: array[int], embeds: dict[int, bytes], tables: list[list[int]]) -> CacheRow:
-        """A row of these tokens on pages that somebody holds or keeps already."""
+        """A row of these tokens on pages that a cache holds or an index keeps already."""
         row = cls(pool)
         row.ids, row.embeds, row.tables = ids, embeds, tables
         for g, table in enumerate(tables):
