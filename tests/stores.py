@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from absent import skip_without
@@ -21,6 +21,13 @@ from absent import skip_without
 from kvilt.errors import StoreError
 from kvilt.store.record import RecordInfo
 from kvilt.store.tier import Budget, RecordReader, TierUsage
+
+T = TypeVar("T")
+
+
+def always(value: T) -> Callable[[], T]:
+    """What gives a value that is there already."""
+    return lambda: value
 
 
 class Shelfware:

@@ -35,8 +35,7 @@ class Driver:
         self._executor = executor
         self._config = config or EngineConfig()
         self._on_step, self._on_hung = on_step, on_hung
-        self._wake = threading.Event()
-        engine.woken_by(self._wake.set)
+        self._wake = engine.wakeup
         self._quiet = threading.Condition()  # told when a step has ended
         self._closing = threading.Event()
         self._draining = False

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from ..store.store import Store
 from .admission import BorrowedKV, make_job
 from .blending import BlendQueue
 from .counters import ENGINE_METRICS, Counters
+from .discovery import wants_discovery
 from .drafting import Drafting
 from .event import DraftCounts, Ended, Listener, PromptProgress, Reason, TokenEvent
 from .forward import Result, RowDone, RowFailed, RowTask, forward
@@ -53,20 +55,23 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         drafting: Drafting | None = None,
-        chunks: ChunkCache | None = None,
+        chunks: Callable[[], ChunkCache] | None = None,
         gate: QualityGate | None = None,
         store: Store | None = None,
+        relieve: Relief | None = None,
     ) -> None:
-        """`chunks` are where documents of prompts are found; without them such requests are refused.
+        """`chunks` gives what documents of prompts are found in; without it such requests are refused.
+
+        `relieve` is asked for pages before a request is preempted or fails.
 
         `store`, if it has a tier that outlives the process, keeps prefixes that this executor has no room for. Close
         the engine, and it keeps them all.
         """
         config = config or EngineConfig()
-        self.chunks = chunks
+        self._chunks = chunks
         self._discover = config.discover
-        self._woken: Callable[[], None] = _nobody
-        self._blends = BlendQueue(self.wake, self._give_back, self._fail)
+        self.wakeup = threading.Event()  # set, from any thread, when there may be something to do
+        self._blends = BlendQueue(self.wakeup.set, self._give_back, self._fail)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self._executor = executor
         self._clock = clock
@@ -79,10 +84,15 @@ class Engine:
         self._quality_checks = QualityChecks(gate, executor, self.metrics, self._seqs) if gate is not None else None
         self._prefix_restore = None
         if store is not None and store.least_budget is not None and config.stored_prefix_tokens is not None:
-            self._prefix_restore = PrefixRestore(executor, store, config.stored_prefix_tokens, self.metrics, self.wake)
+            self._prefix_restore = PrefixRestore(
+                executor, store, config.stored_prefix_tokens, self.metrics, self.wakeup.set
+            )
         self._waits = (self._blends,) if self._prefix_restore is None else (self._blends, self._prefix_restore)
         self._accounting = PoolAccounting(
-            executor, self._seqs, _no_relief, None if self._prefix_restore is None else self._prefix_restore.load_prefix
+            executor,
+            self._seqs,
+            relieve or _no_relief,
+            None if self._prefix_restore is None else self._prefix_restore.load_prefix,
         )
         self._scheduler = Scheduler(limits, self._accounting, config.owner_weights)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
@@ -128,7 +138,9 @@ class Engine:
         if request.discover is None and self._discover:
             request = replace(request, discover=True)
         try:
-            job = make_job(self._executor, request, listener, borrowed, self.chunks, checks.gate if checks else None)
+            job = make_job(
+                self._executor, request, listener, borrowed, self.chunks_for(request), checks.gate if checks else None
+            )
         except BaseException:
             if borrowed is not None:
                 borrowed.kv.close()
@@ -156,17 +168,11 @@ class Engine:
         """Give a request rows again."""
         self._inbox.append(partial(self._hold, which, False))
 
-    def woken_by(self, woken: Callable[[], None]) -> None:
-        """Who is told, in any thread, that there may be something to do: a store has answered somebody who waits."""
-        self._woken = woken
-
-    def wake(self) -> None:
-        """There may be something to do."""
-        self._woken()
-
-    def relieve_by(self, free_kept_pages: Relief) -> None:
-        """Who is asked for pages before a request has to give way or fails."""
-        self._accounting.free_kept_pages = free_kept_pages
+    def chunks_for(self, request: Request) -> ChunkCache | None:
+        """What the documents of a request are found in; None where it has none and looks for none."""
+        if self._chunks is None or not (request.documents or wants_discovery(request)):
+            return None
+        return self._chunks()
 
     def view(self, tenant: str, handles: Sequence[HandleInfo] = (), most: int | None = None) -> EngineView:
         """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
@@ -510,7 +516,3 @@ class Engine:
 
 def _no_relief(_pinned: bool) -> bool:
     return False
-
-
-def _nobody() -> None:
-    """Nobody sleeps, so nobody need be woken."""

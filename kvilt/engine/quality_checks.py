@@ -56,7 +56,9 @@ Why = Literal["full", "busy", "closing", "failed"]
 class EngineAPI(Protocol):
     """What a comparison asks of the engine; all of it in the thread that steps."""
 
-    chunks: ChunkCache | None
+    def chunks_for(self, request: Request) -> ChunkCache | None:
+        """What the documents of a request are found in."""
+        ...
 
     def enter(self, job: Job) -> None:
         """Let a job in, now."""
@@ -236,9 +238,10 @@ class QualityChecks:
     def _begin(self, engine: EngineAPI, first: Comparison) -> None:
         part = first.missing
         assert part is not None
+        asked = first.run(part)
         try:
             job = make_job(
-                self._executor, first.run(part), _EndListener(partial(self._ended, engine)), chunks=engine.chunks
+                self._executor, asked, _EndListener(partial(self._ended, engine)), chunks=engine.chunks_for(asked)
             )
         except Exception:
             _log.exception("a blended prompt cannot be compared")

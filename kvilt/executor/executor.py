@@ -19,7 +19,6 @@ from ..batch import Adapter, Base, Batch, Ids, Last, Logits, Nothing, Row, Score
 from ..errors import BlobError, Cancelled, ContextOverflow, InputError, ModelClosed, ParamError
 from ..kv.cache import KVCache, positive, read_file, read_images
 from ..kv.codec import describe
-from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.prefix import PrefixIndex
@@ -279,7 +278,7 @@ class Executor:
         """
         with self._lock:
             self._closed = True
-            self._pool.identity = _no_identity
+            self._pool.close()
             self._on_close()
 
     @contextmanager
@@ -484,10 +483,6 @@ class Executor:
 def _observe(stop: threading.Event) -> None:
     if stop.is_set():
         raise Cancelled()
-
-
-def _no_identity() -> Identity:
-    raise ModelClosed()
 
 
 def _refuse_text(params: SamplingParams) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import PoolExhausted
+from ..errors import ModelClosed, PoolExhausted
 from ..ops.contract import Ops
 from .identity import Identity
 from .layout import KVLayout
@@ -52,7 +52,7 @@ class PagePool:
         self.pages = pages
         self.ops = ops
         # A callable: hashing a model's weights takes a while, and only KV that leaves the process needs it.
-        self.identity = identity
+        self._identity: Callable[[], Identity] | None = identity
         self.token_limit = token_limit  # ids at or past it are no tokens; loaded KV is checked against it
         self.device = device or torch.device("cpu")
         self.stores = tuple(ops.new_pages(group.shape, pages, self.device) for group in layout.groups)
@@ -67,6 +67,16 @@ class PagePool:
         self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
         self._holdings = [PagesByOwner() for _ in layout.groups]
         self.on_evict: Callable[[int, int], None] = _no_index
+
+    def identity(self) -> Identity:
+        """What KV of this pool is known by outside of it; ModelClosed once the files it is hashed from are closed."""
+        if self._identity is None:
+            raise ModelClosed()
+        return self._identity()
+
+    def close(self) -> None:
+        """Forget the identity: KV stays usable here, and is saved and loaded no more."""
+        self._identity = None
 
     @property
     def tokens(self) -> int:

@@ -22,6 +22,7 @@ from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
 from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
+from ..engine.counters import ENGINE_METRICS
 from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
@@ -116,14 +117,22 @@ class AsyncLLM(Model):
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
         drafting = None if drafter is None else Drafting(drafter)
-        self.engine = Engine(executor, self.config, metrics, drafting=drafting, gate=self._gate, store=store)
-        if self.config.discover:
-            self.engine.chunks = self.documents.chunks
-            self.engine.chunks.read()
-        self._drafter = drafter
+        metrics = metrics or Metrics(ENGINE_METRICS)
         notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
-        self._handles = Handles(executor, self.config, self.engine.metrics, notes=notes)
-        self.engine.relieve_by(self._handles.relieve)
+        self._handles = Handles(executor, self.config, metrics, notes=notes)
+        self.engine = Engine(
+            executor,
+            self.config,
+            metrics,
+            drafting=drafting,
+            chunks=self._chunks,
+            gate=self._gate,
+            store=store,
+            relieve=self._handles.relieve,
+        )
+        if self.config.discover:
+            self.documents.chunks.read()
+        self._drafter = drafter
         self._post = Notifier()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
@@ -220,7 +229,6 @@ class AsyncLLM(Model):
         `on_progress` is called with the tokens that are done, and with all there are. Whoever stops waiting leaves what
         is stored by then.
         """
-        self.engine.chunks = self.documents.chunks
         chosen = AdapterChoice(lora, lora_scale)
         read = partial(DocumentWarmup, self, documents, chosen, tenant, on_progress)
         warming = await self.offload.run(PROMPT, read, owner=owner_of(tenant))
@@ -278,7 +286,6 @@ class AsyncLLM(Model):
         uninterruptible()
         if terms.kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
-        self.engine.chunks = self.documents.chunks
         return PreparedPrompt(pieces.blend_prompt.ids, None, more=pieces.fields)
 
     def _prompt(self, prompt: Prompt, terms: RequestTerms) -> PreparedPrompt:
@@ -338,8 +345,6 @@ class AsyncLLM(Model):
             ready = dataclasses.replace(ready, borrowed=None)
         # A handle says the same whether its KV is here or has to be computed again: nothing in it is blended.
         discover = terms.discover if ready.loan is None else False
-        if discover:
-            self.engine.chunks = self.documents.chunks
         own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
         more = {**DiscoveryChoice(discover, terms.recipe).fields, **ready.more}
         try:

@@ -58,12 +58,13 @@ class LLM(Model):
         super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
         self._gate = gate_for(gate, executor, store)
         drafting = None if drafter is None else Drafting(drafter)
-        self.engine = Engine(executor, config, metrics, drafting=drafting, gate=self._gate, store=store)
+        self.engine = Engine(
+            executor, config, metrics, drafting=drafting, chunks=self._chunks, gate=self._gate, store=store
+        )
         self._drafter = drafter
         self._asking = SyncRunner(self.engine, executor)
         if config is not None and config.discover:
-            self.engine.chunks = self.documents.chunks
-            self.engine.chunks.read()
+            self.documents.chunks.read()
 
     @overload
     def generate(
@@ -245,7 +246,6 @@ class LLM(Model):
         `on_progress` is called with the tokens that are done, and with all there are. Where a store is shared with a
         server, `tenant` is for whose requests they are.
         """
-        self.engine.chunks = self.documents.chunks
         warming = DocumentWarmup(self, documents, AdapterChoice(lora, lora_scale), tenant, on_progress)
         for some in warming.groups():
             missing = warming.missing(some)
@@ -311,8 +311,6 @@ class LLM(Model):
 
         Who brings a cache of their own gets what it holds, and nothing from the prefix index.
         """
-        if finding.discover:
-            self.engine.chunks = self.documents.chunks
         own: dict[str, Any] = {
             "keep_kv": keep_kv,
             "reuse": kv is None,
@@ -337,7 +335,6 @@ class LLM(Model):
         """How questions about prompts with documents are made."""
         if kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
-        self.engine.chunks = self.documents.chunks
         return [partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts]
 
     def _prepare_blend(

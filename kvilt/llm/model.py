@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch import Adapter, Base
+from ..blend.chunk import ChunkCache
 from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
 from ..errors import ContextOverflow, InputError, ParamError
@@ -88,6 +89,10 @@ class Model:
         if self._template is None:
             self._template = ChatTemplate.of(self.tokenizer)
         return self._template
+
+    def _chunks(self) -> ChunkCache:
+        """What the documents of prompts are found in; the store is opened when a prompt has some."""
+        return self.documents.chunks
 
     def prompt_ids(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """The tokens of a prompt; `begins` is False where it continues earlier text."""

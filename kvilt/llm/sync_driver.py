@@ -20,8 +20,7 @@ class SyncDriver:
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
         self._executor = executor
-        self._wake = threading.Event()  # a store has answered somebody who waits for it
-        engine.woken_by(self._wake.set)
+        self._wake = engine.wakeup  # set when a store has answered a request that waits for it
         self._turn = threading.Lock()
         self._news = threading.Condition()
         self._waiting = 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from drive import memory_store, tokens
 from small import Ear, run
+from stores import always
 
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
@@ -35,7 +36,9 @@ class Said:
 def answer(executor: Executor, store: Store) -> Said:
     """Ask an engine that has nothing in memory, beside somebody who wants no document, and let it go."""
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store), store=store)
+    engine = Engine(
+        executor, EngineConfig(step_tokens=64, max_rows=8), chunks=always(ChunkCache(executor, store)), store=store
+    )
     ear, other = Ear(), Ear()
     engine.add(engine.prepare(Request(QUILT.ids, GREEDY, documents=QUILT.documents, recipe=RECIPE), ear))
     engine.add(engine.prepare(Request(tokens(20, 9), GREEDY), other))

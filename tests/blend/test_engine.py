@@ -10,6 +10,7 @@ import pytest
 from drive import blended, memory_store, tokens
 from small import Ear, asks, finish, load_small
 from small import start as ask_start
+from stores import always
 
 from kvilt.batch import Batch
 from kvilt.blend.chunk import ChunkCache
@@ -74,7 +75,9 @@ def test_a_blended_prompt_says_the_same_by_hand_and_by_engine(
     executor.prefixes.clear()
     made = recipe(strategy)
     expected = alone(executor, QUILT, made)
-    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=ChunkCache(executor, store))
+    engine = Engine(
+        executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=always(ChunkCache(executor, store))
+    )
     for round_ in range(2):
         ear = put(engine, request(QUILT, made))
         finish(engine)
@@ -92,7 +95,7 @@ def test_a_blended_prompt_says_the_same_by_hand_and_by_engine(
 
 def test_only_the_exact_beginning_is_known_to_others(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     put(engine, request(QUILT, recipe("query")))
     finish(engine)
     assert len(executor.prefixes) == len(SYSTEM) // 32
@@ -118,7 +121,9 @@ def test_everybody_says_what_they_say_alone(executor: Executor, store: Store, st
         quilts.append((BlendPrompt.of(parts, [False, True, True, False]), recipe(STRATEGIES[index % 3])))
     others = asks(4, seed=3, longest=100)
     expected = [alone(executor, *one) for one in quilts]
-    engine = Engine(executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=ChunkCache(executor, store))
+    engine = Engine(
+        executor, EngineConfig(step_tokens=step_tokens, max_rows=8), chunks=always(ChunkCache(executor, store))
+    )
     widths: list[int] = []
     run = executor.run
 
@@ -145,7 +150,7 @@ def test_who_comes_later_takes_what_others_have_computed_meanwhile(executor: Exe
     made = recipe("query")
     expected = alone(executor, QUILT, made)
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=16, max_rows=8), chunks=ChunkCache(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=16, max_rows=8), chunks=always(ChunkCache(executor, store)))
     ears = [put(engine, request(QUILT, made)) for _ in range(4)]
     finish(engine)
     assert [ear.tokens for ear in ears] == [[expected]] * 4
@@ -165,7 +170,7 @@ def test_through_preemption(tmp_path: Path, store: Store, pages: int) -> None:
     long = SamplingParams(max_tokens=90, temperature=0.0)
     expected = [alone(executor, *one, 90) for one in quilts]
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=always(ChunkCache(executor, store)))
     ears = [put(engine, request(*one, params=long)) for one in quilts]
     plain = [ask_start(engine, one) for one in asks(2, seed=8, longest=90)]
     finish(engine)
@@ -179,7 +184,7 @@ def test_through_preemption(tmp_path: Path, store: Store, pages: int) -> None:
 
 def test_only_the_kv_of_a_blended_prompt(executor: Executor, store: Store) -> None:
     """Nothing is drawn: the prompt's KV is there in the end, and no logits are asked for."""
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     ear = put(engine, request(QUILT, recipe("query"), params=None, keep_kv=True))
     finish(engine)
     end = ear.ends[0]
@@ -191,7 +196,7 @@ def test_only_the_kv_of_a_blended_prompt(executor: Executor, store: Store) -> No
 
 def test_a_prompt_too_large_for_the_pool_fails_alone(tmp_path: Path, store: Store) -> None:
     executor = load_small(tmp_path, 6, None, "native")
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     blend_prompt = BlendPrompt.of([tokens(2, 1), tokens(150, 2), tokens(3, 3)], [False, True, False])
     ear = put(engine, request(blend_prompt, recipe("query")))
     finish(engine)
@@ -201,7 +206,7 @@ def test_a_prompt_too_large_for_the_pool_fails_alone(tmp_path: Path, store: Stor
 
 def test_several_samples_share_a_blended_prompt(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     params = SamplingParams(max_tokens=6, temperature=0.0, n=3)
     ear = put(engine, request(QUILT, recipe("query"), params=params))
     finish(engine)
@@ -211,7 +216,7 @@ def test_several_samples_share_a_blended_prompt(executor: Executor, store: Store
 
 
 def test_kv_that_is_kept_says_how_it_was_made(executor: Executor, store: Store) -> None:
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     made = recipe("head")
     ear = put(engine, request(QUILT, made, keep_kv=True))
     finish(engine)
@@ -226,7 +231,7 @@ def test_kv_that_is_kept_says_how_it_was_made(executor: Executor, store: Store) 
 @pytest.mark.parametrize("steps", [0, 1, 3, 6, 9])
 def test_who_is_aborted_leaves_nothing_behind(executor: Executor, store: Store, steps: int) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), chunks=ChunkCache(executor, store))
+    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), chunks=always(ChunkCache(executor, store)))
     ear = put(engine, request(QUILT, recipe("deviation"), id="x"))
     for _ in range(steps):
         engine.step()
@@ -239,7 +244,7 @@ def test_who_is_aborted_leaves_nothing_behind(executor: Executor, store: Store, 
 
 def test_small_gain_is_a_plain_prefill(executor: Executor, store: Store) -> None:
     executor.prefixes.clear()
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     ear = put(engine, request(QUILT, Recipe(0.99, "query", check_layer=0)))
     finish(engine)
     end = ear.ends[0]
@@ -252,7 +257,7 @@ def test_what_cannot_be_blended_is_refused(executor: Executor, store: Store) -> 
     made = request(QUILT, recipe("head"))
     with pytest.raises(InputError, match="store"):
         Engine(executor).prepare(made, Ear())
-    engine = Engine(executor, chunks=ChunkCache(executor, store))
+    engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
     kv = executor.create_kv_cache()
     executor.prefill([1], kv)
     with pytest.raises(InputError, match="cache"):

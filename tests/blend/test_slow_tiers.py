@@ -9,7 +9,7 @@ import pytest
 from drive import blended, memory_store, tokens
 from small import Ask, Ear, load_small, run
 from small import start as ask
-from stores import Shelfware
+from stores import Shelfware, always
 
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
@@ -72,7 +72,7 @@ def test_others_go_on_while_documents_are_looked_up(
 ) -> None:
     tier.reads.clear()
     with Store(None, [tier], limits=LONG) as store:
-        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store))
+        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=always(ChunkCache(executor, store)))
         slow, plain = put(engine, recipe), ask(engine, PLAIN)
         run(engine, lambda: plain.over)
         assert plain.tokens[0] == PLAIN.alone(executor)
@@ -95,7 +95,7 @@ def test_others_go_on_between_two_layers(
     gate = threading.Semaphore(0)
     tier.each_read = gate.acquire
     with Store(None, [tier], limits=LONG) as store:
-        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=ChunkCache(executor, store))
+        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=8), chunks=always(ChunkCache(executor, store)))
         slow = put(engine, recipe)
         while not slow.over:
             plain = ask(engine, PLAIN)
@@ -115,7 +115,7 @@ def test_what_does_not_come_in_time_is_computed(
     gate = threading.Semaphore(reads)
     tier.each_read = gate.acquire
     with Store(None, [tier], limits=SHORT) as store:
-        engine = Engine(executor, chunks=ChunkCache(executor, store))
+        engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
         slow = put(engine, recipe)
         run(engine, lambda: slow.over)
         assert slow.tokens[0] == expected[recipe.name]
@@ -131,7 +131,7 @@ def test_documents_are_in_memory_only_while_they_are_placed(executor: Executor, 
     """Not while a prompt waits for its turn, not while its answer is drawn, and not for each of its samples."""
     tier.log.clear()
     with Store(None, [tier], limits=LONG) as store:
-        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=3), chunks=ChunkCache(executor, store))
+        engine = Engine(executor, EngineConfig(step_tokens=64, max_rows=3), chunks=always(ChunkCache(executor, store)))
         many = SamplingParams(max_tokens=6, temperature=0.7, seed=3, n=3)
         ear, later = Ear(3), Ear()
         request = Request(QUILT.ids, many, documents=QUILT.documents, recipe=RECIPES[1])
@@ -150,7 +150,7 @@ def test_documents_are_in_memory_only_while_they_are_placed(executor: Executor, 
 def test_an_abort_while_waiting_leaves_nothing_behind(executor: Executor, tier: Shelfware) -> None:
     tier.reads.clear()
     with Store(None, [tier], limits=LONG) as store:
-        engine = Engine(executor, chunks=ChunkCache(executor, store))
+        engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
         executor.prefixes.clear()
         slow = put(engine, RECIPES[0], id="slow")
         while engine.ready:
@@ -182,7 +182,7 @@ def test_a_driver_sleeps_until_the_store_answers(
             return said
 
     with Store(None, [tier], limits=LONG) as store:
-        engine = Engine(executor, chunks=ChunkCache(executor, store))
+        engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
         driver = Driver(engine, executor)
         try:
             ear = Told()

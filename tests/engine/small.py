@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -123,8 +122,7 @@ def finish(engine: Engine, most: int = 10_000) -> int:
 
 def run(engine: Engine, done: Callable[[], bool]) -> None:
     """Step until done, and sleep while everybody waits for a store; nobody waits for ever."""
-    wake, end_s = threading.Event(), time.monotonic() + 600
-    engine.woken_by(wake.set)
+    wake, end_s = engine.wakeup, time.monotonic() + 600
     while not done():
         wake.clear()
         if not engine.step() and not done() and not engine.ready:

@@ -304,7 +304,7 @@ def test_without_room_a_request_fails_with_a_name_and_the_next_one_runs(executor
     assert ear.tokens[0] == LONG.alone(executor)
 
 
-def test_whoever_can_free_pages_is_asked_before_a_request_fails(executor: Executor, engine: Engine) -> None:
+def test_whoever_can_free_pages_is_asked_before_a_request_fails(executor: Executor) -> None:
     taken = [executor.pool.take([PAGES - 1] * len(executor.layout.groups))]
 
     def relieve(_pinned: bool) -> bool:
@@ -314,7 +314,7 @@ def test_whoever_can_free_pages_is_asked_before_a_request_fails(executor: Execut
             executor.pool.drop(group, pages)
         return True
 
-    engine.relieve_by(relieve)
+    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), relieve=relieve)
     ear = start(engine, LONG)
     finish(engine)
     assert ear.tokens[0] == LONG.alone(executor)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from small import Ear, load_small
+from stores import always
 from tiny import VOCAB
 
 from kvilt.blend.blender import Blending
@@ -189,7 +190,7 @@ class Day:
 def begin(executor: Executor, kind: str, faults: Faults, chunks: ChunkCache) -> Day:
     executor.prefixes.clear()
     drafting = Drafting(NgramDrafter(), clock=partial(next, count(1.0))) if kind == "drafts" else None
-    engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8), drafting=drafting, chunks=chunks)
+    engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8), drafting=drafting, chunks=always(chunks))
     request = victim(kind)
     asked, others = Keeper(request.samples), [Ear() for _ in neighbours()]
     for one, ear in zip(neighbours(), others, strict=True):

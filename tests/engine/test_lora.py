@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lora_files import write_lora
 from small import Ear, load_small
+from stores import always
 
 from kvilt.batch import Adapter, Base
 from kvilt.blend.chunk import ChunkCache
@@ -238,8 +239,7 @@ def test_documents_are_blended_as_their_adapter_reads_them(executor: Executor) -
         for adapter in (executor.adapters.choose("lora1"), Base(), executor.adapters.choose("lora1", 0.5)):
             wanted = alone(executor, ids, adapter)
             for _ in range(2):  # cold, then from the store
-                engine = Engine(executor)
-                engine.chunks = ChunkCache(executor, store)
+                engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
                 ear = ask(engine, ids, adapter, documents=documents, recipe=recipe)
                 finish(engine, ear)
                 assert ear.tokens[0] == wanted

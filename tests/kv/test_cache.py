@@ -167,7 +167,7 @@ def test_nobody_waits_while_an_identity_is_computed(scribe: Any) -> None:
         return scribe.identity
 
     for pool in pools:
-        pool.identity = hashing
+        pool._identity = hashing
     with caches[0] as one, caches[1] as other:
         one.serialize()
         one.select_and_copy_from(other, 0)

@@ -14,6 +14,7 @@ from drafters import Free, Oracle
 from effort import some
 from lora_files import write_lora
 from small import Ear, load_small
+from stores import always
 from tiny import VOCAB
 
 from kvilt.batch import Adapter, Base, Batch, Logits
@@ -135,7 +136,7 @@ def alone(executor: Executor, request: Request) -> Kind:
     """Nobody else, no drafts, nothing known before."""
     executor.prefixes.clear()
     with closing(Store(Budget(1 << 26))) as store:
-        engine = Engine(executor, chunks=ChunkCache(executor, store))
+        engine = Engine(executor, chunks=always(ChunkCache(executor, store)))
         ear = put(engine, request)
         while engine.step():
             pass
@@ -185,7 +186,9 @@ def test_everybody_says_what_they_say_alone(
             executor.prefixes.clear()
             drafter = drafters(kinds, twin)[name]
             config = EngineConfig(step_tokens=step_tokens, max_rows=16)
-            engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
+            engine = Engine(
+                executor, config, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store))
+            )
             ears = [put(engine, kind.request) for kind in kinds]
             while engine.step():
                 pass
@@ -205,7 +208,7 @@ def test_the_truth_about_rows_on_adapters_and_documents_is_accepted(
 ) -> None:
     for kinds in crowds.values():
         drafter = Oracle({tuple(kind.request.prompt): kind.said for kind in kinds}, 1.0, VOCAB)
-        engine = Engine(executor, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
+        engine = Engine(executor, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store)))
         for kind in kinds:
             ear = put(engine, kind.request)
             while engine.step():
@@ -234,7 +237,7 @@ def day(tmp_path: Path, twin: Executor, store: Store, seed: int, crowds: dict[in
     dice, kinds = random.Random(seed), crowds[seed % 3]
     drafter = drafters(kinds, twin)[["lies", "ngram", "model"][seed % 3]]
     config = EngineConfig(step_tokens=dice.choice([30, 200]), max_rows=dice.choice([4, 12]))
-    engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=ChunkCache(executor, store))
+    engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store)))
     order, ears = dice.sample(range(len(kinds)), len(kinds)), dict[int, Ear]()
     while order or engine.ready:
         for at in [order.pop() for _ in range(min(len(order), dice.choice([0, 1, 4])))]:

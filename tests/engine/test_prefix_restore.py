@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lora_files import write_lora
 from small import PAGES, Ask, Ear, asks, load_small, run, start
-from stores import Shelfware, until
+from stores import Shelfware, always, until
 from tiny import write_tiny
 
 from kvilt.batch import Adapted, Base
@@ -196,7 +196,7 @@ def test_blended_kv_never_goes_there(full: Executor, tmp_path: Path) -> None:
     parts = [WARM.prompt[:70], OTHER.prompt[:60], (1, 2, 3)]
     blend_prompt = BlendPrompt.of(parts, [False, True, False])
     with on_disk(tmp_path) as store:
-        engine = Engine(full, chunks=ChunkCache(full, store), store=store)
+        engine = Engine(full, chunks=always(ChunkCache(full, store)), store=store)
         ear = Ear()
         recipe = Recipe(0.3, "head", min_gain=0.0)
         engine.add(

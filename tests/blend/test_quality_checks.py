@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from drive import blended, computed, memory_store, tokens
 from lora_files import write_lora
 from small import Ear, asks, finish, load_small
 from small import start as ask_start
+from stores import always
 
 from kvilt.batch import Base, Batch
 from kvilt.blend.certificate import CertificateFile
@@ -49,13 +50,20 @@ def store() -> Iterator[Store]:
         yield made
 
 
-def make(executor: Executor, store: Store, config: GateConfig | None, path: Path | None = None, **own: Any) -> Engine:
+def make(
+    executor: Executor,
+    store: Store,
+    config: GateConfig | None,
+    path: Path | None = None,
+    relieve: Callable[[bool], bool] | None = None,
+    **own: Any,
+) -> Engine:
     executor.prefixes.clear()
     gate = None
     if config is not None:
         file = CertificateFile(path) if path is not None else None
         gate = QualityGate(config, lambda: executor.pool.identity().model, file)
-    return Engine(executor, EngineConfig(**own), chunks=ChunkCache(executor, store), gate=gate)
+    return Engine(executor, EngineConfig(**own), chunks=always(ChunkCache(executor, store)), gate=gate, relieve=relieve)
 
 
 def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
@@ -174,7 +182,7 @@ def test_beside_drafts(executor: Executor, store: Store) -> None:
     settle(engine)
     drafting = Drafting(Oracle({QUILT.ids: expected.tokens[0]}, 0.8, 61), Free())
     gate, chunks = QualityGate(LOOK, lambda: "m"), ChunkCache(executor, store)
-    engine = Engine(executor, EngineConfig(max_rows=8), chunks=chunks, gate=gate, drafting=drafting)
+    engine = Engine(executor, EngineConfig(max_rows=8), chunks=always(chunks), gate=gate, drafting=drafting)
     ears = [put(engine, QUILT, recipe(0.2), params=params) for _ in range(2)]
     settle(engine)
     assert [ear.tokens for ear in ears] == [expected.tokens] * 2
@@ -351,14 +359,13 @@ def test_few_pages_are_everybody_elses(tmp_path: Path, store: Store, pages: int)
     executor = load_small(tmp_path, pages, None, "native")
     heard = []
     for config in (None, None, LOOK):  # the first one stores the documents
-        engine = make(executor, store, config, step_tokens=64, max_rows=8)
         asked: list[bool] = []
 
         def relief(pinned: bool, asked: list[bool] = asked) -> bool:
             asked.append(pinned)
             return False
 
-        engine.relieve_by(relief)
+        engine = make(executor, store, config, relieve=relief, step_tokens=64, max_rows=8)
         params = SamplingParams(max_tokens=40, temperature=0.0)
         ears = [put(engine, RIGHT, recipe(0.2), params=params) for _ in range(2)]
         ears += [ask_start(engine, one) for one in asks(2, seed=8, longest=90)]
