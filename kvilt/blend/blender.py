@@ -1,6 +1,6 @@
-"""A prompt with documents on its way to its first token: which rows to run next, and what their results mean.
+"""Blends one prompt with documents up to its first token: which rows to run next, and what their results mean.
 
-Returns rows and never runs them, so that they share steps with everybody else's. Refuses to know requests and text.
+Returns rows and never runs them, so that they share steps with other requests. Refuses to know requests and text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .repair import KVRepair
 from .row_stage import RowStage
 from .selection import TokenSelection
 
-PROBE_TOKENS = 32  # of a question, those whose attention counts: its last, in one row
-MASS_EVERY = 4  # one in so many layers says what the question attends to: those between say the same
-Course = Generator[RowStage | None, None, None]  # None: what comes next is not here yet
+PROBE_TOKENS = 32  # the last tokens of a question, whose attention is measured in one row
+MASS_EVERY = 4  # attention is measured in one of so many layers: those between give the same picture
+Stages = Generator[RowStage | None, None, None]  # None: the documents of the next stage are not loaded yet
 _BASE = Base()
 
 
@@ -46,9 +46,9 @@ class BlendReport:
 class Blending:
     """One prompt. `next` gives the row to run, `took` its result, until `done`; then the cache's owner commits.
 
-    The cache holds the `exact` tokens before the first document; room behind them is reserved here, when it begins.
-    While documents are on their way there may be nothing to run: whoever must not wait begins when it is `settled`,
-    and where it is `paused` calls `resume` when it is settled again.
+    The cache holds the `exact` tokens before the first document; `begin` reserves room after them.
+    While documents load there may be nothing to run. A caller that must not wait begins when it is `settled`; where it
+    is `paused`, the caller calls `resume` when it is settled again.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Blending:
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
-        self._choice = TokenSelection(blend_prompt, recipe, chunks.context_prefix)
+        self._selection = TokenSelection(blend_prompt, recipe, chunks.context_prefix)
         self._tenant = tenant
         self._adapter = adapter
-        # An adapter that tokens switch on finds documents as the base model made them.
+        # Before the tokens that switch an adapter on, documents are computed by the base model.
         late = isinstance(adapter, Adapted) and adapter.begins > 0
         if isinstance(adapter, Adapted) and late and any(one.stop > adapter.begins for one in blend_prompt.documents):
             raise InputError("documents stand before the tokens that switch an adapter on; put them there")
-        self._alone = _BASE if late else adapter  # what documents are computed with
-        self._maker = executor.adapters.identity(self._alone)
+        self._document_adapter = _BASE if late else adapter  # documents are computed with this one
+        self._maker = executor.adapters.identity(self._document_adapter)
         self._layers = layers
         self._meter = LoadMeter()
         self._texts = [blend_prompt.ids[one.start : one.stop] for one in blend_prompt.documents]
@@ -86,9 +86,9 @@ class Blending:
         self._recomputed = 0
         self._placed = 0  # layers
         self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
-        self._course: Course | None = None
+        self._stages: Stages | None = None
         self._stage: RowStage | None = None
-        self._awaited = 0  # layers of every document that the course waits for
+        self._awaited = 0  # layers of every document that must be loaded before the next stage
         self.done = False
 
     def open(self) -> None:
@@ -116,20 +116,19 @@ class Blending:
 
     @property
     def draws(self) -> bool:
-        """Whether the last of them brings logits."""
+        """Whether the last of these rows returns logits."""
         return self._stage is not None and self._stage.draws
 
     @property
     def paused(self) -> bool:
-        """Whether nothing can be run until more of the documents is here."""
-        return self._course is not None and self._stage is None
+        """Whether nothing can be run until more of the documents is loaded."""
+        return self._stages is not None and self._stage is None
 
     @property
     def settled(self) -> bool:
-        """Whether what is waited for is here, or will not be; before it begins, whether documents are stored."""
-        each = [
-            one.settled(self._awaited) for one in self._found.values()
-        ]  # all are asked: their time runs from now on
+        """Whether the awaited layers are loaded or never will be; before `begin`, whether all lookups are answered."""
+        # A list, so that every loading is asked: its timeout runs from the first question on.
+        each = [one.settled(self._awaited) for one in self._found.values()]
         return all(each)
 
     @property
@@ -137,11 +136,11 @@ class Blending:
         """Seconds after which that is so, if nothing more comes; what is still missing then is computed."""
         return max((one.patience_s(self._awaited) for one in self._found.values()), default=0.0)
 
-    def watch(self, told: Callable[[], None]) -> None:
-        """Call this, from whatever thread, when more of a document is here."""
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call this, from any thread, when more of a document is loaded."""
         self.open()
         for one in self._found.values():
-            one.watch(told)
+            one.watch(callback)
 
     # Going on.
 
@@ -160,7 +159,7 @@ class Blending:
             self._room()  # all room is found before any work
         kv.row(0).origin = self.recipe.name
         self._placed, self._recomputed, self.done = 0, 0, False
-        self._course = self._run(kv)
+        self._stages = self._run(kv)
         self._advance()
 
     def next(self, tokens: int) -> Row:
@@ -172,7 +171,7 @@ class Blending:
         assert self._stage is not None, "there is nothing left to run"
         self._meter.begin()
         row = self._stage.row(tokens)
-        return replace(row, adapter=self._alone if row.cache is self._scratch else self._adapter)
+        return replace(row, adapter=self._document_adapter if row.cache is self._scratch else self._adapter)
 
     def took(self, row: Row, logits: Logits, index: int) -> None:
         """A row was run, as number `index` of its batch."""
@@ -184,7 +183,7 @@ class Blending:
             self._advance()
 
     def twin(self) -> Blending:
-        """The same once more, from its beginning."""
+        """A second blending of the same prompt, from its beginning."""
         return Blending(self._executor, self._chunks, self.blend_prompt, self.recipe, self._tenant, self._adapter)
 
     def report(self) -> BlendReport:
@@ -193,35 +192,35 @@ class Blending:
         return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
 
     def close(self) -> None:
-        """Let go of what was needed on the way; the prompt's cache is its owner's."""
-        if self._course is not None:
-            self._course.close()
-        self._course, self._stage, self._awaited = None, None, 0
+        """Release what blending needed; the prompt's cache belongs to the caller."""
+        if self._stages is not None:
+            self._stages.close()
+        self._stages, self._stage, self._awaited = None, None, 0
         if self._scratch is not None:
             self._scratch.close()
         self._scratch = None
 
     def _advance(self) -> None:
-        assert self._course is not None
+        assert self._stages is not None
         self._stage = None
         try:
             with self._executor.call(), self._executor.pool.lease(), torch.no_grad():
-                self._stage = next(self._course)
+                self._stage = next(self._stages)
         except StopIteration:
             self.done = True
-            self._found = {}  # all of it stands in the cache now
+            self._found = {}  # all of it is in the cache now
             self.close()
 
-    # The course.
+    # The stages, in order.
 
-    def _run(self, kv: KVCache) -> Course:
+    def _run(self, kv: KVCache) -> Stages:
         recipe, start = self.recipe, self.blend_prompt.exact
         for text in self._found:
-            if not self._found[text].hit() and not self._came(text):
+            if not self._found[text].hit() and not self._stored_meanwhile(text):
                 yield from self._make(text)
-        placing = ChunkPlacement(self._executor, kv, self.blend_prompt.documents)
+        placement = ChunkPlacement(self._executor, kv, self.blend_prompt.documents)
         everything = range(start, len(self.blend_prompt.ids))
-        scores: dict[Strategy, Tensor] = {"head": self._choice.heads()}
+        scores: dict[Strategy, Tensor] = {"head": self._selection.heads()}
         lower, hidden = 0, None
         if recipe.needs("deviation"):
             lower = recipe.check_layer + 1
@@ -230,41 +229,41 @@ class Blending:
             yield stage
             hidden = torch.cat(stage.hidden)
             stored = yield from self._layer(recipe.check_layer)
-            scores["deviation"] = self._choice.changed(
+            scores["deviation"] = self._selection.changed(
                 _values(stage, recipe.check_layer), range(len(everything)), stored
             )
             self._placed = lower  # what is computed there is exact already
         if recipe.needs("query"):
-            yield from self._place(placing, self._layers)
+            yield from self._place(placement, self._layers)
             yield from self._probe(kv, lower, hidden, scores)
-        chosen = self._choice.of(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
-        self._recomputed = int(self._choice.reusable[chosen].sum())
+        chosen = self._selection.of(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
+        self._recomputed = int(self._selection.reusable[chosen].sum())
         if hidden is not None:
             hidden = hidden[chosen]
         for factor in (*recipe.gradual[1:], 1.0) if recipe.gradual else ():
             assert hidden is not None
-            yield from self._place(placing, lower + 1)
+            yield from self._place(placement, lower + 1)
             stage = RowStage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
             yield stage
             stored = yield from self._layer(lower)
-            scores["deviation"] = self._choice.changed(_values(stage, lower), chosen.tolist(), stored)
-            kept = self._choice.of(scores, self._ratio() * factor, among=chosen)
+            scores["deviation"] = self._selection.changed(_values(stage, lower), chosen.tolist(), stored)
+            kept = self._selection.of(scores, self._ratio() * factor, among=chosen)
             hidden = torch.cat(stage.hidden)[torch.isin(chosen, kept)]
             chosen, lower = kept, lower + 1
-        yield from self._finish(kv, placing, chosen, lower, hidden)
+        yield from self._finish(kv, placement, chosen, lower, hidden)
 
     def _finish(
-        self, kv: KVCache, placing: ChunkPlacement, chosen: Tensor, lower: int, hidden: Tensor | None
-    ) -> Course:
-        """The chosen tokens through the rest of the layers, in spans where later ones are still on their way."""
+        self, kv: KVCache, placement: ChunkPlacement, chosen: Tensor, lower: int, hidden: Tensor | None
+    ) -> Stages:
+        """The chosen tokens through the rest of the layers, in spans where later ones are still loading."""
         positions = _at(chosen, self.blend_prompt.exact)
         source = self._source(positions, None) if hidden is None else hidden
         repair = self._repair(positions)
         joints, repairs = (repair.joints, repair.of) if repair is not None else (None, None)
         while True:
-            yield from self._place(placing, lower + 1)
+            yield from self._place(placement, lower + 1)
             ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
-            yield from self._place(placing, ready)
+            yield from self._place(placement, ready)
             if ready >= self._layers:
                 break
             stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, repairs)
@@ -277,22 +276,22 @@ class Blending:
             return None
         return KVRepair(self.blend_prompt.documents, positions, self.recipe.repair, self._stored, self._layers)
 
-    def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Course:
-        """The question over documents as they are: what it looks at is worth being right."""
+    def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Stages:
+        """Measure the attention of the question on documents as they are stored."""
         start = self.blend_prompt.exact
         layers = self._mass_layers(lower)
-        fresh = ~self._choice.reusable  # text between documents comes along: nobody else has put KV there yet
+        fresh = ~self._selection.reusable  # text between documents is computed too: it has no KV yet
         fresh[self.blend_prompt.question.start - start :] = True
-        asking = _at(fresh.nonzero().flatten(), start)
+        positions = _at(fresh.nonzero().flatten(), start)
         tail = min(PROBE_TOKENS, len(self.blend_prompt.question))
-        span = LayerSpan(lower, layers[-1] + 1)  # what it would say at last is of no interest yet
-        joints = [*range(1, len(asking) - tail + 1), len(asking)]  # those that are asked go in one row
-        stage = RowStage(kv, asking, self._source(asking, hidden), span, KeyMass(layers, tail), joints)
+        span = LayerSpan(lower, layers[-1] + 1)  # layers above measure nothing, and no logits are needed
+        joints = [*range(1, len(positions) - tail + 1), len(positions)]  # the measured tokens go in one row
+        stage = RowStage(kv, positions, self._source(positions, hidden), span, KeyMass(layers, tail), joints)
         yield stage
-        scores["query"] = self._choice.attended(stage.mass)
+        scores["query"] = self._selection.attended(stage.mass)
 
     def _mass_layers(self, lower: int) -> list[int]:
-        """Layers from `lower` on whose attention counts, ascending."""
+        """Layers from `lower` on in which attention is measured, ascending."""
         usual = range(MASS_EVERY - 1, self._layers, MASS_EVERY)
         return sorted({layer for layer in self.recipe.mass_layers or usual if layer >= lower}) or [self._layers - 1]
 
@@ -304,8 +303,8 @@ class Blending:
 
     # Documents.
 
-    def _came(self, text: tuple[int, ...]) -> bool:
-        """Whether somebody else has computed a document since it was looked for."""
+    def _stored_meanwhile(self, text: tuple[int, ...]) -> bool:
+        """Whether another request has stored a document since the lookup."""
         again = self._chunks.open(text, self._tenant, self._maker)
         if again.layers_ready < self._layers:
             again.cancel()
@@ -313,8 +312,8 @@ class Blending:
         self._found[text] = again
         return True
 
-    def _make(self, text: tuple[int, ...]) -> Course:
-        """Compute a document standalone and keep it; what the store gives back is what gets blended."""
+    def _make(self, text: tuple[int, ...]) -> Stages:
+        """Compute a document standalone and store it; blend what the store gives back."""
         context_prefix = self._chunks.context_prefix
         ids = (*context_prefix, *text)
         stage = RowStage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
@@ -352,9 +351,9 @@ class Blending:
         """A layer that was placed already."""
         return self._found[self._texts[document]].layer(layer)
 
-    def _place(self, placing: ChunkPlacement, stop: int) -> Course:
+    def _place(self, placement: ChunkPlacement, stop: int) -> Stages:
         for index in range(self._placed, stop):
-            placing.layer(index, (yield from self._layer(index)))
+            placement.layer(index, (yield from self._layer(index)))
             self._placed = index + 1
 
     def _ratio(self) -> float:

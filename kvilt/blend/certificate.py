@@ -1,4 +1,4 @@
-"""What comparisons said about one recipe, as a value, and a file that keeps such values.
+"""What comparisons have shown about one recipe, as a value, and a file that keeps such values.
 
 The file is plain, versioned and checksummed; where anything about it is in doubt, it is as if it were not there.
 """
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _FORMAT, _VERSION = "kvilt blend certificates", 1
 _MOST_BYTES = 4 << 20
 _Z = 1.6448536  # of a normal distribution, 95 % lie below so many deviations
-RECENT = 32  # comparisons that speak for a recipe: the latest
+RECENT = 32  # comparisons that decide about a recipe: the latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _flag(value: object) -> bool:
 
 
 class CertificateFile:
-    """Certificates that outlive a process. Written in a thread of its own, so that a slow disk keeps nobody waiting."""
+    """Certificates that outlive a process. A thread writes them, so that no request waits for a slow disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()

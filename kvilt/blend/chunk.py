@@ -22,7 +22,7 @@ from .recipe import Span
 
 
 class ChunkCache:
-    """The door of a store for one executor's documents."""
+    """The documents of one executor in a store."""
 
     def __init__(self, executor: Executor, store: Store, context_prefix: Sequence[int] = ()) -> None:
         """`context_prefix` are tokens before every document while it is computed, such as a model's first one."""
@@ -32,14 +32,14 @@ class ChunkCache:
         self._executor = executor
         self._store = store
         dtype = executor.layout.groups[0].shape.dtype
-        # Bytes are rounded with the rotation in them; floats of two bytes are what is placed without loss worth it.
+        # int8 pages round keys after rotation, so chunks for them are kept as two-byte floats, which lose little.
         self.dtype = torch.float16 if dtype == torch.int8 else dtype
         self.form = form_of(executor.layout, self.dtype)
         self._finder = DocumentFinder(self._stored, self._there)
 
     def open(self, ids: Sequence[int], tenant: str = "", maker: str = BASE) -> Loading:
         """Begin to look for a document; its layers arrive in order."""
-        self._finder.known.add(DocumentScope(tenant, maker), ids)  # it will be there: what is not stored gets computed
+        self._finder.known.add(DocumentScope(tenant, maker), ids)  # it will be stored: a missing document gets computed
         return self._store.open_chunk(self._identity(tenant, maker), ids, self.form)
 
     def keep(
@@ -50,7 +50,7 @@ class ChunkCache:
         retain: bool = False,
         maker: str = BASE,
     ) -> Loading:
-        """Keep a document that was computed, and give it back as everybody will find it."""
+        """Store a document that was computed, and give it back as every later lookup finds it."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)
         return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
 

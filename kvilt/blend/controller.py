@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def load_ratio(load_s: float, compute_s: float, floor: float) -> float:
-    """The share of tokens whose layer is computed while a layer loads; `compute_s` is for all tokens."""
+    """The share of tokens that can be computed in one layer while the next one loads; `compute_s` is for all tokens."""
     if compute_s <= 0:
         return floor
     return min(1.0, max(floor, load_s / compute_s))

@@ -23,7 +23,7 @@ class BlendOutput:
 
 @dataclass(frozen=True, slots=True)
 class BlendRetrieverResult:
-    """One layer of what was retrieved. Rows whose KV is not there are undefined, and 0 in `valid_mask`."""
+    """One layer of what was retrieved. Rows without KV are undefined, and 0 in `valid_mask`."""
 
     k: Tensor | None  # [total tokens, kv_heads, head_dim]; None only if nothing at all was retrieved
     v: Tensor | None
@@ -36,7 +36,7 @@ class BlendRetrieverTask(ABC):
 
     @abstractmethod
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """One layer, once it is there. Its token axis is that of all prompts of the batch, one behind the other."""
+        """One layer, once it is there. Its token axis is that of all prompts of the batch, concatenated."""
 
 
 class BlendRetriever(ABC):

@@ -1,6 +1,6 @@
 """Keys brought to another position: rotation with a model's own tables, for every kind of rope.
 
-Keys that were never rotated are turned once. Keys that were rotated elsewhere are turned on by the difference, and keep
+Keys that were never rotated are rotated once. Keys that were rotated elsewhere are rotated by the difference, and keep
 the magnitude that YaRN and longrope gave them.
 """
 
@@ -46,8 +46,8 @@ class KeyRotation:
         rotation = Rotation(cos, sin, self.rope.pairing)
         if not self.last:
             return _MATH.rotate(keys.float(), rotation).to(keys.dtype)
-        still, turned = keys[..., : -self.rope.dims], keys[..., -self.rope.dims :]
-        return torch.cat((still, _MATH.rotate(turned.float(), rotation).to(keys.dtype)), dim=-1)
+        plain, rotated = keys[..., : -self.rope.dims], keys[..., -self.rope.dims :]
+        return torch.cat((plain, _MATH.rotate(rotated.float(), rotation).to(keys.dtype)), dim=-1)
 
 
 def key_rotations(spec: ModelSpec) -> tuple[KeyRotation, ...]:

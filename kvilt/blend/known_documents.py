@@ -1,6 +1,6 @@
 """Known documents inside ordinary prompts: a rolling hash finds where one may stand, its exact tokens say whether.
 
-Linear in the prompt. Refuses to know stores, models and requests: it has tokens, and for whom they were kept.
+Linear in the prompt. Refuses to know stores, models and requests: it has tokens, and the scope they were kept for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .recipe import Span
 WINDOW_TOKENS = 32  # a document is looked for by its first ones; shorter ones are not found
 MOST_TOKENS = 8 << 20  # of all documents that are known, four bytes each
 MOST_ALIKE = 64  # different lengths of documents that begin with the same window
-LOOKS = 8  # hashes that are looked up for each token of a prompt, at the most; whatever stands behind is not found
+LOOKS = 8  # hashes that are looked up for each token of a prompt, at the most; after that, documents are not found
 _FREE_LOOKS = 4096
 _PRIME = (1 << 61) - 1
 _ID_BYTES = array("I").itemsize
 
 
 class DocumentScope(NamedTuple):
-    """For whom documents were kept, and by which adapter they were made."""
+    """The tenant for which documents were kept, and the adapter that made them."""
 
     tenant: str
     maker: str
@@ -51,12 +51,12 @@ class FoundDocuments:
     """Documents in a prompt, in order and apart from each other, and what finding them took."""
 
     spans: tuple[Span, ...] = ()
-    looked: int = 0  # hashes that were looked up behind a window that is known
+    looked: int = 0  # hashes that were looked up after a known window
     compared: int = 0  # tokens that were compared
 
 
 def _extended(total: int, ids: Sequence[int], base: int) -> int:
-    """The hash of some tokens behind those of another hash."""
+    """The hash of another hash's tokens and these after them."""
     for token in ids:
         total = (total * base + token + 1) % _PRIME
     return total
@@ -83,11 +83,11 @@ class KnownDocuments:
     """The documents that may be found. Every method may be called from any thread, and none waits long."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS, most_alike: int = MOST_ALIKE, base: int | None = None) -> None:
-        # Nobody can make texts collide without knowing the base; and if they did, tokens are compared.
+        # A client cannot make texts collide without knowing the base; and if it could, tokens are compared.
         self._base = base if base is not None else secrets.randbelow(_PRIME - (1 << 32)) + (1 << 32)
         self._most_tokens, self._most_alike = most_tokens, most_alike
         self._lock = threading.Lock()
-        self._shelves: dict[DocumentScope, dict[int, _Alike]] = {}
+        self._documents: dict[DocumentScope, dict[int, _Alike]] = {}
         self._orders: dict[str, OrderedDict[_Key, None]] = {}  # by owner, the longest unused first
         self._owned: Counter[str] = Counter()  # tokens by owner
         self._tokens = 0
@@ -101,7 +101,7 @@ class KnownDocuments:
         return sum(map(len, self._orders.values()))
 
     def add(self, scope: DocumentScope, ids: Sequence[int]) -> None:
-        """A document was stored; for it the owner of the most forgets what it has not used for longest, if need be."""
+        """A document was stored; if there are too many, the owner of the most forgets its longest unused."""
         if not WINDOW_TOKENS <= len(ids) <= self._most_tokens:
             return
         key = self._key(scope, ids)
@@ -109,7 +109,7 @@ class KnownDocuments:
             order = self._orders.setdefault(key.owner, OrderedDict())
             order[key] = None
             order.move_to_end(key)
-            alike = self._shelves.setdefault(scope, {}).setdefault(key.first, {})
+            alike = self._documents.setdefault(scope, {}).setdefault(key.first, {})
             same = alike[key.tokens] = alike.pop(key.tokens, {})  # the latest last
             if key.whole not in same:
                 same[key.whole] = array("I", ids).tobytes()
@@ -130,14 +130,14 @@ class KnownDocuments:
 
     def find(self, scope: DocumentScope, ids: Sequence[int], start: int = 0) -> FoundDocuments:
         """The documents of a scope in a prompt from `start` on, longer ones first where they would overlap."""
-        shelf = self._shelves.get(scope)
-        if shelf is None or len(ids) - start < WINDOW_TOKENS:
+        by_window = self._documents.get(scope)
+        if by_window is None or len(ids) - start < WINDOW_TOKENS:
             return FoundDocuments()
         hashes = _Hashes(ids, self._base)
         looked, most, maybe = 0, LOOKS * len(ids) + _FREE_LOOKS, []
         for at in range(start, len(ids) - WINDOW_TOKENS + 1):
             first = hashes.part(at, at + WINDOW_TOKENS)
-            if looked >= most or (alike := shelf.get(first)) is None:
+            if looked >= most or (alike := by_window.get(first)) is None:
                 continue
             for tokens in tuple(alike):  # another thread may change it meanwhile
                 if (stop := at + tokens) <= len(ids):
@@ -149,7 +149,7 @@ class KnownDocuments:
         return self._apart(ids, [(at, key, content) for _, at, key, content in maybe], looked)
 
     def _apart(self, ids: Sequence[int], maybe: Sequence[tuple[int, _Key, bytes]], looked: int) -> FoundDocuments:
-        """Those that do not overlap one before them, and whose tokens are the same."""
+        """Those that do not overlap an earlier one, and have the same tokens."""
         prompt, taken, compared = memoryview(array("I", ids).tobytes()), bytearray(len(ids)), 0
         spans, used = [], []
         for at, key, content in maybe:
@@ -183,12 +183,12 @@ class KnownDocuments:
         self._owned[key.owner] -= key.tokens
         if not order:
             del self._orders[key.owner], self._owned[key.owner]
-        shelf = self._shelves[key.scope]
-        alike = shelf[key.first]
+        by_window = self._documents[key.scope]
+        alike = by_window[key.first]
         del alike[key.tokens][key.whole]
         if not alike[key.tokens]:
             del alike[key.tokens]
         if not alike:
-            del shelf[key.first]
-        if not shelf:
-            del self._shelves[key.scope]
+            del by_window[key.first]
+        if not by_window:
+            del self._documents[key.scope]

@@ -1,4 +1,4 @@
-"""Documents into reserved pages: keys are rotated once, on their way, by the arithmetic of a forward's own writes."""
+"""Writes documents into reserved pages: keys are rotated once, by the arithmetic of a forward's own writes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The quality gate: what recipes are really blended with, from comparisons with whole prefills.
+"""The quality gate: decides by comparisons with whole prefills with which ratio a recipe is blended.
 
-Decides and remembers; refuses to know how prompts are run, so whoever compares tells it what came of it.
+Refuses to know how prompts are run: the caller compares, and reports the result here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def ladder(recipe: Recipe, config: GateConfig) -> list[Recipe]:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _RecipeState:
     """What is known of one recipe that is asked for."""
 
     key: Key
@@ -103,83 +103,83 @@ class QualityGate:
         self._model = model
         self._file = file
         self._lock = threading.Lock()
-        self._lines: OrderedDict[Key, _Line] = OrderedDict()
+        self._states: OrderedDict[Key, _RecipeState] = OrderedDict()
         self._kept: dict[Key, Certificate] | None = None  # what the file had, other models' too
 
     def judge(self, recipe: Recipe, adapter: str, worth: Callable[[Recipe], bool], draws: bool = True) -> GateDecision:
         """What a request for a recipe gets, and whether it is compared.
 
-        `worth` says whether a recipe saves enough to be blended; who draws nothing is not compared.
+        `worth` says whether a recipe saves enough to be blended; a request that draws no token is not compared.
         """
         if not self.config.every or not recipe.gate:
             return GateDecision(recipe)
         with self._lock:
-            line = self._line(recipe, adapter)
-            compared = draws and line.requests % self.config.every == 0
-            line.requests += draws
-            used = replace(line.steps[line.at], min_gain=recipe.min_gain)
-            served = None if line.falls_back or not worth(used) else used
-            return GateDecision(served, self._trial(line, served) if compared else None)
+            state = self._state(recipe, adapter)
+            compared = draws and state.requests % self.config.every == 0
+            state.requests += draws
+            used = replace(state.steps[state.at], min_gain=recipe.min_gain)
+            served = None if state.falls_back or not worth(used) else used
+            return GateDecision(served, self._trial(state, served) if compared else None)
 
-    def _trial(self, line: _Line, served: Recipe | None) -> Trial:
+    def _trial(self, state: _RecipeState, served: Recipe | None) -> Trial:
         """What to compare: what is served, and of a raised ratio every other time the one below it."""
-        line.trials += 1
-        lower = line.at > 0 and not line.falls_back and (served is None or line.trials % 2 == 0)
+        state.trials += 1
+        lower = state.at > 0 and not state.falls_back and (served is None or state.trials % 2 == 0)
         if lower:
-            return Trial(line.key, line.steps[line.at - 1])
-        return Trial(line.key, line.steps[line.at] if served is None else served)
+            return Trial(state.key, state.steps[state.at - 1])
+        return Trial(state.key, state.steps[state.at] if served is None else served)
 
     def learn(self, trial: Trial, compared: Compared) -> Certificate | None:
-        """A comparison was made; what is known now, or None where nobody asks for that any more."""
+        """A comparison was made; what is known now, or None where the recipe was forgotten."""
         with self._lock:
-            line = self._lines.get(trial.key)
-            if line is None:
+            state = self._states.get(trial.key)
+            if state is None:
                 return None
-            if trial.recipe.ratio == line.steps[line.at].ratio:
-                self._push(line.recent, compared)
-                line.count += 1
-            elif line.at and trial.recipe.ratio == line.steps[line.at - 1].ratio:
-                self._push(line.below, compared)
+            if trial.recipe.ratio == state.steps[state.at].ratio:
+                self._push(state.recent, compared)
+                state.count += 1
+            elif state.at and trial.recipe.ratio == state.steps[state.at - 1].ratio:
+                self._push(state.below, compared)
             else:
-                return line.certificate()  # it was for a ratio that is no longer of interest
+                return state.certificate()  # it was for a ratio that is no longer of interest
             if self.config.act:
-                self._act(line)
+                self._act(state)
             self._save()
-            return line.certificate()
+            return state.certificate()
 
     def certificates(self) -> list[Certificate]:
         """What is known of this model's recipes, the latest asked for last."""
         with self._lock:
-            return [line.certificate() for line in self._lines.values()]
+            return [state.certificate() for state in self._states.values()]
 
     def close(self) -> None:
-        """Wait until what was learnt is written."""
+        """Wait until all results are written."""
         if self._file is not None:
             self._file.flush()
 
     # Acting.
 
-    def _act(self, line: _Line) -> None:
+    def _act(self, state: _RecipeState) -> None:
         config = self.config
         enough, again = config.max_kl, config.max_kl * config.trusted
-        if line.falls_back:
-            if len(line.recent) >= 2 * config.least and mean(line.recent) <= again:
-                self._move(line, line.at, False)
-        elif len(line.recent) >= config.least and mean(line.recent) > enough:
-            last = line.at == len(line.steps) - 1
-            line.recent.clear()
-            self._move(line, line.at if last else line.at + 1, last)
-        elif len(line.below) >= 2 * config.least and mean(line.below) <= again:
-            line.recent = line.below
-            self._move(line, line.at - 1, False)
+        if state.falls_back:
+            if len(state.recent) >= 2 * config.least and mean(state.recent) <= again:
+                self._move(state, state.at, False)
+        elif len(state.recent) >= config.least and mean(state.recent) > enough:
+            last = state.at == len(state.steps) - 1
+            state.recent.clear()
+            self._move(state, state.at if last else state.at + 1, last)
+        elif len(state.below) >= 2 * config.least and mean(state.below) <= again:
+            state.recent = state.below
+            self._move(state, state.at - 1, False)
 
-    def _move(self, line: _Line, at: int, falls_back: bool) -> None:
-        line.at, line.falls_back, line.count, line.below = at, falls_back, len(line.recent), deque()
+    def _move(self, state: _RecipeState, at: int, falls_back: bool) -> None:
+        state.at, state.falls_back, state.count, state.below = at, falls_back, len(state.recent), deque()
         _log.warning(
             "%s of %s is now %s",
-            line.key[2],
-            line.key[1],
-            "computed as a whole" if falls_back else f"blended with a ratio of {line.steps[at].ratio:.3g}",
+            state.key[2],
+            state.key[1],
+            "computed as a whole" if falls_back else f"blended with a ratio of {state.steps[at].ratio:.3g}",
         )
 
     def _push(self, seen: deque[Compared], compared: Compared) -> None:
@@ -189,42 +189,42 @@ class QualityGate:
 
     # Remembering.
 
-    def _line(self, recipe: Recipe, adapter: str) -> _Line:
+    def _state(self, recipe: Recipe, adapter: str) -> _RecipeState:
         key = (self._model(), adapter, recipe.name)
-        if (line := self._lines.get(key)) is None:
-            line = self._restored(_Line(key, ladder(recipe, self.config)))
-            self._lines[key] = line
+        if (state := self._states.get(key)) is None:
+            state = self._restored(_RecipeState(key, ladder(recipe, self.config)))
+            self._states[key] = state
             self._forget()
-        self._lines.move_to_end(key)
-        return line
+        self._states.move_to_end(key)
+        return state
 
     def _forget(self) -> None:
-        """Too many recipes: those go first that nothing was learnt of, then those that are as they were asked for."""
-        while len(self._lines) > _MOST_RECIPES:
-            others = list(self._lines.values())[:-1]
-            gone = min(others, key=lambda line: (line.falls_back, line.at, bool(line.count)))
-            del self._lines[gone.key]
+        """Too many recipes: those with the least raised ratio go first, among them those without comparisons."""
+        while len(self._states) > _MOST_RECIPES:
+            others = list(self._states.values())[:-1]
+            gone = min(others, key=lambda state: (state.falls_back, state.at, bool(state.count)))
+            del self._states[gone.key]
             if gone.count and self._kept is not None:
                 self._kept[gone.key] = gone.certificate()
                 for key in list(self._kept)[: -4 * _MOST_RECIPES]:
                     del self._kept[key]
 
-    def _restored(self, line: _Line) -> _Line:
+    def _restored(self, state: _RecipeState) -> _RecipeState:
         """A recipe as it was left by a process before this one."""
         if self._kept is None:
             read = self._file.read() if self._file is not None else []
             self._kept = {one.key: one for one in read[-4 * _MOST_RECIPES :]}
-        if (kept := self._kept.pop(line.key, None)) is None:
-            return line
-        ratios = [one.ratio for one in line.steps]
+        if (kept := self._kept.pop(state.key, None)) is None:
+            return state
+        ratios = [one.ratio for one in state.steps]
         if self.config.act:  # with other settings the steps are others too: then the next higher one
-            line.at = next((at for at, ratio in enumerate(ratios) if ratio >= kept.ratio), len(ratios) - 1)
-            line.falls_back = kept.falls_back and line.at == len(ratios) - 1
-        if ratios[line.at] == kept.ratio:
-            line.count, line.recent = kept.count, deque(kept.recent)
-            line.below = deque(kept.below) if line.at else deque()
-        return line
+            state.at = next((at for at, ratio in enumerate(ratios) if ratio >= kept.ratio), len(ratios) - 1)
+            state.falls_back = kept.falls_back and state.at == len(ratios) - 1
+        if ratios[state.at] == kept.ratio:
+            state.count, state.recent = kept.count, deque(kept.recent)
+            state.below = deque(kept.below) if state.at else deque()
+        return state
 
     def _save(self) -> None:
         if self._file is not None:
-            self._file.write([*(self._kept or {}).values(), *(line.certificate() for line in self._lines.values())])
+            self._file.write([*(self._kept or {}).values(), *(state.certificate() for state in self._states.values())])

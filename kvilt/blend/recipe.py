@@ -1,4 +1,4 @@
-"""How documents are blended, as a request may say it. A value: it names the KV that comes of it."""
+"""How documents are blended, as a request may ask for it. A value: its name is the origin of the KV that it makes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class StrategyShare:
 class Recipe:
     """Which tokens of reused documents are computed again, and when blending is worth it.
 
-    `strategy` is `deviation` (whose values change most), `head` (the first tokens of each document), `query` (what the
-    question attends to) or a mix such as `head:0.2+query:0.8`.
+    `strategy` is `deviation` (the values that change most), `head` (the first tokens of each document), `query` (what
+    the question attends to) or a mix such as `head:0.2+query:0.8`.
     """
 
     ratio: float = 0.15  # of the tokens of reused documents
     strategy: str = "query"
     check_layer: int = 1  # deviation: all tokens run through the layers up to this one
-    gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those behind it
-    mass_layers: tuple[int, ...] = ()  # query: whose attention counts; if none, some of all
+    gradual: tuple[float, ...] = ()  # deviation: so many times the ratio at the check layer, and at those after it
+    mass_layers: tuple[int, ...] = ()  # query: layers in which attention is measured; if none, some of all
     repair: float = REPAIR  # tokens not computed again take this share of the change of those around them; 0: none
     first_tokens: int = 0  # of each document, always computed again
     last_segment: bool = True  # the whole last segment is computed, and never kept
     min_gain: float = 0.2  # below this share of saved work the prompt is computed as a whole; 0: never
-    load_floor: float | None = None  # the ratio follows loading times, but not below this; None: it does not follow
+    load_floor: float | None = None  # the ratio adapts to loading times, but not below this; None: it is fixed
     gate: bool = True  # a quality gate, where there is one, may compare the answer and raise the ratio
 
     mend: dataclasses.InitVar[float | None] = None  # the former name of `repair`
@@ -101,7 +101,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """What KV made this way is known by."""
+        """The origin of KV that is made this way."""
         parts = "+".join(f"{part.strategy}:{part.share:.4g}" for part in self.parts)
         more = [f"ratio={self.ratio:.6g}", f"check={self.check_layer}", f"first={self.first_tokens}"]
         more += [f"gradual={','.join(f'{x:.4g}' for x in self.gradual)}"] if self.gradual else []
@@ -167,7 +167,7 @@ class BlendPrompt:
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[int]], documents: Sequence[bool]) -> Self:
-        """Segments one behind the other, some of which are documents."""
+        """A prompt of consecutive segments, some of which are documents."""
         ids: list[int] = []
         spans = []
         for segment, is_document in zip(segments, documents, strict=True):
@@ -187,7 +187,7 @@ class BlendPrompt:
 
     @property
     def question(self) -> Span:
-        """What stands behind the last document or, if that is nothing, the last token."""
+        """The tokens after the last document or, if there are none, the last token."""
         stop = len(self.ids)
         start = self.documents[-1].stop if self.documents else 0
         return Span(min(start, stop - 1), stop)

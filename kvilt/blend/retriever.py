@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One segment: where it stands among all tokens, and its KV on its way."""
+    """One segment: where it stands among all tokens, and its KV while it loads."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class _Piece:
 
 
 class StoredTask(BlendRetrieverTask):
-    """Segments on their way out of the store. Keys come unrotated, so their original positions are 0."""
+    """Segments that load from the store. Keys come unrotated, so their original positions are 0."""
 
     def __init__(self, pieces: Sequence[_Piece], total: int, form: Form, device: torch.device) -> None:
         self._pieces = pieces
@@ -40,7 +40,7 @@ class StoredTask(BlendRetrieverTask):
         self._hits: list[_Piece] | None = None
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
-        """One layer; StoreMiss where a segment whose first layers were there turns out to be damaged or late."""
+        """One layer; StoreMiss where a segment with its first layers loaded turns out to be damaged or late."""
         if not 0 <= layer_id < len(self._form):
             raise InputError(f"layer {layer_id} does not exist; this model has layers 0 to {len(self._form) - 1}")
         valid = torch.zeros(self._total, dtype=torch.uint8)

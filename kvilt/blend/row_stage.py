@@ -1,4 +1,4 @@
-"""A stretch of rows that a blender wants run: cut to any budget, with what comes back put together again."""
+"""A stage of blending: tokens that are run in rows of any size, and the results put together again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Repairs = Callable[[int, int, LayerSpan], tuple[Repair, ...]]
 class RowStage:
     """Tokens at some positions of a cache through some layers.
 
-    They ascend, and each piece goes through all layers of the span before the next one does: so a piece finds the KV of
+    They ascend, and each piece goes through all layers of the span before the next one does: so a piece sees the KV of
     those before it.
     """
 
@@ -55,7 +55,7 @@ class RowStage:
 
     @property
     def draws(self) -> bool:
-        """Whether logits come of it."""
+        """Whether its last row returns logits."""
         return isinstance(self.want, Last)
 
     def row(self, tokens: int) -> Row:

@@ -1,6 +1,6 @@
 """Which tokens are computed again: scores of tokens, and the best of them. Pure functions on tensors.
 
-A row whose KV is not there never enters a score: it may hold anything, and NaN times 0 is NaN.
+A row without KV never enters a score: it may hold anything, and NaN times 0 is NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def budget(ratio: float, tokens: int) -> int:
 def deviations(fresh: Tensor, retrieved: Tensor, valid: Tensor) -> Tensor:
     """Mean squared deviation of each token's values [tokens, ...], float32 [tokens]; 0 where `valid` is False.
 
-    What cannot be compared deviates without end, so that it is computed again first.
+    Values that cannot be compared count as infinite, so that they are computed again first.
     """
     valid = valid.to(fresh.device)
     gap = (fresh.float() - retrieved.float()).flatten(1).square().mean(1)

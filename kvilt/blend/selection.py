@@ -1,6 +1,6 @@
 """Which tokens of a prompt with documents are computed again: scores of its tokens by strategy, and the best of them.
 
-Masks, scores and indices are over the tokens behind the exact ones. Refuses to know how scores' numbers come about.
+Masks, scores and indices are over the tokens after the exact ones. Refuses to know how scores are computed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..store.layer import LayerKV
 from .recipe import BlendPrompt, Recipe, Strategy
 from .select import budget, choose, deviations
 
-# Attention goes to what stands near, whatever it says, and a late token costs more: at this position one counts half.
+# Attention prefers near tokens, whatever they say, and a late token costs more: at this position a token counts half.
 FAR_TOKENS = 1000
 
 
 class TokenSelection:
-    """The choices of one prompt."""
+    """Selects the tokens of one prompt that are computed again."""
 
     def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, context_prefix: Sequence[int]) -> None:
-        """`context_prefix` is what stood before documents when they were computed."""
-        self._quilt = blend_prompt
+        """`context_prefix` are the tokens that stood before documents when they were computed."""
+        self._prompt = blend_prompt
         self._recipe = recipe
         self._context_prefix = tuple(context_prefix)
         self.reusable = self._mask([(one.start, one.stop) for one in blend_prompt.documents])
@@ -49,20 +49,20 @@ class TokenSelection:
 
     def heads(self) -> Tensor:
         """The earlier in its document, the better."""
-        score = torch.zeros(len(self._quilt.ids))
-        for one in self._quilt.documents:
+        score = torch.zeros(len(self._prompt.ids))
+        for one in self._prompt.documents:
             score[one.start : one.stop] = -torch.arange(len(one), dtype=torch.float32)
-        return score[self._quilt.exact :]
+        return score[self._prompt.exact :]
 
     def attended(self, mass: Tensor) -> Tensor:
         """What the question attends to, of all the prompt's tokens."""
-        return (mass / (1 + torch.arange(len(mass)) / FAR_TOKENS))[self._quilt.exact :]
+        return (mass / (1 + torch.arange(len(mass)) / FAR_TOKENS))[self._prompt.exact :]
 
     def changed(self, fresh: Tensor, at: Sequence[int], stored: Sequence[LayerKV]) -> Tensor:
-        """How much values of one layer changed, of the tokens whose `fresh` ones are known; 0 of others."""
-        start = self._quilt.exact
+        """How much values of one layer changed, for the tokens that have `fresh` ones; 0 for others."""
+        start = self._prompt.exact
         kept = torch.zeros((len(self.reusable), *fresh.shape[1:]))
-        for one, layer in zip(self._quilt.documents, stored, strict=True):
+        for one, layer in zip(self._prompt.documents, stored, strict=True):
             kept[one.start - start : one.stop - start] = layer.values.float()
         score = torch.zeros(len(kept))
         index = torch.tensor(at, dtype=torch.int64)
@@ -72,21 +72,21 @@ class TokenSelection:
     # Masks.
 
     def _mask(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        mask = torch.zeros(len(self._quilt.ids), dtype=torch.bool)
+        mask = torch.zeros(len(self._prompt.ids), dtype=torch.bool)
         for start, stop in spans:
             mask[start:stop] = True
-        return mask[self._quilt.exact :]
+        return mask[self._prompt.exact :]
 
     def _always(self) -> Tensor:
         """Tokens that are computed whatever their score: those without KV, the last, the first of each document."""
         first = self._recipe.first_tokens
         mask = ~self.reusable | self._mask(
-            [(one.start, min(one.start + first, one.stop)) for one in self._quilt.documents]
+            [(one.start, min(one.start + first, one.stop)) for one in self._prompt.documents]
         )
         mask[-1] = True  # its logits are what the prompt is computed for
         return mask
 
     def _settled(self) -> Tensor:
-        """Documents that stand behind just what stood before them when they were computed: they are right already."""
-        own = [one for one in self._quilt.documents if self._quilt.ids[: one.start] == self._context_prefix]
+        """Documents after the same tokens as when they were computed: their KV is exact already."""
+        own = [one for one in self._prompt.documents if self._prompt.ids[: one.start] == self._context_prefix]
         return self._mask([(one.start, one.stop) for one in own])

@@ -1,4 +1,4 @@
-"""The paper's blender on long tensors: fresh values up to a check layer, a choice there, retrieved values behind it."""
+"""The paper's blender on long tensors: fresh values up to a check layer, a choice there, retrieved values after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SelectiveBlend(BlendExecutor):
             raise ParamError("ratio", f"must be between 0 and 1, not {ratio!r}")
         if not 0 <= check_layer < len(ropes):
             raise ParamError("check_layer", f"must be one of the layers 0 to {len(ropes) - 1}, not {check_layer!r}")
-        self._turns = as_key_rotations(ropes)
+        self._rotations = as_key_rotations(ropes)
         self._ratio = ratio
         self._check_layer = check_layer
         self._unrotated = unrotated
@@ -88,10 +88,10 @@ class SelectiveBlend(BlendExecutor):
         return BlendOutput(q, fresh_k, fresh_v, self._places[at], self._chosen, short)
 
     def _moved(self, layer_id: int, keys: Tensor, original: Tensor) -> Tensor:
-        places, turn = self._places.to(keys.device), self._turns[layer_id]
+        places, rotation = self._places.to(keys.device), self._rotations[layer_id]
         if self._unrotated:
-            return turn.place(keys, places)
-        return turn.move(keys, original.to(keys.device), places)
+            return rotation.place(keys, places)
+        return rotation.move(keys, original.to(keys.device), places)
 
     def _long(self, retrieved: Tensor, fresh: Tensor, token_dim: int) -> Tensor:
         short = fresh.movedim(token_dim, 0)
@@ -101,7 +101,7 @@ class SelectiveBlend(BlendExecutor):
     def _check(
         self, layer_id: int, positions: Tensor, valid: Tensor, fresh: tuple[Tensor, Tensor, Tensor], token_dim: int
     ) -> None:
-        if layer_id != self._layer + 1 or layer_id >= len(self._turns):
+        if layer_id != self._layer + 1 or layer_id >= len(self._rotations):
             raise InputError(f"layers are blended in order: {self._layer + 1} comes next, not {layer_id}")
         self._layer = layer_id
         if layer_id == 0:
