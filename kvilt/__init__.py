@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
-    from .executor.adapters import DecoderOnlyLLM as DecoderOnlyLLM
-    from .executor.adapters import LlmExecutor as LlmExecutor
+    from .compat.llm_executor import DecoderOnlyLLM as DecoderOnlyLLM
+    from .compat.llm_executor import LlmExecutor as LlmExecutor
     from .executor.executor import Executor as Executor
     from .executor.inputs import Inputs as Inputs
     from .kv.cache import KVCache as KVCache
@@ -34,8 +34,8 @@ _HOMES = MappingProxyType(
         "Completion": "llm",
         "Executor": "executor.executor",
         "Inputs": "executor.inputs",
-        "LlmExecutor": "executor.adapters",
-        "DecoderOnlyLLM": "executor.adapters",
+        "LlmExecutor": "compat.llm_executor",
+        "DecoderOnlyLLM": "compat.llm_executor",
         "KVCache": "kv.cache",
         "SamplingParams": "sampling.params",
     }

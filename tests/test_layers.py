@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("server",),
     ("__init__",),
+    ("compat", "sessions"),
     ("llm",),
     ("engine",),
     ("blend", "speculative"),

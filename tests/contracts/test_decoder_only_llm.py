@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvilt import DecoderOnlyLLM, Executor
+from kvilt.compat.exchange import LlmRuntimeConfig
 from kvilt.errors import InputError
-from kvilt.executor.exchange import LlmRuntimeConfig
 
 A = [5, 17, 3, 44, 21, 9, 9, 30, 2, 58, 13, 7]
 B = [1, 2, 3]

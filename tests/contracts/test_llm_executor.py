@@ -13,9 +13,9 @@ from tiny import write_tiny
 
 from kvilt import Executor, LlmExecutor
 from kvilt.batch import Batch, Ids, Last, Row
+from kvilt.compat.exchange import CacheHandle, DecodeInput, PrefillInput, UnifiedBatch, UnifiedItem
 from kvilt.config import RunConfig
 from kvilt.errors import ContextOverflow, InputError, TruncateError
-from kvilt.executor.exchange import CacheHandle, DecodeInput, PrefillInput, UnifiedBatch, UnifiedItem
 from kvilt.executor.load import load_executor
 from kvilt.weights.safetensors import SafetensorsFiles
 from kvilt.weights.tensor_storage import TensorStorage

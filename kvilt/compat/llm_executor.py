@@ -1,4 +1,4 @@
-"""The executor as the seeds' scheduler and model trait see it: caches by id, synchronous calls.
+"""The executor as another scheduler or model trait calls it: caches by id, synchronous calls.
 
 Thin: they own the map from id to cache, so that `Executor` stays stateless. The engine uses neither, it calls `run`.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..batch import Batch, Logits
 from ..errors import InputError
-from .caches import CacheInput, CacheTable
+from ..executor.executor import Executor
+from .cache_table import CacheInput, CacheTable
 from .exchange import (
     CacheHandle,
     DecodeInput,
@@ -24,7 +25,6 @@ from .exchange import (
     PrefillOutput,
     UnifiedBatch,
 )
-from .executor import Executor
 
 
 class LlmExecutor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Logits, Nothing, Row
 from ..errors import InputError
+from ..executor.executor import Executor, settled
+from ..executor.inputs import read_ids
 from ..kv.cache import KVCache
-from .executor import Executor, settled
-from .inputs import read_ids
 
 
 @dataclass(frozen=True, slots=True)

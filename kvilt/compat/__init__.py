@@ -1,0 +1,1 @@
+"""Interfaces that other engines and schedulers call, over kvilt's own executor."""
