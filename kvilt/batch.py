@@ -92,7 +92,7 @@ class KeyMass:
     """Attention that each key receives from the row's tokens, for query-driven selection."""
 
     layers: Sequence[int] = ()  # averaged over these; over all of the span if there are none
-    last: int = 0  # so many of the row's last tokens ask; all of them if 0
+    last: int = 0  # so many of the row's last tokens count as queries; all of them if 0
 
 
 Want = Nothing | Last | Score | HiddenOut | KeyMass
@@ -225,7 +225,7 @@ class Batch:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """For the length of a step: the pages of this batch go to nobody else, whatever happens to its caches."""
+        """For the length of a step: the pages of this batch go to no other cache, whatever happens to its own."""
         with self.pool.lease():
             if any(held.row.version != held.version for held in self.held):
                 raise InputError("a cache was changed after this batch was made; make it again with Batch.of")

@@ -54,7 +54,7 @@ class EngineConfig:
     step_timeout_s: float = 120.0  # a step that takes longer counts as hung
     max_handles: int = 256  # named KV handles of one owner: a key, whatever its salts
     handle_share: float = 0.5  # of all pages, what one owner's handles may hold
-    handle_ttl_s: float = 3600.0  # how long a handle lives if nobody says otherwise
+    handle_ttl_s: float = 3600.0  # how long a handle lives unless the request says otherwise
     # Owners, which are API keys behind a server, share steps and KV pages by weight; one that is not named weighs 1.
     owner_weights: Mapping[str, float] = field(default_factory=dict)
     discover: bool = False  # blend known documents that prompts hold without naming them
@@ -82,15 +82,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """How often blended prompts are compared with whole prefills, and what follows from it."""
+    """How often blended prompts are compared with whole prefills, and what the gate does with the results."""
 
-    every: int = 50  # one in so many blended requests of a recipe is compared; 0: none, and nothing follows
+    every: int = 50  # one in so many blended requests of a recipe is compared; 0: none, and the gate does nothing
     act: bool = True  # raise the ratio of a recipe that is too far off, and beyond that compute prompts as a whole
     max_kl: float = 0.1  # mean KL of the first token, in nats, above which it is
     trusted: float = 0.7  # the share of that below which a lower ratio is taken up again
     step: float = 1.5  # the ratio is raised by this factor
     ceiling: float = 0.5  # and not beyond this
-    least: int = 8  # comparisons before anything follows; twice as many before a ratio is taken up again
+    least: int = 8  # comparisons before the gate acts; twice as many before a ratio is taken up again
     patience: int = 500  # steps of others that a comparison waits for; then it is dropped
     path: Path | None = None  # a file that keeps what was learnt; None: beside the documents, where they have a disk
 
@@ -117,7 +117,7 @@ def parse_bytes(text: str, name: str = "kv_memory") -> int:
 
 
 def env_threads() -> int | None:
-    """KVILT_THREADS, for users who cannot reach the command line."""
+    """KVILT_THREADS, for where the command line cannot be changed."""
     text = os.environ.get("KVILT_THREADS", "").strip()
     if not text:
         return None
@@ -127,7 +127,7 @@ def env_threads() -> int | None:
 
 
 def env_api_keys() -> list[str]:
-    """KVILT_API_KEY: a server's keys, separated by commas, for those who want them in no command line."""
+    """KVILT_API_KEY: a server's keys, separated by commas, so that no command line shows them."""
     given = os.environ.get("KVILT_API_KEY")
     keys = [key for each in (given or "").split(",") if (key := each.strip())]
     if given is not None and not keys:
@@ -141,7 +141,7 @@ def env_admin_key() -> str | None:
 
 
 def env_store_redis() -> str | None:
-    """KVILT_STORE_REDIS: the URL of the shared store, for those whose URL has a password in it."""
+    """KVILT_STORE_REDIS: the URL of the shared store, so that no command line shows a password in it."""
     return os.environ.get("KVILT_STORE_REDIS", "").strip() or None
 
 

@@ -18,7 +18,7 @@ from ..kv.cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class CacheInput:
-    """Tokens to put behind a cache, and how many logits of them are wanted."""
+    """Tokens to append to a cache, and how many logits of them are wanted."""
 
     cache_id: str
     tokens: Sequence[int]
@@ -89,7 +89,7 @@ class CacheTable:
             return [logits.of_row(row)[0] for row in range(len(parts))]
 
     def extend(self, parts: Sequence[CacheInput], create: bool = False) -> Logits:
-        """Put tokens behind existing caches, all in one forward."""
+        """Append tokens to existing caches, all in one forward."""
         with self.lock:
             _distinct([part.cache_id for part in parts])
             checked = [CacheInput(part.cache_id, self._checked(part.tokens), part.want) for part in parts]

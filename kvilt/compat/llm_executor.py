@@ -61,7 +61,7 @@ class LlmExecutor:
             return [self._decoded(one.cache_id, logits.of_row(row)[0], 0) for row, one in enumerate(inputs)]
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
-        """N+1 tokens in one forward, one row of logits per token; the tokens of a cache follow each other."""
+        """N+1 tokens in one forward, one row of logits per token; the tokens of a cache are consecutive."""
         if not inputs:
             return []
         tokens: dict[str, list[int]] = {}
@@ -140,7 +140,7 @@ class LlmExecutor:
         )
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Prompts whose beginning was reused, and where the pages are."""
+        """Prompts with a reused beginning, and where the pages are."""
         pool = self._executor.pool
         usage = pool.usage()
         return {

@@ -36,7 +36,7 @@ from .replay import Replay
 
 _DEFAULTS = SamplingParams()
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
-REPLAY_STEPS = 32  # greedy steps between two looks at the world
+REPLAY_STEPS = 32  # greedy steps between two returns to Python
 
 
 class Executor:
@@ -54,7 +54,7 @@ class Executor:
     ) -> None:
         self._decoder = decoder
         self._pool = pool
-        self.prefixes = PrefixIndex(pool)  # KV that nobody holds any more, for whoever comes with the same tokens
+        self.prefixes = PrefixIndex(pool)  # KV that no cache holds any more, for the next sequence with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
         self._lock = threading.RLock()
@@ -96,7 +96,7 @@ class Executor:
     # The primitive.
 
     def run(self, batch: Batch) -> Logits:
-        """One forward over the rows of a batch. Commits nothing: whoever owns the caches does, or does not."""
+        """One forward over the rows of a batch. Commits nothing: the owner of the caches decides that."""
         if batch.pool is not self._pool:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
@@ -110,7 +110,7 @@ class Executor:
 
     @contextmanager
     def _adapted(self, batch: Batch) -> Iterator[StepAdapters | None]:
-        """For the length of a step: the adapters of its rows, whose caches then say whose KV they hold."""
+        """For the length of a step: the adapters of its rows, which are then named in the rows' caches."""
         with self.adapters.step(batch.rows, batch.starts) as step_adapters:
             mark_rows(batch.rows, self.adapters)
             yield step_adapters
@@ -136,7 +136,7 @@ class Executor:
     ) -> Scores:
         """Log-probability of every token after the first, with the `top` likeliest beside it.
 
-        The tokens stand behind what `kv` holds, which stays as it is: this runs on a fork and commits nothing.
+        The tokens come after what `kv` holds, which stays as it is: this runs on a fork and commits nothing.
         """
         row = read_inputs(list(ids), 1, self.spec.vocab_size, self.spec.hidden_size)[0]
         if len(row) < 2:
@@ -165,7 +165,7 @@ class Executor:
     def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> KVCache:
         """An empty cache with this model's layout; `capacity` tokens per row, the context if not given.
 
-        `owner` is for whom its pages are counted.
+        Its pages are counted for `owner`.
         """
         self._check_open()
         asked = self._room if capacity is None else positive("capacity", capacity)
@@ -182,7 +182,7 @@ class Executor:
     ) -> KVCache:
         """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is.
 
-        What an adapter made is opened by who names that adapter, with its scale.
+        KV that an adapter made is opened by naming that adapter, with its scale.
         """
         data = read_file(self._pool, path, self._room)
         adapter = Base() if lora_id is None else self.adapters.choose(lora_id, lora_scale)
@@ -196,7 +196,7 @@ class Executor:
         return self._compute_again(read_images(self._pool, data, self._room, True, maker), lora_id, lora_scale)
 
     def _maker(self, data: bytes, adapter: Adapter) -> str:
-        """Whose KV a blob must hold: the adapter's, from wherever it was switched on."""
+        """The maker that a blob must name: the adapter, from wherever it was switched on."""
         identity = self.adapters.identity(adapter)
         said = describe(data).identity.adapter
         return said if maker_parts(said)[0] == identity else identity
@@ -253,7 +253,7 @@ class Executor:
         return self.adapters.load(assets, name)
 
     def unload_lora(self, lora_id: int) -> None:
-        """Unload an adapter: at once for whoever comes, and from memory when its last user is gone."""
+        """Unload an adapter: new requests do not find it, and it leaves memory when its last user is gone."""
         self.adapters.unload(lora_id)
 
     def lora_metrics_snapshot(self) -> dict[str, Any]:
@@ -357,7 +357,7 @@ class Executor:
     def _forward(
         self, rows: Sequence[RowInput], kv: KVCache, want: Last | Nothing, adapters: Sequence[Adapter]
     ) -> Tensor:
-        """Run each row's input in reserved room behind its cache row; [non-empty rows, vocab] if logits are wanted.
+        """Run each row's input in reserved room of its cache row; [non-empty rows, vocab] if logits are wanted.
 
         A long input runs in several steps, but positions are explicit, so nothing needs to be committed in between
         and a failure half way leaves the cache as it was.

@@ -1,4 +1,4 @@
-"""The adapters of one executor: loaded, named, held by those who run on them, and in memory as far as a budget goes.
+"""The adapters of one executor: loaded, named, held by requests and steps, and in memory as far as a budget goes.
 
 An adapter that is not in memory lies in its folder and comes back when a row needs it. Refuses to know requests.
 """
@@ -44,7 +44,7 @@ class AdapterInfo:
     parts: tuple[str, ...]  # kinds of maps it changes
     nbytes: int
     resident: bool  # in memory now; otherwise the next row brings it back
-    users: int  # who hold it: requests, and steps that run
+    users: int  # requests and running steps that hold it
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     loaded_s: float  # since the epoch
 
@@ -127,7 +127,7 @@ class Adapters:
             return one.id
 
     def unload(self, adapter_id: int) -> None:
-        """Nobody new may use it; it leaves when its last user is gone."""
+        """New requests may not use it; it leaves when its last user is gone."""
         with self._lock:
             one = self._find(adapter_id)
             one.leaving = True
@@ -188,7 +188,7 @@ class Adapters:
         raise InputError("the adapter that this KV was made with is not loaded; load it again")
 
     def identity(self, adapter: Adapter) -> str:
-        """Whose KV an adapter makes: its content and scale."""
+        """The maker of an adapter's KV: its content and scale."""
         if not isinstance(adapter, Adapted):
             return BASE
         with self._lock:
@@ -262,16 +262,16 @@ class Adapters:
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
         adapter_slots = AdapterSlots(slots, scales)
-        return StepAdapters(parts, tables, adapter_slots, embedded, self._growth(used.values(), adapter_slots))
+        return StepAdapters(parts, tables, adapter_slots, embedded, self._gain(used.values(), adapter_slots))
 
-    def _growth(self, used: Iterable[_Loaded], adapter_slots: AdapterSlots) -> MagnitudeGain | None:
-        """How outputs grow under those of the adapters that have it so."""
+    def _gain(self, used: Iterable[_Loaded], adapter_slots: AdapterSlots) -> MagnitudeGain | None:
+        """The gains of those of the adapters that have magnitudes (DoRA)."""
         some = [one for one in used if one.facts is not None and one.facts.gains and one.slot is not None]
         if not some or self._bank is None:
             return None
         names = {name for one in some if one.facts is not None for name in one.facts.gains}
         slots = frozenset(one.slot for one in some if one.slot is not None)
-        return MagnitudeGain.for_picks({name: self._bank.gains[name] for name in names}, slots, adapter_slots)
+        return MagnitudeGain.for_slots({name: self._bank.gains[name] for name in names}, slots, adapter_slots)
 
     # In memory and out of it.
 
@@ -312,12 +312,12 @@ class Adapters:
         one.slot = one.facts = None
 
     def _read(self, folder: Path, inside: Path | None) -> FittedAdapter:
-        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as act_mul:
-            if act_mul.nbytes > self.budget_bytes:
+        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as adapter:
+            if adapter.nbytes > self.budget_bytes:
                 raise ParamError(
-                    "lora_memory", f"the adapter takes {act_mul.nbytes} bytes and {self.budget_bytes} are allowed"
+                    "lora_memory", f"the adapter takes {adapter.nbytes} bytes and {self.budget_bytes} are allowed"
                 )
-            return fit(act_mul, self._decoder, self._alone)
+            return fit(adapter, self._decoder, self._alone)
 
     def _find(self, adapter_id: object) -> _Loaded:
         one = self._known(adapter_id)
@@ -347,7 +347,7 @@ class Adapters:
 
 
 def mark_rows(rows: Sequence[Row], adapters: Adapters) -> None:
-    """Say on each row's cache whose KV it holds from now on; refuse rows whose KV is somebody else's."""
+    """Name the adapter of each row in its cache; refuse rows whose KV another adapter made."""
     for row in rows:
         own = row.cache.row(row.cache_row)
         check_maker(own, row.adapter, adapters)
@@ -355,10 +355,10 @@ def mark_rows(rows: Sequence[Row], adapters: Adapters) -> None:
 
 
 def check_maker(row: CacheRow, adapter: Adapter, adapters: Adapters) -> None:
-    """Raise unless a cache's row holds KV that an adapter's may stand behind.
+    """Raise unless an adapter may continue the KV of a cache's row.
 
     KV of the base model, of an adapter and of the same adapter at another scale are three kinds; only an adapter that
-    is switched on by tokens stands behind KV of the base model.
+    is switched on by tokens continues KV of the base model.
     """
     made, begins = adapters.identity(adapter), _begins(adapter)
     wanted = made_by(made, begins) if row.length > begins else BASE

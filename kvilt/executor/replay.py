@@ -151,7 +151,7 @@ class Replay:
 
 
 def decoded_ids(batch: Batch) -> list[int] | None:
-    """The token of each row if every row is one token on its way through the whole model to its logits."""
+    """The token of each row if every row is one token through the whole model to its logits."""
     if len(batch.rows) > MAX_ROWS or batch.num_tokens != len(batch.rows) or len(batch.segments) != 1:
         return None
     ids = []
@@ -164,7 +164,7 @@ def decoded_ids(batch: Batch) -> list[int] | None:
 
 
 def run_ids(batch: Batch) -> list[int] | None:
-    """The tokens of a single row that wants the logits behind each of them."""
+    """The tokens of a single row that wants the logits after each of them."""
     if len(batch.rows) > 1 or batch.num_tokens > MAX_RUN or len(batch.segments) != 1:
         return None
     source, want, repairs = batch.rows[0].source, batch.rows[0].want, batch.rows[0].repairs

@@ -25,7 +25,7 @@ from .spec import ModelSpec, RopeSpec
 from .step_adapters import EMBEDDING, HEAD, EmbeddedRows, part_of
 
 _MAPS = ("q", "k", "v", "out", "gate", "up", "down")
-_BLOCK = 4096  # rows of an embedding that are compared at a time, and of a map whose lengths are measured
+_BLOCK = 4096  # rows of an embedding that are compared at a time, and rows of a map that are measured at a time
 
 OpenAdapter = PeftFolder | GGUFAdapter
 Alone = AbstractContextManager[object]  # held while weights are looked at: no step runs meanwhile
@@ -40,7 +40,7 @@ class FittedAdapter:
     embedded: EmbeddedRows | None
     invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
     rank: int  # the largest
-    gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see Growth
+    gains: Mapping[str, Tensor] = field(default_factory=dict)  # by the name of a linear map, [out]: see MagnitudeGain
 
     @property
     def parts(self) -> frozenset[str]:
@@ -56,7 +56,7 @@ class FittedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A module of the model as checkpoints of its family name it, and the maps whose outputs it holds in turn."""
+    """A module of the model as checkpoints of its family name it, and its maps in the order of their outputs."""
 
     maps: tuple[str, ...]
     outputs: tuple[int, ...]
@@ -78,24 +78,24 @@ def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
     return {name: (linear.weight.shape[0], linear.weight.shape[1]) for name, linear in linears_of(decoder).items()}
 
 
-def fit(act_mul: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
+def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> FittedAdapter:
     """An adapter for a model; a named error if it is for another one, damaged, or of a kind that is not computed."""
     alone = nullcontext() if alone is None else alone
-    targets = dict(_targets(decoder, act_mul))
-    for module, tensors in act_mul.modules.items():
-        _check_module(module, tensors, act_mul, targets)
-    _check_copies(act_mul, decoder, targets, alone)
+    targets = dict(_targets(decoder, adapter))
+    for module, tensors in adapter.modules.items():
+        _check_module(module, tensors, adapter, targets)
+    _check_copies(adapter, decoder, targets, alone)
     digest, products = hashlib.sha256(b"kvilt lora 1"), {}
     embedded: EmbeddedRows | None = None
     gains: dict[str, Tensor] = {}
-    _tell(digest, "invocation", *act_mul.config.invocation)
-    for module in sorted(act_mul.modules):
-        tensors, scale = act_mul.modules[module], act_mul.config.scale_of(module)
-        down, up = act_mul.tensor(tensors.down), act_mul.tensor(tensors.up)
-        sizes = None if tensors.magnitude is None else act_mul.tensor(tensors.magnitude)
-        _tell(digest, module, scale, tensors.embedding, down.dtype, *down.shape, up.dtype, *up.shape)
+    _add_to(digest, "invocation", *adapter.config.invocation)
+    for module in sorted(adapter.modules):
+        tensors, scale = adapter.modules[module], adapter.config.scale_of(module)
+        down, up = adapter.tensor(tensors.down), adapter.tensor(tensors.up)
+        sizes = None if tensors.magnitude is None else adapter.tensor(tensors.magnitude)
+        _add_to(digest, module, scale, tensors.embedding, down.dtype, *down.shape, up.dtype, *up.shape)
         if sizes is not None:
-            _tell(digest, "dora", sizes.dtype, *sizes.shape)
+            _add_to(digest, "dora", sizes.dtype, *sizes.shape)
         for tensor in (down, up) if sizes is None else (down, up, sizes):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         if tensors.embedding:
@@ -104,18 +104,18 @@ def fit(act_mul: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> F
         target, start = targets[module], 0
         for name, outputs in zip(target.maps, target.outputs, strict=True):
             rows = slice(start, start + outputs)
-            product = LowRank(down, _reordered(name, up[rows], decoder.spec, act_mul.kind), scale)
+            product = LowRank(down, _reordered(name, up[rows], decoder.spec, adapter.kind), scale)
             if sizes is not None:
-                own = _reordered(name, sizes[rows, None], decoder.spec, act_mul.kind)[:, 0]
+                own = _reordered(name, sizes[rows, None], decoder.spec, adapter.kind)[:, 0]
                 product, gains[name] = _dora(product, own, linears_of(decoder)[name], decoder, alone)
             products[name] = decoder.ops.prepare_low_rank(product)
             start += outputs
-    rank = max(act_mul.shape(tensors.down)[0] for tensors in act_mul.modules.values())
-    return FittedAdapter(digest.hexdigest(), products, embedded, act_mul.config.invocation, rank, gains)
+    rank = max(adapter.shape(tensors.down)[0] for tensors in adapter.modules.values())
+    return FittedAdapter(digest.hexdigest(), products, embedded, adapter.config.invocation, rank, gains)
 
 
 def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alone: Alone) -> tuple[LowRank, Tensor]:
-    """A product whose every output, with the base map's, has a length of its own (DoRA), and how the base map's grow.
+    """A product scaled by the magnitudes of DoRA, and the gain of each output of the base map.
 
     m / |W + s B A| is one number for each output, known when the adapter is loaded; the product has it in its upper
     half.
@@ -132,17 +132,17 @@ def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alo
     return LowRank(down, grown[:, None] * up, product.scale), grown - 1.0
 
 
-def _tell(digest: hashlib._Hash, *facts: object) -> None:
+def _add_to(digest: hashlib._Hash, *facts: object) -> None:
     digest.update(("\0".join(map(str, facts)) + "\n").encode("utf-8", "surrogatepass"))
 
 
-# Whose maps these are.
+# Modules and their maps.
 
 
-def _targets(decoder: Decoder, act_mul: OpenAdapter) -> Iterator[tuple[str, _Target]]:
+def _targets(decoder: Decoder, adapter: OpenAdapter) -> Iterator[tuple[str, _Target]]:
     """Every module that an adapter may name."""
     shapes = map_shapes(decoder)
-    for dialect in _dialects(decoder.spec, act_mul):
+    for dialect in _dialects(decoder.spec, adapter):
         for module, maps in _named(dialect, len(decoder.spec.layers)):
             yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
         vocabulary = decoder.spec.vocab_size
@@ -150,15 +150,15 @@ def _targets(decoder: Decoder, act_mul: OpenAdapter) -> Iterator[tuple[str, _Tar
         yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
 
 
-def _dialects(spec: ModelSpec, act_mul: OpenAdapter) -> list[CheckpointDialect]:
+def _dialects(spec: ModelSpec, adapter: OpenAdapter) -> list[CheckpointDialect]:
     """PEFT's names are those of Hugging Face, llama.cpp's those of GGUF, whatever file the base model comes from."""
     (family,) = (family for family in FAMILIES if family.name == spec.family)
-    found = [dialect for dialect in family.dialects if dialect.kind == act_mul.kind]
-    if not isinstance(act_mul, GGUFAdapter):
+    found = [dialect for dialect in family.dialects if dialect.kind == adapter.kind]
+    if not isinstance(adapter, GGUFAdapter):
         return found
-    own = [dialect for dialect in found if act_mul.architecture in dialect.architectures]
+    own = [dialect for dialect in found if adapter.architecture in dialect.architectures]
     if not own:
-        raise WeightError("general.architecture", f"is {act_mul.architecture!r}, and this model is a {spec.family}")
+        raise WeightError("general.architecture", f"is {adapter.architecture!r}, and this model is a {spec.family}")
     return own
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention over pages: project, rotate, write, attend, project back.
+"""Grouped-query attention over pages: project, rotate, write, attention, project back.
 
 Keys and values are read from pages only, also those written in this very step, so that a row's result does not depend
 on how its prompt was cut.
@@ -51,6 +51,6 @@ class Attention:
         return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
 
     def mask(self) -> AttentionMask:
-        """Which keys a query sees, as the backend wants to hear it."""
+        """Which keys a query sees, as the backend takes it."""
         window = self.spec.reach.tokens if isinstance(self.spec.reach, Window) else 0
         return AttentionMask(self.spec.scale, window, self.spec.soft_cap)

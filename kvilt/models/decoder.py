@@ -119,7 +119,7 @@ class Decoder:
             before_layer(index)
             own = context
             if index in taps or repairs:
-                here = tuple(LayerRepair(one, index, turned) for one, turned in repairs)
+                here = tuple(LayerRepair(one, index, rotations) for one, rotations in repairs)
                 own = replace(context, tap=taps.get(index), repairs=here)
             x = self.layers[index](x, own)
         return x
@@ -189,7 +189,7 @@ class Decoder:
         return self.ops.soft_cap(values, cap) if cap else values
 
     def _score(self, states: Tensor, want: Score, step_adapters: StepAdapters | None = None) -> Scores:
-        """Log-probabilities in blocks, so that [tokens, vocab] never stands in memory."""
+        """Log-probabilities in blocks, so that [tokens, vocab] is never in memory as a whole."""
         wanted, top = torch.as_tensor(want.targets, dtype=torch.int64, device=states.device), want.top
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.spec.vocab_size))
         # Results have their room before the first block: small leftovers between large blocks would keep the allocator

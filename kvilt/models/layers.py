@@ -59,7 +59,7 @@ class LayerContext:
     stores: tuple[PageStore, ...]  # one per layer group
     paging: tuple[Paging, ...]  # one per layer group
     rotations: Mapping[RopeSpec, Rotation]
-    tap: AttentionTap | None = None  # somebody wants to see what this layer's attention does
+    tap: AttentionTap | None = None  # set where a row wants to see this layer's attention
     step_adapters: StepAdapters | None = None  # some rows run on adapters
     repairs: tuple[LayerRepair, ...] = ()  # KV of tokens that some rows repair in this layer
 
@@ -91,7 +91,7 @@ class Linear:
 
     @property
     def map(self) -> LinearMap:
-        """As a backend wants to hear it."""
+        """As the backend takes it."""
         return self.weight, self.bias
 
 

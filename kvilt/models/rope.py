@@ -31,7 +31,7 @@ def frequencies(spec: RopeSpec) -> Tensor:
 
 
 def magnitude(spec: RopeSpec) -> float:
-    """By how much the rotation makes vectors longer."""
+    """The factor by which rotation scales vectors (mscale)."""
     match spec.scaling:
         case FactorScaling(magnitude=factor) | YarnScaling(magnitude=factor) | LongScaling(magnitude=factor):
             return factor

@@ -61,7 +61,7 @@ class LinearModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeGain:
-    """By how much of itself each output of a base map grows (DoRA), for the tokens whose adapters have it so."""
+    """The share of itself that each output of a base map gains (DoRA), for the tokens of adapters with magnitudes."""
 
     gains: Mapping[str, Tensor]  # by the name of a map, [slots, out]
     slots: frozenset[int]  # that have some
@@ -69,18 +69,21 @@ class MagnitudeGain:
     adapter_slots: AdapterSlots  # of these
 
     @staticmethod
-    def for_picks(gains: Mapping[str, Tensor], slots: frozenset[int], adapter_slots: AdapterSlots) -> MagnitudeGain:
+    def for_slots(gains: Mapping[str, Tensor], slots: frozenset[int], adapter_slots: AdapterSlots) -> MagnitudeGain:
         """For the tokens that use one of the slots."""
         tokens = torch.isin(adapter_slots.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
         return MagnitudeGain(gains, slots, tokens, adapter_slots.of(tokens))
 
     def of(self, adapter_slots: AdapterSlots) -> MagnitudeGain:
         """The same for other tokens."""
-        return MagnitudeGain.for_picks(self.gains, self.slots, adapter_slots)
+        return MagnitudeGain.for_slots(self.gains, self.slots, adapter_slots)
 
     def grow(self, one: LinearModule, x: Tensor, out: Tensor, ops: Ops, whole: bool) -> None:
-        """What an output holds besides the map's product, so that it is a `whole`, does not grow: there the product is
-        made once more. All other tokens keep their bits."""
+        """Add the gain to `out`, in place; other tokens keep their bits.
+
+        Only the map's product is scaled. Where `out` holds more than that, it is a `whole`, and the product is computed
+        once more.
+        """
         if (gains := self.gains.get(one.name)) is None or not len(self.tokens):
             return
         made = ops.linear(x[self.tokens], one.weight) if whole else out[self.tokens]
@@ -95,7 +98,7 @@ class StepAdapters:
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
     adapter_slots: AdapterSlots  # of all tokens of the step
     embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
-    growth: MagnitudeGain | None = None  # of those that have some
+    gain: MagnitudeGain | None = None  # of those that have some
 
     def touches(self, *names: str) -> bool:
         """Whether some row changes one of these maps."""
@@ -104,7 +107,7 @@ class StepAdapters:
     @property
     def is_recordable(self) -> bool:
         """Whether a step with these adapters consists of operations of the backend alone."""
-        return not self.embedded and self.growth is None
+        return not self.embedded and self.gain is None
 
     def add(
         self, maps: Sequence[LinearModule], x: Tensor, outs: Sequence[Tensor], ops: Ops, residual: bool = False
@@ -113,9 +116,9 @@ class StepAdapters:
         chosen = [(one, out) for one, out in zip(maps, outs, strict=True) if one.name in self.tables]
         if not chosen:
             return
-        if self.growth is not None:
+        if self.gain is not None:
             for one, out in chosen:
-                self.growth.grow(one, x, out, ops, whole=residual or one.bias is not None)
+                self.gain.grow(one, x, out, ops, whole=residual or one.bias is not None)
         ops.adapt(x, [self.tables[one.name] for one, _ in chosen], [out for _, out in chosen], self.adapter_slots)
 
     def tables_are(self, other: StepAdapters) -> bool:
@@ -128,7 +131,7 @@ class StepAdapters:
             return self
         adapter_slots = self.adapter_slots.of(tokens)
         return replace(
-            self, adapter_slots=adapter_slots, growth=None if self.growth is None else self.growth.of(adapter_slots)
+            self, adapter_slots=adapter_slots, gain=None if self.gain is None else self.gain.of(adapter_slots)
         )
 
 

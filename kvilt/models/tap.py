@@ -57,7 +57,7 @@ class LayerTap:
 
 
 def layer_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults) -> dict[int, LayerTap]:
-    """For each layer of a segment that somebody wants to see, who does."""
+    """For each layer of a segment, the rows that want to see it; layers without such rows are left out."""
     inside = [
         i
         for i, row in enumerate(batch.rows)

@@ -106,11 +106,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """Tokens of a text whose keys and values follow those of others, the leaders, that were computed anew."""
+    """Tokens of a text that take a share of the change of others, the anchors, which were computed anew."""
 
-    tokens: Tensor  # [followers] int64: their numbers in the text
-    anchors: Tensor  # [leaders] int64, likewise
-    weights: Tensor  # [followers, leaders] float32: how much each takes of what each leader has changed by
+    tokens: Tensor  # [tokens] int64: their numbers in the text
+    anchors: Tensor  # [anchors] int64, likewise
+    weights: Tensor  # [tokens, anchors] float32: how much each token takes of the change of each anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,9 @@ class Recorded(Protocol):
         ...
 
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        """Run up to `steps` times a step that ended with `follow`; the tokens after each run, [runs, rows].
+        """Run up to `steps` times a step that ended with `advance_greedy`; the tokens after each run, [runs, rows].
 
-        Stops behind a run in which a row drew one of its `ends` or, as -1, no token at all.
+        Stops after a run in which a row drew one of its `ends` or, as -1, no token at all.
         """
         ...
 
@@ -324,8 +324,8 @@ class Ops(Protocol):
     ) -> None:
         """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`, in the store's dtype.
 
-        With a rotation the keys come unrotated and are turned on their way, to the same bits as by `rotate`: this is
-        how a stored chunk is placed at any position.
+        With a rotation the keys come unrotated and are rotated here, to the same bits as by `rotate`: this is how a
+        stored chunk is placed at any position.
         """
         ...
 
@@ -334,14 +334,14 @@ class Ops(Protocol):
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Interpolation,
+        interpolation: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
     ) -> None:
-        """Put keys and values of followers into `slots`, as `write` does: what the text had, and a share of the change.
+        """Put keys and values of its tokens into `slots`, as `write` does: `kept`, plus a share of the anchors' change.
 
-        `kept` are keys and values of the whole text [tokens, kv_heads, dim], `fresh` those of the leaders.
+        `kept` are keys and values of the whole text [tokens, kv_heads, dim], `fresh` those of the anchors.
         """
         ...
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """scale * up(down(x)). How a backend keeps the two is its own business once it has prepared them."""
+    """scale * up(down(x)). Once a backend has prepared them, their layout is the backend's own."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]

@@ -1,4 +1,4 @@
-"""How much attention keys receive, in plain torch, for every backend: a question is short, so nobody waits for it."""
+"""How much attention keys receive, in plain torch for every backend: that is fast enough for a short question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def first_seen(positions: Tensor, mask: AttentionMask) -> int:
 
 
 def key_mass(query: Tensor, keys: Tensor, first: int, positions: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention of `query` [tokens, heads, dim] on `keys` [n, kv_heads, dim] that stand at `first` and behind.
+    """Attention of `query` [tokens, heads, dim] on `keys` [n, kv_heads, dim] that stand at `first` and after.
 
     Summed over queries, averaged over heads: float32 [first + n].
     """

@@ -123,12 +123,12 @@ class ReferenceOps:
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)  # [tokens, 1, pairs]
         dims = 2 * cos.shape[-1]
-        turned, rest = x[..., :dims], x[..., dims:]
+        rotated, rest = x[..., :dims], x[..., dims:]
         if rotation.pairing == "half":
-            a, b = turned.chunk(2, dim=-1)
+            a, b = rotated.chunk(2, dim=-1)
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         else:
-            a, b = turned[..., 0::2], turned[..., 1::2]
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
@@ -193,12 +193,12 @@ class ReferenceOps:
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Interpolation,
+        interpolation: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
     ) -> None:
-        keys, values = (_followed(who, own, new) for own, new in zip(kept, fresh, strict=True))
+        keys, values = (_interpolated(interpolation, own, new) for own, new in zip(kept, fresh, strict=True))
         self.write(store, layer, slots, keys, values, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
@@ -288,6 +288,6 @@ def _own(store: PageStore) -> ReferencePages:
     return store
 
 
-def _followed(who: Interpolation, kept: Tensor, fresh: Tensor) -> Tensor:
-    change = (fresh.float() - kept[who.anchors].float()).flatten(1)
-    return torch.addmm(kept[who.tokens].float().flatten(1), who.weights, change).view(-1, *kept.shape[1:])
+def _interpolated(how: Interpolation, kept: Tensor, fresh: Tensor) -> Tensor:
+    change = (fresh.float() - kept[how.anchors].float()).flatten(1)
+    return torch.addmm(kept[how.tokens].float().flatten(1), how.weights, change).view(-1, *kept.shape[1:])

@@ -1,4 +1,4 @@
-"""How drafts of one sample fare: how likely one more is accepted, and how often to try what does not pay."""
+"""Acceptance of one sample's drafts: how likely one more is accepted, and when to probe a grade that does not pay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST_REST = 128  # steps between two probes of what did not pay
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """What became of drafts of one grade, the latest first."""
+    """Accepted and rejected drafts of one grade; later ones weigh more."""
 
     hope: float
     keep: float = 0.8  # a draft's weight against the one after it
@@ -35,7 +35,7 @@ class AcceptanceTally:
 
 @dataclass(slots=True, eq=False)
 class AcceptanceRate:
-    """How one sample's drafts fare, by grade; what does not pay rests, and is probed ever more rarely."""
+    """Acceptance of one sample's drafts by grade; a grade that does not pay rests, and is probed ever more rarely."""
 
     tallies: list[AcceptanceTally]
     best: float = 0.0  # the highest chance of any grade

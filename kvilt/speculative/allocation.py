@@ -1,7 +1,7 @@
 """How many tokens to draft for each row of a step, given what drafts cost and how likely they are accepted.
 
-As many as draw the most tokens a second, and no more than leave every row at least as far as it would be without any
-drafts: whoever gains nothing from drafts does not wait for those of others.
+As many as draw the most tokens a second, as long as every row gets at least as far as it would without any drafts: a
+row that gains nothing from drafts does not wait for those of others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class DraftBid:
     """A row that draws: how likely each further draft is accepted, how many there are, how far ahead the row is."""
 
     chance: float
-    sure: float  # the same without hopes: what others may be made to wait for
+    sure: float  # the same from measurements alone: other rows may wait for this much
     most: int
     ahead_s: float
     probe: bool = False  # one is to be tried, whether it pays or not
 
 
 def possible(bids: Sequence[DraftBid], price: StepPrice) -> bool:
-    """Whether anybody may get a draft at all."""
+    """Whether any row may get a draft at all."""
     least_s = price.all_s(1)
-    return all(least_s <= wish.ahead_s + _worth(wish, wish.most) * price.plain_s for wish in bids)
+    return all(least_s <= bid.ahead_s + _worth(bid, bid.most) * price.plain_s for bid in bids)
 
 
 def allot(bids: Sequence[DraftBid], price: StepPrice) -> list[int]:
@@ -40,40 +40,40 @@ def allot(bids: Sequence[DraftBid], price: StepPrice) -> list[int]:
     taken = _best(ranked, len(bids), price)
     while taken:
         counts = _counts(ranked[:taken], len(bids))
-        if nobody_waits(bids, counts, price):
+        if no_row_waits(bids, counts, price):
             return counts
         taken = taken * 3 // 4
     return [0] * len(bids)
 
 
 def probe(bids: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> list[int]:
-    """With a draft for each row whose turn it is to see whether drafts pay now, if nobody waits for that."""
+    """The counts, with one draft for each row that is due for a probe, if no row waits for that."""
     tried = list(counts)
-    for place, wish in enumerate(bids):
-        if wish.probe and wish.most and not tried[place]:
+    for place, bid in enumerate(bids):
+        if bid.probe and bid.most and not tried[place]:
             tried[place] = 1
-            if not nobody_waits(bids, tried, price):
+            if not no_row_waits(bids, tried, price):
                 tried[place] = 0
     return tried
 
 
-def nobody_waits(bids: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> bool:
-    """Whether every row, as far as is known, will be no later behind the step than it would be without drafts."""
+def no_row_waits(bids: Sequence[DraftBid], counts: Sequence[int], price: StepPrice) -> bool:
+    """Whether every row, as far as is known, is no later after the step than it would be without drafts."""
     extra_s = price.all_s(sum(counts))
     return all(
-        extra_s <= wish.ahead_s + _worth(wish, count) * price.plain_s for wish, count in zip(bids, counts, strict=True)
+        extra_s <= bid.ahead_s + _worth(bid, count) * price.plain_s for bid, count in zip(bids, counts, strict=True)
     )
 
 
-def _worth(wish: DraftBid, count: int) -> float:
+def _worth(bid: DraftBid, count: int) -> float:
     """Steps without drafts that a row may spend on so many of its own: what they are sure to gain, and some hope."""
     if not count:
         return 0.0
-    return min(_gain(wish.sure, count) + _HOPE, _gain(max(wish.chance, wish.sure), count))
+    return min(_gain(bid.sure, count) + _HOPE, _gain(max(bid.chance, bid.sure), count))
 
 
 def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> float:
-    """How far ahead of a life without drafts a row is, behind a step that drafts made longer by so much."""
+    """How far a row is ahead of a run without drafts, after a step that drafts made longer by so much."""
     after_s = ahead_s + (accepted + _PATIENCE) * plain_s - extra_s
     return min(max(after_s, _DEEPEST * plain_s), _HIGHEST * plain_s)
 
@@ -81,13 +81,13 @@ def moved(ahead_s: float, accepted: int, extra_s: float, plain_s: float) -> floa
 def _ranked(bids: Sequence[DraftBid], price: StepPrice) -> list[tuple[float, int]]:
     """Every draft that may pay, the likeliest first: its chance, and the place of its row."""
     lowest, ranked = price.share / 2, []
-    for place, wish in enumerate(bids):
-        likely = wish.chance
-        for _ in range(wish.most):
+    for place, bid in enumerate(bids):
+        likely = bid.chance
+        for _ in range(bid.most):
             if likely <= lowest:
                 break
             ranked.append((likely, place))
-            likely *= wish.chance
+            likely *= bid.chance
     return sorted(ranked, reverse=True)
 
 

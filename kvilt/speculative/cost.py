@@ -98,13 +98,13 @@ class StepTimes:
     plain: RunningMean = field(default_factory=RunningMean)
     line: CostLine = field(default_factory=CostLine)
     own: RunningMean = field(default_factory=RunningMean)  # the drafter's seconds for one token
-    turn: int = 0
+    count: int = 0
     seen: set[int] = field(default_factory=set)  # numbers of drafts there were
     price: StepPrice | None = None  # as long as nothing new is known
 
 
 class DraftCosts:
-    """What drafts cost, for each number of rows apart: where one row waits for weights, many compute."""
+    """What drafts cost, for each number of rows apart: a step of one row waits for memory, a step of many computes."""
 
     def __init__(self) -> None:
         self._steps: dict[int, StepTimes] = {}
@@ -113,8 +113,8 @@ class DraftCosts:
     def price(self, rows: int) -> StepPrice | None:
         """For the next step of so many rows; None where it should have no drafts, to learn what it takes without."""
         steps = self._of(rows)
-        steps.turn += 1
-        return self.known(rows) if steps.turn % _ROUND > 1 else None
+        steps.count += 1
+        return self.known(rows) if steps.count % _ROUND > 1 else None
 
     def known(self, rows: int) -> StepPrice | None:
         """What is known of steps of so many rows; None before any was measured."""
@@ -131,7 +131,7 @@ class DraftCosts:
     def stepped(self, rows: int, drafts: int, step_s: float) -> None:
         """A step of decodes alone computed a token of each row and some drafts.
 
-        The first of its kind is recorded rather than replayed, and takes much longer than those that follow.
+        The first of its kind is recorded rather than replayed, and takes much longer than later ones.
         """
         steps = self._of(rows)
         if drafts not in steps.seen:

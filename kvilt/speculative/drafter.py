@@ -1,4 +1,4 @@
-"""What every drafter is: it hears of samples, and proposes what they may draw next.
+"""What every drafter is: it is told of samples, and proposes what they may draw next.
 
 A draft is accepted only where it is what the sample draws anyway, so a drafter can make nothing wrong, only slow.
 """

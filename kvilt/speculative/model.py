@@ -23,7 +23,7 @@ from .drafter import Draft, DraftContext
 
 @dataclass(slots=True, eq=False)
 class DraftKV:
-    """The draft model's KV of a story: its first tokens, and perhaps drafts that were not accepted."""
+    """The draft model's KV of a sample: its first tokens, and perhaps drafts that were not accepted."""
 
     kv: KVCache
     prompt: int  # tokens there were at its beginning
@@ -31,8 +31,8 @@ class DraftKV:
 
 
 @dataclass(slots=True, eq=False)
-class DraftTurn:
-    """A story whose next tokens are being drafted."""
+class ActiveDraft:
+    """A sample while its next tokens are drafted."""
 
     draft_context: DraftContext
     kv: KVCache
@@ -72,27 +72,27 @@ class ModelDrafter:
         return DraftContext(ids, state, DraftKV(kv, len(ids)))
 
     def propose(self, draft_contexts: Sequence[DraftContext], k: Sequence[int]) -> list[Draft]:
-        turns: dict[DraftContext, DraftTurn] = {}
+        active: dict[DraftContext, ActiveDraft] = {}
         drafts: dict[DraftContext, Draft] = {}
         room = STEP_TOKENS
         for draft_context, count in zip(draft_contexts, k, strict=True):
-            turn = self._turn(draft_context, min(count, self._executor.max_context - len(draft_context.ids)))
-            if turn is None:
+            one = self._start(draft_context, min(count, self._executor.max_context - len(draft_context.ids)))
+            if one is None:
                 continue
-            if len(turn.input) > room:  # a long prompt: some of it now, the rest beside the next steps
+            if len(one.input) > room:  # a long prompt: some of it now, the rest beside the next steps
                 drafts[draft_context] = Draft(read=room)
-                self._run([turn], room)
+                self._run([one], room)
                 room = 0
             else:
-                room -= len(turn.input)
-                turns[draft_context] = turn
+                room -= len(one.input)
+                active[draft_context] = one
         try:
-            self._draft(list(turns.values()))
+            self._draft(list(active.values()))
         finally:
-            for turn in turns.values():
-                turn.draft_context.memory.drafted = len(turn.drafts)
-                turn.draft_context.state.rollback(turn.draft_context.state.history.generated_tokens - turn.begun)
-        drafts |= {draft_context: Draft(turn.drafts, read=turn.read) for draft_context, turn in turns.items()}
+            for one in active.values():
+                one.draft_context.memory.drafted = len(one.drafts)
+                one.draft_context.state.rollback(one.draft_context.state.history.generated_tokens - one.begun)
+        drafts |= {draft_context: Draft(one.drafts, read=one.read) for draft_context, one in active.items()}
         return [drafts.get(draft_context, Draft()) for draft_context in draft_contexts]
 
     def forget(self, draft_context: DraftContext) -> None:
@@ -103,8 +103,8 @@ class ModelDrafter:
     def close(self) -> None:
         self._executor.close()
 
-    def _turn(self, draft_context: DraftContext, most: int) -> DraftTurn | None:
-        """What is to be done for a story; None where it gets no draft: its context or the KV memory is full."""
+    def _start(self, draft_context: DraftContext, most: int) -> ActiveDraft | None:
+        """What is to be computed for a sample; None where it gets no draft: its context or the KV memory is full."""
         memory: DraftKV | None = draft_context.memory
         if memory is None or most < 1:
             return None
@@ -112,15 +112,15 @@ class ModelDrafter:
         try:
             memory.kv.reserve(len(draft_context.ids) - held + most - 1)
         except PoolExhausted:
-            self.forget(draft_context)  # and never again: its beginning would have to be read once more
+            self.forget(draft_context)  # and it gets no drafts later: its beginning would have to be computed again
             return None
         begun, known = draft_context.state.history.generated_tokens, list(draft_context.ids[held:])
-        return DraftTurn(draft_context, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
+        return ActiveDraft(draft_context, memory.kv, most, begun, known, max(0, memory.prompt - 1 - held))
 
     def _settle(self, memory: DraftKV, ids: Sequence[int]) -> int:
         """Cut the cache to a beginning of `ids`, with at least one of them left to compute; its length then."""
         held = memory.kv.num_entries
-        sure = held - min(held, memory.drafted)  # what is no draft was the story already
+        sure = held - min(held, memory.drafted)  # tokens that were no drafts are the sample's own
         tail = memory.kv.row(0).ids[sure:held]
         same = sum(1 for _ in takewhile(bool, map(eq, tail, ids[sure:held])))
         kept, memory.drafted = min(sure + same, len(ids) - 1), 0
@@ -131,52 +131,52 @@ class ModelDrafter:
             return 0
         return int(kept)
 
-    def _draft(self, turns: list[DraftTurn]) -> None:
+    def _draft(self, active: list[ActiveDraft]) -> None:
         """One token of each after the other, until all have as many as they may."""
-        while turns:
-            logits = self._run(turns, None)
-            tokens = self._sample(logits, turns)
-            turns = [turn for turn, token in zip(turns, tokens, strict=True) if _goes_on(turn, token)]
+        while active:
+            logits = self._run(active, None)
+            tokens = self._sample(logits, active)
+            active = [one for one, token in zip(active, tokens, strict=True) if _goes_on(one, token)]
 
-    def _run(self, turns: Sequence[DraftTurn], most: int | None) -> Tensor:
-        """Compute what the turns know, `most` tokens of each if only KV is wanted; logits behind the last ones."""
-        inputs = [turn.input[:most] for turn in turns]
+    def _run(self, active: Sequence[ActiveDraft], most: int | None) -> Tensor:
+        """Compute the input of each, `most` tokens of it if only KV is wanted; logits after the last ones."""
+        inputs = [one.input[:most] for one in active]
         rows = []
-        for turn, ids in zip(turns, inputs, strict=True):
-            at = turn.kv.num_entries
-            rows.append(Row(Ids(ids), range(at, at + len(ids)), turn.kv, want=Last() if most is None else Nothing()))
+        for one, ids in zip(active, inputs, strict=True):
+            at = one.kv.num_entries
+            rows.append(Row(Ids(ids), range(at, at + len(ids)), one.kv, want=Last() if most is None else Nothing()))
         if not any(inputs):
             return Tensor()
         logits = self._executor.run(Batch.of(rows)).values
-        for turn, ids in zip(turns, inputs, strict=True):
-            turn.kv.commit([ids])
-            del turn.input[: len(ids)]
+        for one, ids in zip(active, inputs, strict=True):
+            one.kv.commit([ids])
+            del one.input[: len(ids)]
         return logits
 
-    def _sample(self, logits: Tensor, turns: Sequence[DraftTurn]) -> list[int | None]:
+    def _sample(self, logits: Tensor, active: Sequence[ActiveDraft]) -> list[int | None]:
         """A token for each; None where this model has none."""
         try:
             drawn = self._executor.sample(
-                logits, [turn.draft_context.state for turn in turns], [t.position for t in turns]
+                logits, [one.draft_context.state for one in active], [t.position for t in active]
             )
         except Cancelled:
             raise
         except KviltError:
-            if len(turns) == 1:
+            if len(active) == 1:
                 return [None]
-            return [token for i, turn in enumerate(turns) for token in self._sample(logits[i : i + 1], [turn])]
+            return [token for i, one in enumerate(active) for token in self._sample(logits[i : i + 1], [one])]
         return [int(token) for token in drawn.tokens.tolist()]
 
 
-def _goes_on(turn: DraftTurn, token: int | None) -> bool:
-    """Take a draft in; whether another one may follow."""
+def _goes_on(one: ActiveDraft, token: int | None) -> bool:
+    """Append a drafted token; whether another one may be drafted after it."""
     if token is None:
         return False
-    state = turn.draft_context.state
-    turn.drafts.append(token)
-    if len(turn.drafts) >= turn.most or token in state.end_ids:
+    state = one.draft_context.state
+    one.drafts.append(token)
+    if len(one.drafts) >= one.most or token in state.end_ids:
         return False
-    turn.input.append(token)
+    one.input.append(token)
     if depends_on_history(state):
         state.advance(token)
     return True

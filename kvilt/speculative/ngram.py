@@ -16,12 +16,12 @@ from .suffix import SuffixIndex
 # The longer the match, the surer the draft: the shortest match of each grade, and what may be hoped of it.
 _GRADES = (2, 4, 8, 16)
 _HOPES = (0.45, 0.6, 0.75, 0.9)
-# Tokens of a long prompt that one step reads into an index, so that nobody else waits for it (about 10 ms).
+# Tokens of a long prompt that one step reads into an index, so that other rows hardly wait for it (about 10 ms).
 _AT_ONCE = 4096
 
 
 class NgramDrafter:
-    """Each sample has an index of its own tokens, and of nobody else's."""
+    """Each sample has an index of its own tokens, and of no other sample's."""
 
     def __init__(self, most: int = 16) -> None:
         self._most = most

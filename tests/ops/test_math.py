@@ -73,10 +73,8 @@ def test_gated_is_activation_of_one_product_times_the_other(
 ) -> None:
     x, gate, up = random_of(9, 20), random_of(33, 20, seed=1), random_of(33, 20, seed=2)
     bias = random_of(33, seed=3)
-    opens, act_mul = x.double() @ gate.double().T + bias.double(), x.double() @ up.double().T
-    each = [
-        ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(opens.flatten(), act_mul.flatten(), strict=True)
-    ]
+    gates, ups = x.double() @ gate.double().T + bias.double(), x.double() @ up.double().T
+    each = [ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(gates.flatten(), ups.flatten(), strict=True)]
     found = ops.gate_up(x, (ops.prepare(gate), bias), (ops.prepare(up), None), activation)
     near(found, torch.tensor(each, dtype=torch.float64).view(9, 33))
 

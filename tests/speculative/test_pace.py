@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvilt.speculative.acceptance import AcceptanceRate
-from kvilt.speculative.allocation import DraftBid, allot, moved, nobody_waits, possible, probe
+from kvilt.speculative.allocation import DraftBid, allot, moved, no_row_waits, possible, probe
 from kvilt.speculative.cost import DraftCosts, StepPrice
 
 READS = StepPrice(0.010, 0.0, 0.0002, 0.0, 1)  # a row alone: most of its step is reading weights
@@ -132,7 +132,7 @@ def test_whatever_is_wished_nobody_is_likely_to_wait(
     paying = allot(bids, price)
     for counts in (paying, probe(bids, paying, price)):
         assert all(0 <= count <= wish.most for count, wish in zip(counts, bids, strict=True))
-        assert not any(counts) or (possible(bids, price) and nobody_waits(bids, counts, price))
+        assert not any(counts) or (possible(bids, price) and no_row_waits(bids, counts, price))
 
 
 def test_what_a_row_gained_is_bounded_and_so_is_what_it_lost() -> None:

@@ -18,7 +18,7 @@ class CheckpointDialect:
     spec: Callable[[Checkpoint], ModelSpec]
     names: Mapping[str, str]  # our tensor name to the checkpoint's, with {i} for the layer
     ignored: tuple[str, ...] = ()  # patterns of tensors that may be there without being used
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor, and whose rows it holds in turn
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor, and the parts that it holds
     pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, as llama.cpp's converter writes some families
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 

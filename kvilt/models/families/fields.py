@@ -159,12 +159,12 @@ def _stretch(config: Mapping[str, Any], fields: Fields) -> tuple[float, int]:
 def _hf_yarn(config: Mapping[str, Any], fields: Fields) -> YarnScaling:
     factor, original = _stretch(config, fields)
 
-    def growth(weight: float) -> float:
+    def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    magnitude = growth(1.0)
+    magnitude = mscale(1.0)
     if fields.has("mscale") and fields.has("mscale_all_dim"):
-        magnitude = growth(fields.number("mscale")) / growth(fields.number("mscale_all_dim"))
+        magnitude = mscale(fields.number("mscale")) / mscale(fields.number("mscale_all_dim"))
     return YarnScaling(
         factor,
         original,
@@ -208,8 +208,8 @@ def gguf_scaling(checkpoint: Checkpoint, fields: Fields, pairs: int) -> Scaling:
             return LinearScaling(fields.number("rope.scaling.factor"))
         case "yarn":
             factor = fields.number("rope.scaling.factor")
-            growth = (1 + 0.1 * math.log(factor)) * fields.number("rope.scaling.attn_factor", 1.0)
-            return YarnScaling(factor, fields.integer("rope.scaling.original_context_length"), growth)
+            mscale = (1 + 0.1 * math.log(factor)) * fields.number("rope.scaling.attn_factor", 1.0)
+            return YarnScaling(factor, fields.integer("rope.scaling.original_context_length"), mscale)
         case _:
             raise Unsupported(
                 f"rope scaling {kind!r} is not supported; kvilt knows none, linear and yarn in GGUF files"

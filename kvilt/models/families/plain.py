@@ -1,4 +1,4 @@
-"""What most families share: tensor names, and the spec of a decoder whose layers are all alike.
+"""What most families share: tensor names, and the spec of a decoder in which all layers are alike.
 
 A family starts from here and changes what is its own with `each_attention`.
 """

@@ -216,12 +216,12 @@ class NativeOps:
         store: PageStore,
         layer: int,
         slots: Tensor,
-        who: Interpolation,
+        interpolation: Interpolation,
         kept: tuple[Tensor, Tensor],
         fresh: tuple[Tensor, Tensor],
         rotation: Rotation | None = None,
     ) -> None:
-        paged.interpolate(self._runner, store, layer, slots, who, kept, fresh, rotation)
+        paged.interpolate(self._runner, store, layer, slots, interpolation, kept, fresh, rotation)
 
     def copy_pages(self, source: PageStore, sources: list[int], target: PageStore, targets: list[int]) -> None:
         paged.copy_pages(source, sources, target, targets)

@@ -119,16 +119,16 @@ def interpolate(
     store: PageStore,
     layer: int,
     slots: Tensor,
-    who: Interpolation,
+    interpolation: Interpolation,
     kept: tuple[Tensor, Tensor],
     fresh: tuple[Tensor, Tensor],
     rotation: Rotation | None = None,
 ) -> None:
     """Put what tokens take over from the anchors into `slots`."""
     pages, slots = own(store), _slots(slots)
-    tokens = checked("followers", who.tokens.contiguous(), (len(slots),), I64)
-    anchors = checked("anchors", who.anchors.contiguous(), (who.anchors.numel(),), I64)
-    weights = checked("weights", who.weights.float().contiguous(), (len(tokens), len(anchors)))
+    tokens = checked("followers", interpolation.tokens.contiguous(), (len(slots),), I64)
+    anchors = checked("anchors", interpolation.anchors.contiguous(), (interpolation.anchors.numel(),), I64)
+    weights = checked("weights", interpolation.weights.float().contiguous(), (len(tokens), len(anchors)))
     new = _heads(pages.shape, *fresh, len(anchors))
     check(kept[0].dtype in FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
     old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
