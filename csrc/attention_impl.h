@@ -1,7 +1,7 @@
 // Attention over pages: blocks of queries times tiles of keys, each tile softmaxed by itself and merged in order.
 //
-// What a query gathers does not depend on the block it stands in: a score is one chain of fused products over the dims,
-// a sum of values one chain over the tokens that the query sees, and no other token takes part in either.
+// The result of a query does not depend on the block it stands in: a score is one chain of fused products over the
+// dims, a sum of values one chain over the tokens that the query sees, and no other token takes part in either.
 #pragma once
 #include <array>
 #include <cmath>
@@ -14,7 +14,7 @@
 namespace kvilt::KVILT_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kRegisters = 31;  // vectors of sixteen that stay in registers, beside the one that goes round
+constexpr int kRegisters = 31;  // vectors of sixteen that stay in registers, beside the one that is broadcast
 constexpr int kPanel = 12;      // rows of queries that go through a tile together
 #else
 constexpr int kRegisters = 7;
@@ -30,7 +30,7 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 struct Float32Loader {
   using Number = float;
-  static constexpr int kLevel = 2;  // where to fetch what comes next meanwhile: memory is read once and far away
+  static constexpr int kLevel = 2;  // the cache level to prefetch the next tile into: memory is read once
   static f32x16 at(const Number* p) { return load(p); }
 };
 struct CachedFloat32Loader : Float32Loader {  // a tile that stays in the cache
@@ -73,7 +73,7 @@ struct Tile {
   std::array<const char*, kTileLanes / 16> next;  // keys of the tile that comes after
 };
 
-// Asks for bytes that are needed soon: pages lie too far apart for the machine to guess.
+// Prefetches bytes that are needed soon: pages lie too far apart for the hardware prefetcher.
 template <int kLevel>
 inline void fetch(const char* at, int64_t bytes) {
   __builtin_prefetch(at, 0, kLevel);
@@ -165,7 +165,7 @@ inline void softmax_weights(const Pages& pages, const Tile& tile, const Mask& ma
   const int64_t first = visible.from / pages.page_tokens, last = (visible.to - 1) / pages.page_tokens;
   const int64_t begin = first * pages.lanes, end = (last + 1) * pages.lanes;
   if (mask.soft_cap > 0) cap(scores, begin, end, mask.soft_cap);
-  for (int64_t page = first; page <= last; ++page) {  // what may not be seen, perhaps never written, weighs nothing
+  for (int64_t page = first; page <= last; ++page) {  // what the mask hides, perhaps never written, has no weight
     const int64_t low = page == first ? visible.from - page * pages.page_tokens : 0;
     const int64_t high = page == last ? visible.to - page * pages.page_tokens : pages.page_tokens;
     float* at = scores + page * pages.lanes;
@@ -361,7 +361,7 @@ inline void pack_queries(const Pages& pages, const Queries& queries, const Mask&
   }
 }
 
-// By how much sixteen rows' sums shrink when later ones join them, which shrink too, relative to the larger peak.
+// The factors by which the sums of sixteen rows, and later sums that join them, are rescaled to the larger peak.
 struct RescaleFactors {
   float kept[16], added[16];
 };

@@ -1,7 +1,8 @@
 // Integer dot products of a tile: sixteen outputs with one row of activations, over the steps of a block.
 //
 // A tile is taken in parts of as many outputs as a register has lanes, so that a part's codes stay in registers for all
-// rows. Four, five and six bits are unsigned codes, eight bits are signed. Only here there are intrinsics besides vectors.h.
+// rows. Four, five and six bits are unsigned codes, eight bits are signed. Only here there are intrinsics besides
+// vectors.h.
 #pragma once
 #include "packed.h"
 #include "vectors.h"
@@ -26,7 +27,7 @@ struct Codes {
   __m512i v[8];
 
   Codes(const uint8_t* w, int) {
-    if constexpr (Bits == 8) {  // as unsigned: 128 more than they are, which `correction` takes away
+    if constexpr (Bits == 8) {  // as unsigned: 128 more than they are; kByteOffset takes it away again
       for (int j = 0; j < 8; ++j) v[j] = _mm512_xor_si512(_mm512_loadu_si512(w + 64 * j), _mm512_set1_epi8(char(0x80)));
       return;
     }

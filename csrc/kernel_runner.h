@@ -17,7 +17,7 @@
 
 namespace kvilt {
 
-// Of the arithmetic: a change of any result's bits counts it up, and KV of another revision is not used.
+// The revision of the arithmetic: it goes up with every change of a result's bits. KV of another revision is not used.
 constexpr int kRevision = 3;
 
 struct LinearMap {
@@ -25,7 +25,7 @@ struct LinearMap {
   LinearOutput to;
 };
 
-// Where decoding rows stand: what one step reads, and what it leaves for the next. One token a row.
+// The positions, slots and tables of decoding rows: a step reads them and writes those of the next. One token per row.
 struct DecodeState {
   int64_t rows;
   int64_t* positions;                  // [rows]
@@ -52,7 +52,7 @@ class KernelRunner {
   void soft_cap(float* x, int64_t n, float cap);
   // The likeliest token of each row, -1 where a logit is not a number.
   void argmax(const float* x, int64_t rows, int64_t n, int64_t* out);
-  // Cosines and sines of angles position * radians, times `growth`.
+  // Cosines and sines of the angles position * inv_freq, times `mscale`.
   void rope_cos_sin(const int64_t* positions, int64_t tokens, const float* inv_freq, int64_t pairs, float mscale,
                     float* cos, float* sin);
 
@@ -74,13 +74,13 @@ class KernelRunner {
   void add_lora(const LoraArgs& args);
   void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out);
 
-  // Each row one token further, into the page its table names.
+  // Moves each row one position on; its next slot is in the page that its table names.
   void advance(const DecodeState& state);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
   void pack(const Packing& packing, const uint8_t* source, int64_t row_bytes, int64_t outputs, int64_t inputs,
             uint8_t* out);
 
-  // Does a call and, between `record` and `recorded`, remembers it.
+  // Does a call and, between `begin_recording` and `end_recording`, remembers it.
   template <typename Call>
   void run_and_record(Call call) {
     call();
@@ -88,7 +88,7 @@ class KernelRunner {
   }
   void begin_recording() { recording_ = std::make_unique<Program>(Program{&stopped_, {}}); }
   std::unique_ptr<Program> end_recording() { return std::move(recording_); }
-  // Keeps recorded programs from going on, until told otherwise. From any thread.
+  // Stops recorded programs between two calls until `stop(false)`. Any thread may call it.
   void stop(bool stopped) { stopped_.store(stopped); }
 
  private:

@@ -5,7 +5,8 @@
 
 namespace kvilt {
 
-// Outputs are packed in tiles of sixteen; each lane accumulates over the inputs in one fixed order, for one row or many.
+// Outputs are packed in tiles of sixteen; each lane accumulates over the inputs in one fixed order, for one row or
+// many.
 constexpr int kTile = 16;
 constexpr int kBlock = 32;      // inputs that share an activation scale
 constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
@@ -14,8 +15,8 @@ constexpr int kRowGroup = 8;    // rows that go through a tile together
 // Of a feed-forward gate.
 enum class Activation : int { kSilu, kGeluTanh, kGelu };
 
-// How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K` formats
-// are the k-formats of GGML.
+// How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
+// formats are the k-formats of GGML.
 enum class WeightKind : int { kFloat32, kFloat16, kBfloat16, kQ4, kQ4Min, kQ5, kQ5Min, kQ8, kQ4K, kQ5K, kQ6K };
 constexpr int kWeightKinds = 11;
 
@@ -34,8 +35,8 @@ struct PackedWeight {
 // the scaled sum of the block, and the scaled sums of its halves.
 //
 // Few blocks of a row hold its largest activations, and most of the error of eight bits. What eight bits leave of these
-// blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats, ordered
-// by block and then by row.
+// blocks is quantized to eight more: the remainders of a group, [remainder][32] values and [remainder][4] floats,
+// ordered by block and then by row.
 struct QuantizedRows {
   const float* plain;  // [rows][inputs]
   int8_t *values, *remainder_values;

@@ -1,9 +1,9 @@
 // The kernels, written once over vectors of sixteen lanes and compiled for each instruction set.
 //
-// Each file isa_*.cpp defines KVILT_ISA (a namespace) and includes this one. Only vectors.h and the integer dot products
-// are written with intrinsics. Law: the value of an output depends on its own row alone, whatever else is computed beside
-// it. So every loop that a row goes through has the same order for one row and for many, and fused products are spelled
-// out.
+// Each file isa_*.cpp defines KVILT_ISA (a namespace) and includes this one. Only vectors.h and the integer dot
+// products are written with intrinsics. Law: the value of an output depends on its own row alone, whatever else is
+// computed beside it. So every loop that a row goes through has the same order for one row and for many, and fused
+// products are spelled out.
 #pragma once
 #include "attention_impl.h"
 #include "elementwise_impl.h"

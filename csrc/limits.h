@@ -9,8 +9,8 @@ struct Limits {
   double ops_per_s;  // a multiplication and an addition are two
 };
 
-// The best of several tries with so many threads. Reads a working set of `bytes`, but no more than a gibibyte: what is
-// larger than every cache all reads alike.
+// The best of several tries with so many threads. Reads a working set of `bytes`, at most one gibibyte: beyond
+// the largest cache the size makes no difference.
 Limits measure_limits(int threads, int64_t bytes);
 
 }  // namespace kvilt

@@ -12,7 +12,7 @@
 namespace kvilt::KVILT_ISA {
 
 constexpr float kTinyPeak = 1e-30f;      // a peak below it counts as zero: its inverse would not be a number
-constexpr float kRemainderShare = 4.0f;  // a block has a rest if its squared peak is this many times the row's mean
+constexpr float kRemainderShare = 4.0f;  // a block whose squared peak is more times the row's mean has a remainder
 
 // A row's inputs, block by block; the last one may be filled up with zeros.
 struct RowBlocks {
@@ -39,7 +39,7 @@ inline void quantize_block(f32x16 low, f32x16 high, int64_t rows, int8_t* values
   floats[3 * rows] = second;
 }
 
-// The squared peak above which a row's blocks have a rest.
+// The squared peak above which a row's blocks have a remainder.
 inline float remainder_limit(const float* scales, int64_t blocks, int64_t stride) {
   float sum = 0;
   for (int64_t b = 0; b < blocks; ++b) sum += scales[b * stride] * scales[b * stride];
@@ -74,8 +74,8 @@ inline void quantize(const QuantizedRows& x, int64_t group) {
   remainders[0] = found;
 }
 
-// Bytes of weights to ask for ahead. The machine's own prefetching stops where a page ends, and a block takes many rows
-// so long that memory would stand idle meanwhile.
+// Bytes of weights to prefetch ahead. The hardware prefetcher stops at the end of a page, and a block with many rows
+// takes so long that memory would be idle meanwhile.
 constexpr int kAhead = 2560;
 
 // What sixteen outputs have besides their codes, for a block of inputs: w = scale * code + low. The k-formats whose
@@ -101,7 +101,8 @@ inline TileScales scales_of(const uint8_t* at, f32x16 factor, f32x16 low_factor)
   }
 }
 
-// A row's block with a part of a tile. `floats` are the row's scale and sums, `Rows` apart; `scales` gives the tile's.
+// A row's block with a part of a tile. `floats` are the row's scale and sums, `kStride` apart; `scales` gives the
+// tile's.
 template <WeightKind K, int kStride, typename ReadScales>
 inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<PackedFormat<K>::bits>& codes, int part,
                                                      const int8_t* values, const float* floats, ReadScales scales) {

@@ -14,7 +14,7 @@ struct LowRank {
   const void* down;  // [rank][inputs, padded with zeros to whole lanes]
   const void* up;    // [rank][outputs, padded likewise]
   int64_t rank;      // 0: this adapter leaves the map alone
-  int64_t kind;      // kFloat, kHalf or kBfloat
+  int64_t kind;      // a WeightKind: kFloat32, kFloat16 or kBfloat16
   double scale;
 };
 static_assert(sizeof(LowRank) == 40);

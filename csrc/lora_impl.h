@@ -35,7 +35,7 @@ inline f32x16 some_lanes(const float* p, int64_t count) {
 
 constexpr int kWide = kRegisterBytes >= 64 ? 4 : 2;  // sums that stay in registers: kWide * kWide
 
-// R ranks of T rows: lanes over inputs, summed by `total` at the end.
+// R ranks of T rows: lanes over inputs, summed by `reduce_add` at the end.
 template <WeightKind K, int R, int T>
 inline void shrink_block(const typename LoraLoader<K>::Type* down, int64_t stride, const float* const* x,
                          int64_t inputs, float* const* out) {

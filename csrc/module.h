@@ -1,9 +1,9 @@
 // What the files of the Python module share: how memory comes in, and the parts the module is bound in.
 //
-// Memory comes in two forms. Calls outside of steps take arrays, whose dtype, rank and contiguity nanobind checks. Calls
-// inside of steps take addresses: an array costs a few microseconds, which a step of some hundred calls would notice.
-// kvilt/ops/native/border.py makes these addresses, from tensors that it has checked, and the stub of this module takes
-// no others.
+// Memory comes in two forms. Calls outside of steps take arrays, whose dtype, rank and contiguity nanobind checks.
+// Calls inside of steps take addresses: an array costs a few microseconds, which a step of some hundred calls would
+// notice. kvilt/ops/native/border.py makes these addresses, from tensors that it has checked, and the stub of this
+// module takes no others.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

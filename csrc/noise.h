@@ -19,8 +19,8 @@ inline double gumbel(uint64_t bits) {
   return -std::log(-std::log(uniform));
 }
 
-// For a uniform u and c = 1 - u the noise -log(-log(u)) is at most -log(c). So a token of score s reaches `best` only if
-// c <= exp(s - best), which costs no logarithm; few tokens of a row pass. This is c, rounded down to 31 bits.
+// For a uniform u and c = 1 - u the noise -log(-log(u)) is at most -log(c). So a token of score s reaches `best` only
+// if c <= exp(s - best), which costs no logarithm; few tokens of a row pass. This is c, rounded down to 31 bits.
 inline int32_t complement(uint64_t bits) { return int32_t(~bits >> 33); }
 constexpr float kComplement = 0x1p-31f;
 constexpr float kSlack = 1.0001f;  // far more than the rounding of what is compared

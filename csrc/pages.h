@@ -10,9 +10,9 @@ enum class KVDtype : int { kFloat32, kFloat16, kBfloat16, kInt8 };
 inline int64_t number_bytes(KVDtype dtype) { return dtype == KVDtype::kFloat32 ? 4 : dtype == KVDtype::kInt8 ? 1 : 2; }
 inline int64_t in_lanes(int64_t count) { return (count + 15) / 16 * 16; }
 
-// One layer of one layer group of pages. A page holds all layers of the group one after the other, a layer its KV heads,
-// and a head its keys [dim][lanes], its values [page_tokens][value_lanes] and, for bytes, a scale per token of each
-// ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece.
+// One layer of one layer group of pages. A page holds all layers of the group one after the other, a layer its KV
+// heads, and a head its keys [dim][lanes], its values [page_tokens][value_lanes] and, for bytes, a scale per token of
+// each ([lanes], [lanes]): what is read together stands together, and a page is copied in one piece.
 struct Pages {
   KVDtype dtype;
   int64_t pages;
@@ -44,7 +44,8 @@ struct Pages {
 };
 
 // Keys that are weighed together. Tiles begin at position 0 and have a fixed number of pages; each is softmaxed by
-// itself and then merged into what came before, in ascending order, so that it does not matter which thread computes it.
+// itself and then merged into what came before, in ascending order, so that it does not matter which thread computes
+// it.
 constexpr int64_t kTileLanes = 128;
 inline int64_t tile_pages(const Pages& pages) { return kTileLanes / pages.lanes; }
 inline int64_t tile_tokens(const Pages& pages) { return tile_pages(pages) * pages.page_tokens; }
@@ -70,8 +71,9 @@ struct Queries {
   int64_t rows() const { return tokens * group; }
 };
 
-// The partial attention of rows of queries over some tiles: sums of values [rows][value_lanes], then the largest score [rows], then
-// the sum of the weights [rows], both relative to that score. A row that saw nothing has a largest score of -inf.
+// The partial attention of rows of queries over some tiles: sums of values [rows][value_lanes], then the largest score
+// [rows], then the sum of the weights [rows], both relative to that score. A row that saw nothing has a largest score
+// of -inf.
 inline int64_t partial_floats(int64_t rows, const Pages& pages) { return rows * (pages.value_lanes + 2); }
 
 // Cosines and sines of tokens, [tokens][pairs].

@@ -21,7 +21,7 @@ struct Program {
     return true;
   }
 
-  // Runs a step that leaves its tokens in `ids` until a row draws one of its ends, or no number, or `steps` are done.
+  // Runs a step that leaves its tokens in `ids` up to `steps` times; ends after a row drew one of its ends or -1.
   // Returns the steps whose tokens stand in `out` [steps][rows].
   int64_t loop(int64_t steps, const int64_t* ids, int64_t rows, const std::vector<std::vector<int64_t>>& ends,
                int64_t* out) const {

@@ -62,7 +62,8 @@ int64_t Reducer::draw_row(const float* x, int64_t n, const DrawParams& params, S
 }
 
 // First a floor that no survivor is below, so that the exact filters see few tokens. Exact for top-k. For top-p: tokens
-// below (1 - p) / n cannot together reach the mass that is cut. For min-p: its own threshold. The last two with a margin.
+// below (1 - p) / n cannot together reach the mass that is cut. For min-p: its own threshold. The last two with a
+// margin.
 Candidates Reducer::filter(int64_t n, float peak, const DrawParams& params, Scratch& scratch) {
   const float* scores = scratch.scores.data();
   const int64_t size = padded(n);

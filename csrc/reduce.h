@@ -11,14 +11,14 @@
 namespace kvilt {
 
 struct Peak {
-  int64_t id;   // of the first of the largest; of the first that is not a number, if there is one
-  float value;  // not a number if any is none
+  int64_t id;   // of the first largest; if there is a NaN, of the first NaN
+  float value;  // NaN if there is one
 };
 
 // What an instruction set provides. Scores are a row in scratch memory, padded to whole vectors with -inf.
 struct ReduceKernels {
   Peak (*peak)(const float* x, int64_t n);
-  // x / divisor into padded scores; returns the largest of them, not a number if any is none.
+  // x / divisor into padded scores; returns the largest of them, or NaN if there is one.
   float (*scale_logits)(const float* x, int64_t n, float divisor, float* scores);
   // The sum of exp(score - peak) in float64.
   double (*exp_sum)(const float* scores, int64_t n, float peak);
@@ -73,7 +73,8 @@ class Reducer {
   ~Reducer();
 
   void argmax(const float* x, int64_t rows, int64_t n, int64_t* ids, float* peaks);
-  // Tokens, -1 for rows whose largest score is no number. `kept` [choices][n], unless null: 1 where a token may be drawn.
+  // Tokens, -1 for rows whose largest score is not a number. `kept` [draws][n], unless null: 1 where a token may be
+  // drawn.
   void draw(const float* x, int64_t n, const std::vector<DrawParams>& draws, int64_t* out, uint8_t* kept);
   // Of one token a row. A row without a finite largest logit gets no numbers, and rank 0.
   void logprobs(const float* x, int64_t n, const std::vector<int64_t>& rows, const std::vector<int64_t>& tokens,

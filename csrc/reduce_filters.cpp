@@ -35,8 +35,8 @@ struct Rising {
   bool operator()(int32_t a, int32_t b) const { return keys[a] != keys[b] ? keys[a] < keys[b] : a < b; }
 };
 
-// The first place, in rising order, whose weight brings the sum beyond what is `out`; -1 if none does. Looks at `active`
-// places alone, in ascending order, and sorts few of them: bins that are out as a whole are only added up.
+// The first place, in rising order, whose weight brings the sum beyond what is `out`; -1 if none does. Looks at
+// `active` places alone, in ascending order, and sorts few of them: bins that are out as a whole are only added up.
 template <typename Key, typename Weight, typename Out>
 int32_t first_beyond(const Key* keys, const Weight* weights, std::vector<int32_t>& active, double sum, Out out) {
   while (!active.empty()) {

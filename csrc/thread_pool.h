@@ -18,10 +18,10 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Calls work(item, worker) for every item below `items` and returns when all are done. Each thread begins with a range
-  // of neighbouring items, so that it reads along memory. Then it helps the others, so that all are busy to the end. No
-  // result may depend on which thread did what. A thread that loses its core does not hold up the run: the others take
-  // the items that it has not begun.
+  // Calls work(item, worker) for every item below `items` and returns when all are done. Each thread begins with a
+  // range of neighbouring items, so that it reads along memory. Then it helps the others, so that all are busy to the
+  // end. No result may depend on which thread did what. A thread that loses its core does not hold up the run: the
+  // others take the items that it has not begun.
   void run(int64_t items, const std::function<void(int64_t item, int worker)>& work);
 
  private:

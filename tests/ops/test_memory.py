@@ -1,4 +1,4 @@
-"""Memory of the native backend: nobody gets a buffer that somebody still looks at."""
+"""Memory of the native backend: a buffer that a tensor still looks at is not handed out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tensors_that_live_never_share_a_buffer(steps: list[tuple[int, bool]]) -
             assert bool((view == value).all())
 
 
-def test_a_buffer_nobody_looks_at_is_used_again() -> None:
+def test_a_buffer_that_no_tensor_looks_at_is_used_again() -> None:
     buffers = Buffers()
     first = buffers.empty(100, 7)
     at = first.data_ptr()
@@ -42,7 +42,7 @@ def test_a_buffer_nobody_looks_at_is_used_again() -> None:
     assert buffers.holds(buffers.empty(700)) and not buffers.holds(torch.empty(3))
 
 
-def test_a_place_says_where_a_result_lies_and_keeps_nobody_out() -> None:
+def test_a_place_says_where_a_result_lies_and_does_not_keep_its_buffer() -> None:
     buffers = Buffers(spare_bytes=1 << 62)
     other, result = buffers.empty(40, 40), buffers.empty(5, 300)
     result.fill_(3)

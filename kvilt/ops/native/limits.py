@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured by the extension. Refuses to know what anyone wants to compare with it."""
+"""What this machine can do at most, measured by the extension. Refuses to know what is compared with it."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def write(
     """Put `keys` and `values` [tokens, kv_heads, dim] of one layer into `slots`."""
     pages, slots = own(store), _slots(slots)
     keys, values = _heads(pages.shape, keys, values, len(slots))
-    turn = _turn(rotation, len(slots), pages.shape.key_dim)
-    runner.write(pages.layers[layer], i64(slots), len(slots), f32(keys), f32(values), *turn)
+    rotated = _rotation_args(rotation, len(slots), pages.shape.key_dim)
+    runner.write(pages.layers[layer], i64(slots), len(slots), f32(keys), f32(values), *rotated)
 
 
 def interpolate(
@@ -126,14 +126,14 @@ def interpolate(
 ) -> None:
     """Put what tokens take over from the anchors into `slots`."""
     pages, slots = own(store), _slots(slots)
-    tokens = checked("followers", interpolation.tokens.contiguous(), (len(slots),), I64)
+    tokens = checked("tokens", interpolation.tokens.contiguous(), (len(slots),), I64)
     anchors = checked("anchors", interpolation.anchors.contiguous(), (interpolation.anchors.numel(),), I64)
     weights = checked("weights", interpolation.weights.float().contiguous(), (len(tokens), len(anchors)))
     new = _heads(pages.shape, *fresh, len(anchors))
     check(kept[0].dtype in FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
     old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
     document = (_kv_dtype(old[0].dtype), len(old[0]), floats(old[0]), floats(old[1]))
-    cos, sin, pairs, interleaved = _turn(rotation, len(slots), pages.shape.key_dim)
+    cos, sin, pairs, interleaved = _rotation_args(rotation, len(slots), pages.shape.key_dim)
     runner.interpolate(
         pages.layers[layer], i64(slots), len(slots), *document,
         i64(tokens), i64(anchors), len(anchors), f32(weights), f32(new[0]), f32(new[1]),
@@ -141,7 +141,7 @@ def interpolate(
     )  # fmt: skip
 
 
-def _turn(rotation: Rotation | None, tokens: int, dim: int) -> tuple[F32Address, F32Address, int, bool]:
+def _rotation_args(rotation: Rotation | None, tokens: int, dim: int) -> tuple[F32Address, F32Address, int, bool]:
     if rotation is None:
         return (F32Address(0), F32Address(0), 0, False)
     pairs = check_rotation(rotation, tokens, dim)
