@@ -85,7 +85,7 @@ class Replay:
     ) -> Tensor | None:
         """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
 
-        There must be room for all of them. Stops behind the first step in which a row draws one of its `ends`; a
+        There must be room for all of them. Stops after the first step in which a row draws one of its `ends`; a
         step without a likeliest token in some row is left out, for the caller to meet it again.
         """
         if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(step_adapters):
