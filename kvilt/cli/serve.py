@@ -27,6 +27,11 @@ VISIBLE_KEYS = (
 )
 
 
+# How long a thread may keep the interpreter while the event loop wants it. Python's default of 5 ms adds up: the loop
+# takes the interpreter several times for one response.
+_SWITCH_S = 0.001
+
+
 def serve(
     model: str, options: dict[str, Any], engine: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
 ) -> None:
@@ -53,8 +58,10 @@ def serve(
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
             llm.load_lora(path, name)
+        llm.grammars.warm_up()
         gc.collect()
         gc.freeze()  # the model stays: later collections need not walk over it
+        sys.setswitchinterval(_SWITCH_S)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(listen(llm, settings, _ready))

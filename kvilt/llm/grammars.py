@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
-from ..errors import ModelClosed
+from ..errors import ModelClosed, Unsupported
 from ..sampling.constraint import Constraint
 from ..sampling.grammar import Compiler, Grammar
 from ..text.tokenizer import Tokenizer
@@ -40,6 +41,11 @@ class Grammars:
             return grammar
         finally:
             ticket.leave()
+
+    def warm_up(self) -> None:
+        """Make the tables now: that takes about 0.1 s, in which no other thread runs. Without llguidance, nothing."""
+        with suppress(Unsupported):
+            self._made()
 
     def close(self) -> None:
         """End all that is being compiled; no more grammars are made."""

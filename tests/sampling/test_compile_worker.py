@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from grammars import BYTES, END, byte_compiler, takes
 
-from kvilt.errors import CompilerFailed, GrammarError, GrammarQueueFull, GrammarTooLarge, ModelClosed
+from kvilt.errors import CompilerFailed, GrammarError, GrammarQueueFull, GrammarTooLarge, ModelClosed, Unsupported
 from kvilt.llm.grammars import Grammars
 from kvilt.sampling import library
 from kvilt.sampling.compile_queue import CompileQueue, PendingGrammar
@@ -377,3 +377,16 @@ def test_a_cancelled_task_ends_its_compilation() -> None:
             await grammars.compiled(Choice(["c"]))
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
+
+
+def test_tables_can_be_made_ahead_of_the_first_grammar() -> None:
+    grammars = Grammars(Spelled(), [END])  # type: ignore[arg-type]
+    grammars.warm_up()
+    made = grammars._compiler
+    assert made is not None
+    assert grammars.compiler is made
+    grammars.close()
+    none = Grammars(Spelled(), [])  # type: ignore[arg-type]
+    none.warm_up()  # where there can be no grammars, a server starts all the same
+    with pytest.raises(Unsupported):
+        _ = none.compiler

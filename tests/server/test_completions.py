@@ -11,6 +11,7 @@ from running import Running, until
 
 from kvilt import LLM
 from kvilt.executor.executor import Executor
+from kvilt.server.openai import completions
 from kvilt.text.tokenizer import Tokenizer
 
 STORY = "Once upon a time"
@@ -37,6 +38,25 @@ def test_prompts_in_every_form(server: Running, llm: LLM, tokenizer: Tokenizer) 
         for chunk in server.openai().completions.create(**{**SHORT, "prompt": prompt}, stream=True):
             texts_streamed[chunk.choices[0].index] += chunk.choices[0].text
         assert texts_streamed == expected[:count]
+
+
+def test_a_long_list_of_prompts_goes_through_the_engine_in_parts(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, real = 0, 0, server.llm.generate
+
+    async def counted(*given: Any, **fields: Any) -> Any:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        try:
+            return await real(*given, **fields)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(server.llm, "generate", counted)
+    done = server.openai().completions.create(**{**SHORT, "prompt": [STORY] * 200, "max_tokens": 1})
+    assert [choice.index for choice in done.choices] == list(range(200))
+    assert most == completions._PROMPTS_AT_ONCE < 200
 
 
 def test_prompts_times_samples(server: Running, llm: LLM) -> None:

@@ -104,10 +104,14 @@ def _read(
     return ids, shown
 
 
+_PROMPTS_AT_ONCE = 64  # of one request, in the engine: starting or ending a thousand at once would hold the event loop
+
+
 async def complete_text(service: Service, prepared: PreparedCompletion) -> dict[str, Any]:
     """The whole answer to a request without `stream`."""
+    room = asyncio.Semaphore(_PROMPTS_AT_ONCE)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_one(service, prepared, index)) for index in range(len(prepared.ids))]
+        tasks = [group.create_task(_one(service, prepared, index, room)) for index in range(len(prepared.ids))]
     done = [task.result() for task in tasks]
     kept = await keep_kv(service.llm, done[0], prepared.keywords(0)["tenant"]) if prepared.body.kv_out else {}
     if prepared.body.logprobs is None:
@@ -131,8 +135,9 @@ def _answer(
     }
 
 
-async def _one(service: Service, prepared: PreparedCompletion, index: int) -> Completion:
-    return await service.llm.generate(prepared.ids[index], prepared.params, **prepared.keywords(index))
+async def _one(service: Service, prepared: PreparedCompletion, index: int, room: asyncio.Semaphore) -> Completion:
+    async with room:
+        return await service.llm.generate(prepared.ids[index], prepared.params, **prepared.keywords(index))
 
 
 def _choice(service: Service, prepared: PreparedCompletion, place: int, sample: Completion) -> dict[str, Any]:
