@@ -56,7 +56,16 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.ops.triton": frozenset({"triton"}),
 }
 STANDARD = sys.stdlib_module_names
-COUNTING = frozenset({"kvilt.engine.scheduler", "kvilt.engine.plan"})
+COUNTING = frozenset(
+    {
+        "kvilt.engine.scheduler",
+        "kvilt.engine.schedule_state",
+        "kvilt.engine.admission_policy",
+        "kvilt.engine.page_counts",
+        "kvilt.engine.fairness",
+        "kvilt.engine.plan",
+    }
+)
 UNSAFE = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 

@@ -1,1 +1,1 @@
-"""One step loop for many requests: what to compute next, the step itself, and who hears of it."""
+"""One step loop for many requests: the scheduler, the step itself, and the events for listeners."""

@@ -29,7 +29,7 @@ class BorrowedKV:
     """A cache that holds the beginning of a prompt; a fork, for the engine to close."""
 
     kv: KVCache
-    exact: bool = False  # computed by this executor from these tokens, for this tenant: others may find it
+    exact: bool = False  # computed by this executor from these tokens, for this tenant: it may enter the prefix index
 
 
 def make_job(
@@ -40,17 +40,17 @@ def make_job(
     chunks: ChunkCache | None = None,
     gate: QualityGate | None = None,
 ) -> Job:
-    """A checked job; closes what was lent only if it has no use for it."""
+    """A checked job; closes the borrowed cache only if the job does not use it."""
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
-    hold = executor.adapters.hold(request.adapter)
+    adapter_lease = executor.adapters.hold(request.adapter)
     try:
         job = _job(executor, request, listener, borrowed, chunks, gate)
     except BaseException:
-        if hold is not None:
-            hold.release()
+        if adapter_lease is not None:
+            adapter_lease.release()
         raise
-    job.hold = hold
+    job.adapter_lease = adapter_lease
     return job
 
 
@@ -64,22 +64,17 @@ def _job(
 ) -> Job:
     scoring = _scoring(request, borrowed)
     capacity, reused, history = _room(executor, request, borrowed)
-    state = None
-    if request.params is not None:
-        request.params.validate_vocab(executor.spec.vocab_size)
-    if request.params is not None and request.params.max_tokens != 0:
-        matcher = request.grammar.matcher() if request.grammar is not None else None
-        state = SamplingState(request.params, history, end_ids=request.end_ids, matcher=matcher)
+    state = _sampling_state(executor, request, history)
     if chunks is not None and borrowed is None and wants_discovery(request):
-        request = discovered(executor, request, chunks, _known(executor, request))
-    gate_decision = _verdict(executor, request, borrowed, chunks, gate)
+        request = discovered(executor, request, chunks, _indexed_tokens(executor, request))
+    gate_decision = _gate_decision(executor, request, borrowed, chunks, gate)
     blending = None
     if gate_decision is not None and gate_decision.recipe is not None and chunks is not None:
         blend_prompt = BlendPrompt(tuple(request.prompt), request.documents)
         blending = Blending(executor, chunks, blend_prompt, gate_decision.recipe, request.tenant, request.adapter)
     prefix_keys = None
     if request.reuse and (borrowed is None or borrowed.exact):
-        prefix_keys = _trail(executor, request)
+        prefix_keys = _prefix_keys(executor, request)
         exact = request.prompt if blending is None else request.prompt[: blending.blend_prompt.exact]
         prefix_keys.extend(exact, executor.layout.page_tokens)
     if borrowed is not None and not reused:
@@ -98,21 +93,32 @@ def _job(
     return job
 
 
-def _trail(executor: Executor, request: Request) -> PrefixKeys:
-    """Where its KV may be found, and will be."""
+def _sampling_state(executor: Executor, request: Request, history: list[int]) -> SamplingState | None:
+    """How tokens are drawn; None where only the KV of the prompt, or its log-probabilities, are wanted."""
+    if request.params is None:
+        return None
+    request.params.validate_vocab(executor.spec.vocab_size)
+    if request.params.max_tokens == 0:
+        return None
+    matcher = request.grammar.matcher() if request.grammar is not None else None
+    return SamplingState(request.params, history, end_ids=request.end_ids, matcher=matcher)
+
+
+def _prefix_keys(executor: Executor, request: Request) -> PrefixKeys:
+    """Its keys in the prefix index."""
     begins = request.adapter.begins if isinstance(request.adapter, Adapted) else 0
     scope = PrefixScope(executor.adapters.identity(request.adapter), request.tenant)
     return PrefixKeys(scope, begins, executor.layout.page_tokens)
 
 
-def _known(executor: Executor, request: Request) -> int:
+def _indexed_tokens(executor: Executor, request: Request) -> int:
     """Tokens of a prompt that the prefix index has now."""
-    prefix_keys = _trail(executor, request)
+    prefix_keys = _prefix_keys(executor, request)
     prefix_keys.extend(request.prompt, executor.layout.page_tokens)
     return executor.prefixes.match(prefix_keys, len(request.prompt) - 1).tokens
 
 
-def _verdict(
+def _gate_decision(
     executor: Executor,
     request: Request,
     borrowed: BorrowedKV | None,
@@ -143,21 +149,21 @@ def _verdict(
 
 
 def _scoring(request: Request, borrowed: BorrowedKV | None) -> Scoring | None:
-    """What is to be scored. The first of it needs the logits of the token before, so a lent cache gives that up."""
+    """Which tokens get log-probabilities. The first needs the logits of the token before: a borrowed cache drops it."""
     if request.params is None or request.params.prompt_logprobs is None:
         return None
     begins = max(0, request.continued_tokens - 1)
     if borrowed is not None and borrowed.kv.batch_size == 1:
         there = borrowed.kv.tokens()
         if there and isinstance(there[-1], int):
-            with suppress(TruncateError):  # a window has only just what it needs: then the first has none
+            with suppress(TruncateError):  # a sliding window may not allow that: then the first has none
                 borrowed.kv.truncate(len(there) - 1)
         begins = max(begins, borrowed.kv.num_entries)
     return Scoring(request.params.prompt_logprobs, begins, len(request.prompt) - 1)
 
 
 def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> tuple[int, int, list[int]]:
-    """Tokens a sample may have, those that are there, and the ids that penalties know."""
+    """The most tokens of a sample, those in the borrowed cache, and the ids that penalties count."""
     if borrowed is None:
         with executor.create_kv_cache() as empty:
             empty.check_fits(len(request.prompt))
@@ -171,7 +177,7 @@ def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> 
     kv.check_fits(len(request.prompt))
     if kv.num_entries >= len(request.prompt):
         raise InputError("the cache that was lent holds the whole prompt; leave at least one token to compute")
-    # A place that was embedded has no id; it is no token that penalties know.
+    # A position that was embedded has no id; penalties do not count it.
     there = [token for token in kv.tokens() if isinstance(token, int)]
     return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
 
@@ -193,6 +199,6 @@ def _sample(request: Request, state: SamplingState | None, prefix_keys: PrefixKe
         keys=prefix_keys.keys if prefix_keys is not None and not request.background else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
-        # The last token's logits are drawn from, so it has a row of its own.
+        # The next token is drawn from the last token's logits, so that token has a row of its own.
         scored=(prompt if state is None else prompt - 1) if wants_scores else 0,
     )

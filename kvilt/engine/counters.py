@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 RUNNING = Gauge("kvilt_num_requests_running", "Samples that have rows in steps.")
 WAITING = Gauge("kvilt_num_requests_waiting", "Samples that wait for their first row, or their next after preemption.")
-KV_USAGE = Gauge("kvilt_kv_cache_usage_perc", "Share of KV pages that somebody holds, 0 to 1.")
+KV_USAGE = Gauge("kvilt_kv_cache_usage_perc", "Share of KV pages that are held, 0 to 1.")
 PREFIX_QUERIES = Counter("kvilt_prefix_cache_queries_total", "Prompt tokens looked up in the prefix index.")
 PREFIX_HITS = Counter("kvilt_prefix_cache_hits_total", "Prompt tokens whose KV was found there.")
 RESTORED = Counter("kvilt_prefix_cache_restored_total", "Tokens whose KV came back to the prefix index from a store.")
@@ -60,20 +60,20 @@ ENGINE_METRICS = (
 
 @dataclass(slots=True)
 class Counters:
-    """An engine's life as numbers on a metrics object, and as one log line for each request that ends."""
+    """The metrics of an engine, and one log line for each request that ends."""
 
     metrics: Metrics
     pool: PagePool
     scheduler: Scheduler
     clock: Callable[[], float]
-    seen: tuple[object, ...] = ()  # what the gauges say
+    gauges: tuple[object, ...] = ()  # what they were set from
 
-    def stepped(self) -> None:
-        """How full everything is after a step, or the end of a request; most steps of a decode change nothing of it."""
+    def update_gauges(self) -> None:
+        """Set the gauges after a step, or the end of a request; most decode steps change none of them."""
         free = self.pool.free_pages()
-        if (now := (free, self.scheduler.running, self.scheduler.waiting)) == self.seen:
+        if (now := (free, self.scheduler.running, self.scheduler.waiting)) == self.gauges:
             return
-        self.seen = now
+        self.gauges = now
         used = [self.pool.pages - pages for pages in free]
         used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.pool.layout.groups, strict=True))
         self.metrics.set(RUNNING, self.scheduler.running)
@@ -81,7 +81,7 @@ class Counters:
         self.metrics.set(KV_USAGE, sum(used) / (self.pool.pages * len(used)))
         self.metrics.set(KV_BYTES, used_bytes, tier="memory")
 
-    def began(self, seq: SequenceState) -> None:
+    def sample_started(self, seq: SequenceState) -> None:
         """A sample has its first row."""
         self.metrics.observe(QUEUED, self.clock() - seq.job.arrived_s)
         self.metrics.add(PROMPT_TOKENS, seq.sample.prompt)
@@ -89,15 +89,15 @@ class Counters:
             self.metrics.add(PREFIX_QUERIES, seq.sample.prompt)
             self.metrics.add(PREFIX_HITS, seq.cached or 0)
 
-    def drew(self, seq: SequenceState, now_s: float) -> None:
+    def token_drawn(self, seq: SequenceState, now_s: float) -> None:
         """A sample has one more token."""
-        if seq.last_s:
-            self.metrics.observe(NEXT_TOKEN, now_s - seq.last_s)
+        if seq.last_token_s:
+            self.metrics.observe(NEXT_TOKEN, now_s - seq.last_token_s)
         elif seq.sample.index == 0:
             self.metrics.observe(FIRST_TOKEN, now_s - seq.job.arrived_s)
-        seq.last_s = now_s
+        seq.last_token_s = now_s
 
-    def told(self, tokens: int) -> None:
+    def generated(self, tokens: int) -> None:
         """So many tokens were drawn in a step."""
         self.metrics.add(GENERATED, tokens)
 

@@ -1,4 +1,4 @@
-"""Known documents in a prompt that names none: which of them a request is blended of.
+"""Known documents in a prompt that names none: which of them are blended.
 
 Off unless asked for, since an answer then depends on what happens to be stored. Refuses to know how they are found.
 """
@@ -14,9 +14,9 @@ from .request import Request
 
 
 def discovered(executor: Executor, request: Request, chunks: ChunkCache, known: int) -> Request:
-    """The request with documents that stand in its prompt, behind the tokens whose exact KV is known already."""
+    """The request with documents that stand in its prompt, after the tokens whose exact KV is known already."""
     adapter, stop = request.adapter, len(request.prompt)
-    if isinstance(adapter, Adapted) and adapter.begins > 0:  # tokens switch it on: before them it is the base model
+    if isinstance(adapter, Adapted) and adapter.begins > 0:  # before its trigger the base model runs
         stop, adapter = adapter.begins, Base()
     found = chunks.find(request.prompt, request.tenant, executor.adapters.identity(adapter), known)
     return replace(request, documents=tuple(span for span in found if span.stop <= stop))

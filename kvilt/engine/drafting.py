@@ -1,6 +1,6 @@
-"""Which samples want drafts and how many, asking the drafter, and counting what became of its drafts.
+"""Speculative decoding in the engine: how many drafts each sample gets, calling the drafter, counting accepted drafts.
 
-What goes wrong with a drafter costs its drafts and nothing else.
+A drafter that fails costs its drafts and nothing else.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DRAFTS = Counter("kvilt_spec_decode_num_drafts_total", "DraftCounts that were computed, of one token or more.")
+DRAFTS = Counter("kvilt_spec_decode_num_drafts_total", "Drafts that were computed, of one token or more.")
 DRAFTED = Counter("kvilt_spec_decode_num_draft_tokens_total", "Tokens of these drafts.")
 ACCEPTED = Counter("kvilt_spec_decode_num_accepted_tokens_total", "Those that were drawn.")
 ACCEPTED_AT = Counter(
     "kvilt_spec_decode_num_accepted_tokens_per_pos_total", "The same by their place in a draft.", ("position",)
 )
 NO_DRAFT = Draft()
-_LASTING = 0.97  # what was seen of all samples' drafts is forgotten more slowly than what was seen of one
-_FREE = 0.1  # a drafter that takes less than this part of what drafts cost in a step may be asked for too many
+_OVERALL_DECAY = 0.97  # the acceptance rate of all samples changes more slowly than that of one
+_CHEAP = 0.1  # a drafter that costs less than this part of verifying is asked for more drafts than will be used
 DRAFT_METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT)
 
 
@@ -47,8 +47,8 @@ class DraftState:
     draft_context: DraftContext
     acceptance: AcceptanceRate
     most: int
-    draft: Draft = NO_DRAFT  # that of the step in progress
-    probed: bool = False  # it is not expected to pay, but to show whether that still holds
+    draft: Draft = NO_DRAFT  # of the step in progress
+    probed: bool = False  # it is not expected to pay: it measures the acceptance rate again
     drafted: int = 0
     places: list[int] = field(default_factory=list)  # how often the first, second, ... of a draft was accepted
 
@@ -67,9 +67,9 @@ class Drafting:
         self._cost = cost or DraftCosts()
         self._clock = clock
         self._price: StepPrice | None = None  # of the step in progress
-        self._usual = AcceptanceRate.of(drafter.hopes, _LASTING)  # of all samples
-        self._ahead_s: dict[Sample, float] = {}  # of a life without drafts; also of those that want none themselves
-        self._began_s = self._took_s = 0.0
+        self._overall = AcceptanceRate.of(drafter.hopes, _OVERALL_DECAY)  # of all samples
+        self._saved_s: dict[Sample, float] = {}  # by drafts, so far; also of samples without drafts
+        self._began_s = self._drafter_s = 0.0
 
     def forget(self, draft_state: DraftState) -> None:
         """A sample is over."""
@@ -81,100 +81,96 @@ class Drafting:
     # One step.
 
     def request_drafts(self, seqs: Mapping[Sample, SequenceState]) -> None:
-        """Before a plan: how many drafts each sample that draws now would like."""
-        ready = [seq for sample, seq in seqs.items() if sample.left == 1 and not sample.held]
+        """Before a plan: how many drafts each decoding sample asks for."""
+        ready = [seq for sample, seq in seqs.items() if sample.uncomputed == 1 and not sample.held]
         draws = [seq for seq in ready if seq.kv is not None and seq.state is not None]
         for seq in seqs.values():
             seq.sample.drafts = 0
-        self._ahead_s = {sample: ahead for sample, ahead in self._ahead_s.items() if sample in seqs}
+        self._saved_s = {sample: saved for sample, saved in self._saved_s.items() if sample in seqs}
         self._price = self._cost.price(len(draws))
         for seq in draws:
-            if seq.draft_state is None and seq.state is not None and not seq.undrafted:
+            if seq.draft_state is None and seq.state is not None and not seq.without_drafts:
                 seq.draft_state = self._try_begin(seq, seq.state)
             if (draft_state := seq.draft_state) is not None:
                 draft_state.draft = NO_DRAFT
                 draft_state.acceptance.steps += 1
         if self._price is not None and draws:
-            for seq, count in zip(draws, self._wishes(draws, self._price), strict=True):
+            for seq, count in zip(draws, self._draft_counts(draws, self._price), strict=True):
                 seq.sample.drafts = count
 
-    def _wishes(self, draws: Sequence[SequenceState], price: StepPrice) -> list[int]:
-        """As many as may pay if all goes well; whoever drafts for nothing is asked for more than will be computed."""
+    def _draft_counts(self, draws: Sequence[SequenceState], price: StepPrice) -> list[int]:
+        """As many as may pay at best. A cheap drafter is asked for more than will be verified."""
         bids = []
         for seq in draws:
-            draft_state, ahead_s = seq.draft_state, self._ahead(seq.sample, price)
+            draft_state, saved_s = seq.draft_state, self._time_saved(seq.sample, price)
             if draft_state is None:
-                bids.append(DraftBid(0.0, 0.0, 0, ahead_s))
+                bids.append(DraftBid(0.0, 0.0, 0, saved_s))
                 continue
             acceptance = draft_state.acceptance
-            bids.append(
-                DraftBid(acceptance.best, acceptance.surest(self._usual), draft_state.most, ahead_s, acceptance.any_due)
-            )
+            surest = acceptance.surest(self._overall)
+            bids.append(DraftBid(acceptance.best, surest, draft_state.most, saved_s, acceptance.any_due))
         if not possible(bids, price):
             return [0] * len(bids)
-        if price.own_s > _FREE * price.each_s:
+        if price.own_s > _CHEAP * price.each_s:
             return probe(bids, allot(bids, price), price)
-        return [
-            request_drafts.most if request_drafts.chance > price.share or request_drafts.probe else 0
-            for request_drafts in bids
-        ]
+        return [bid.most if bid.chance > price.share or bid.probe else 0 for bid in bids]
 
-    def _ahead(self, sample: Sample, price: StepPrice) -> float:
-        return self._ahead_s.get(sample, CREDIT * price.plain_s)
+    def _time_saved(self, sample: Sample, price: StepPrice) -> float:
+        return self._saved_s.get(sample, CREDIT * price.plain_s)
 
     def _try_begin(self, seq: SequenceState, state: SamplingState) -> DraftState | None:
-        """A sample's drafts; None if it wants none, or if its drafter fails: then it is drawn without any."""
+        """A sample's draft state; None if it wants no drafts, or if its drafter fails."""
         try:
             draft_state = self._begin(seq, state)
         except BaseException as error:
             contained(error)
             draft_state = None
-        seq.undrafted = draft_state is None
+        seq.without_drafts = draft_state is None
         return draft_state
 
     def _begin(self, seq: SequenceState, state: SamplingState) -> DraftState | None:
-        """A sample's drafts; None if it wants none."""
-        asked, first = state.params.draft_tokens, seq.job.first
-        if asked == 0:
+        """A sample's draft state; None if it wants no drafts."""
+        wanted, first = state.params.draft_tokens, seq.job.first
+        if wanted == 0:
             return None
-        near = first.draft_state.draft_context if first.draft_state is not None and first is not seq else None
-        draft_context = self._drafter.begin(seq.ids, state, near)
-        acceptance = AcceptanceRate.of([tally.chance for tally in self._usual.tallies])
-        return DraftState(draft_context, acceptance, self._drafter.most if asked is None else asked)
+        sibling = first.draft_state.draft_context if first.draft_state is not None and first is not seq else None
+        draft_context = self._drafter.begin(seq.ids, state, sibling)
+        acceptance = AcceptanceRate.of([tally.chance for tally in self._overall.tallies])
+        return DraftState(draft_context, acceptance, self._drafter.most if wanted is None else wanted)
 
     def propose(self, plan: StepPlan, seqs: Mapping[Sample, SequenceState], vocab_size: int) -> None:
-        """Drafts for those that have room for some; each course then has its own."""
-        began_s, self._took_s = self._clock(), 0.0
-        wanted = [(work.drafts, seqs[work.sample].draft_state) for work in plan.work if work.drafts]
-        asked = [(count, draft_state) for count, draft_state in wanted if draft_state is not None]
-        if asked:
+        """Ask the drafter for the drafts that the plan has room for."""
+        began_s, self._drafter_s = self._clock(), 0.0
+        planned = [(work.drafts, seqs[work.sample].draft_state) for work in plan.work if work.drafts]
+        drafted = [(count, draft_state) for count, draft_state in planned if draft_state is not None]
+        if drafted:
             drafts = self._drafts(
-                [draft_state.draft_context for _, draft_state in asked], [count for count, _ in asked]
+                [draft_state.draft_context for _, draft_state in drafted], [count for count, _ in drafted]
             )
-            for (count, draft_state), draft in zip(asked, drafts, strict=True):
-                draft_state.draft = _checked(draft, count, vocab_size, draft_state.draft_context.state.end_ids)
-            if any(draft_state.draft.tokens for _, draft_state in asked):
-                self._cut([seqs[work.sample] for work in plan.work if work.draws])
-            self._took(drafts, self._clock() - began_s)
+            for (count, draft_state), draft in zip(drafted, drafts, strict=True):
+                draft_state.draft = _valid_draft(draft, count, vocab_size, draft_state.draft_context.state.end_ids)
+            if any(draft_state.draft.tokens for _, draft_state in drafted):
+                self._trim([seqs[work.sample] for work in plan.work if work.draws])
+            self._record_drafter(drafts, self._clock() - began_s)
         self._began_s = self._clock()
 
-    def _cut(self, draws: Sequence[SequenceState]) -> None:
-        """Leave of all drafts those that pay, now that it is known what they are."""
+    def _trim(self, draws: Sequence[SequenceState]) -> None:
+        """Keep only the drafts that pay, now that they are known."""
         price = self._price
         assert price is not None
         bids = []
         for seq in draws:
-            draft_state, ahead_s = seq.draft_state, self._ahead(seq.sample, price)
+            draft_state, saved_s = seq.draft_state, self._time_saved(seq.sample, price)
             if draft_state is None or not draft_state.draft.tokens:
-                bids.append(DraftBid(0.0, 0.0, 0, ahead_s))
+                bids.append(DraftBid(0.0, 0.0, 0, saved_s))
                 continue
             grade, most, acceptance = draft_state.draft.grade, len(draft_state.draft.tokens), draft_state.acceptance
             bids.append(
                 DraftBid(
                     acceptance.chance(grade),
-                    acceptance.sure(grade, self._usual),
+                    acceptance.sure(grade, self._overall),
                     most,
-                    ahead_s,
+                    saved_s,
                     acceptance.is_due(grade),
                 )
             )
@@ -184,11 +180,11 @@ class Drafting:
                 draft_state.draft = replace(draft_state.draft, tokens=draft_state.draft.tokens[:count])
                 draft_state.probed = count > paid
 
-    def _took(self, drafts: Sequence[Draft], took_s: float) -> None:
-        """What a drafter took; reading prompts is the price of no draft."""
+    def _record_drafter(self, drafts: Sequence[Draft], took_s: float) -> None:
+        """Record the time of the drafter. A call in which it reads a prompt says nothing about the price of a draft."""
         count = sum(len(draft.tokens) for draft in drafts)
         if not any(draft.read for draft in drafts):
-            self._took_s = took_s
+            self._drafter_s = took_s
             if count and self._price is not None:
                 self._cost.drafted(self._price.rows, count, took_s)
 
@@ -206,26 +202,26 @@ class Drafting:
             _log.exception("the drafter failed; this step has no drafts")
         return [NO_DRAFT] * len(draft_contexts)
 
-    def stepped(self, plan: StepPlan, tasks: Sequence[RowTask | None], results: Sequence[Result | None]) -> None:
-        """What a step of decodes took; other steps say nothing about the price of a draft."""
-        there, step_s = [len(task.drafts) for task in tasks if task is not None], self._clock() - self._began_s
-        alone = all(work.count == 1 and work.draws and not work.forks for work in plan.work)
-        if alone:
-            self._cost.stepped(len(there), sum(there), step_s)
+    def record_step(self, plan: StepPlan, tasks: Sequence[RowTask | None], results: Sequence[Result | None]) -> None:
+        """Record the time of a decode step; other steps say nothing about the price of a draft."""
+        step_s, counts = self._clock() - self._began_s, [len(task.drafts) for task in tasks if task is not None]
+        only_decodes = all(work.count == 1 and work.draws and not work.forks for work in plan.work)
+        if only_decodes:
+            self._cost.stepped(len(counts), sum(counts), step_s)
         price = self._cost.known(sum(work.draws for work in plan.work))
         if price is None:
             return
-        extra_s = price.extra_s(sum(there))
-        if alone and extra_s:  # what it took, unless it was interrupted
+        extra_s = price.extra_s(sum(counts))
+        if only_decodes and extra_s:  # the measured time, unless the step was interrupted
             extra_s = min(max(step_s - price.plain_s, extra_s / 2), extra_s * 2)
-        extra_s += self._took_s
+        extra_s += self._drafter_s
         for work, result in zip(plan.work, results, strict=True):
             if work.draws and not work.forks and isinstance(result, RowDone):
-                before_s, accepted = self._ahead(work.sample, price), len(result.tokens) - 1
-                self._ahead_s[work.sample] = moved(before_s, accepted, extra_s, price.plain_s)
+                before_s, accepted = self._time_saved(work.sample, price), len(result.tokens) - 1
+                self._saved_s[work.sample] = moved(before_s, accepted, extra_s, price.plain_s)
 
-    def took(self, draft_state: DraftState, accepted: int, metrics: Metrics) -> None:
-        """The drafts of a course were computed, and so many of them accepted."""
+    def record_accepted(self, draft_state: DraftState, accepted: int, metrics: Metrics) -> None:
+        """The drafts of a sample were verified, and so many of them accepted."""
         drafted, grade = len(draft_state.draft.tokens), draft_state.draft.grade
         draft_state.draft = NO_DRAFT
         if not drafted:
@@ -235,23 +231,23 @@ class Drafting:
         for place in range(accepted):
             draft_state.places[place] += 1
             metrics.add(ACCEPTED_AT, position=str(place))
-        for acceptance in (draft_state.acceptance, self._usual):
+        for acceptance in (draft_state.acceptance, self._overall):
             acceptance.took(grade, drafted, accepted, draft_state.probed)
         metrics.add(DRAFTS)
         metrics.add(DRAFTED, drafted)
         metrics.add(ACCEPTED, accepted)
 
 
-def _checked(draft: Draft, count: int, vocab_size: int, end_ids: frozenset[int]) -> Draft:
-    """A draft of at most `count` tokens that can be drawn; none where the drafter's answer is no draft."""
+def _valid_draft(draft: Draft, count: int, vocab_size: int, end_ids: frozenset[int]) -> Draft:
+    """The first `count` tokens of a draft, as far as they are valid; none where the drafter returned something else."""
     try:
-        return replace(draft, tokens=_sound(draft.tokens[:count], vocab_size, end_ids))
+        return replace(draft, tokens=_valid_tokens(draft.tokens[:count], vocab_size, end_ids))
     except Exception:
         _log.exception("the drafter gave no draft; its sample has none in this step")
         return NO_DRAFT
 
 
-def _sound(tokens: Sequence[int], vocab_size: int, end_ids: frozenset[int]) -> Sequence[int]:
-    """The drafts before the first that ends the sample, or is no token of its model: a draft model may have more."""
+def _valid_tokens(tokens: Sequence[int], vocab_size: int, end_ids: frozenset[int]) -> Sequence[int]:
+    """The tokens before the first that ends the sample or is not in its vocabulary: a draft model may have more."""
     bad = (i for i, token in enumerate(tokens) if token in end_ids or not 0 <= token < vocab_size)
     return tokens[: next(bad, len(tokens))]

@@ -1,6 +1,6 @@
 """A thread that steps an engine while there is something to do, a watchdog beside it, and an orderly end.
 
-Refuses to know what the steps are about, and who listens.
+Refuses to know requests and listeners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Requests come from any thread; their listeners hear from this one."""
+    """Requests come from any thread; their listeners are called from the stepping thread."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Driver:
         self._config = config or EngineConfig()
         self._on_step, self._on_hung = on_step, on_hung
         self._wake = engine.wakeup
-        self._quiet = threading.Condition()  # told when a step has ended
+        self._quiet = threading.Condition()  # notified when a step has ended
         self._closing = threading.Event()
         self._draining = False
         self._hung: StepHung | None = None
@@ -56,13 +56,13 @@ class Driver:
 
     @property
     def accepting(self) -> bool:
-        """Whether new requests are let in."""
+        """Whether new requests are accepted."""
         return self.healthy and not self._draining
 
     # From any thread.
 
     def submit(self, job: Job) -> None:
-        """Let a request in, or say why not; then it is as if it had never been there."""
+        """Accept a request, or raise why not; a refused request holds nothing."""
         try:
             self._check(job.request.owner)
         except BaseException:
@@ -77,17 +77,17 @@ class Driver:
         self._wake.set()
 
     def hold(self, which: Job | str) -> None:
-        """Nobody reads what this request draws: no rows until it is resumed."""
+        """Give a request no rows until `resume`: its reader is behind."""
         self._engine.hold(which)
         self._wake.set()
 
     def resume(self, which: Job | str) -> None:
-        """Somebody reads again."""
+        """Give a request rows again."""
         self._engine.resume(which)
         self._wake.set()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take nothing new and wait until what there is has ended; False if that took too long."""
+        """Refuse new requests and wait until all others have ended; False if that took too long."""
         self._draining = True
         with self._quiet:
             return self._quiet.wait_for(lambda: self._engine.requests == 0, timeout_s)
@@ -108,7 +108,9 @@ class Driver:
             raise Draining()
         if self._engine.waiting >= self._config.max_waiting:
             waiting = self._engine.waiting_by_owner()
-            most = self._config.max_waiting // len({owner, *waiting})  # a full queue has room for who has less of it
+            most = self._config.max_waiting // len(
+                {owner, *waiting}
+            )  # an owner with less than its part of a full queue still gets in
             if waiting[owner] >= most:
                 raise QueueFull(waiting[owner], most)
 
@@ -120,9 +122,9 @@ class Driver:
             if self._engine.ready:
                 self._step()
             else:
-                self._wake.wait(self._engine.patience_s)
+                self._wake.wait(self._engine.wait_timeout_s)
         self._engine.fail_all(Draining())
-        self._told()
+        self._notify_readers()
 
     def _step(self) -> None:
         self._hung, stepped = None, True  # a watchdog may have been too late for the step before
@@ -136,27 +138,27 @@ class Driver:
             _log.exception("a step failed in a way it should not; its requests were ended")
         finally:
             self._stepping, self._hung = False, None
-        self._told()
+        self._notify_readers()
         if not stepped and self._engine.ready:
-            time.sleep(0.001)  # nobody could go on, though somebody wants to: do not spin
+            time.sleep(0.001)  # samples want rows, and none could get one: do not spin
 
     def _cancelled(self) -> None:
-        """By the watchdog, if it has given up; otherwise by somebody who holds the executor, and nothing is lost."""
+        """If the watchdog cancelled the step, all requests fail; after any other cancel they continue."""
         if self._hung is not None:
             self._engine.fail_all(self._hung)
 
-    def _told(self) -> None:
+    def _notify_readers(self) -> None:
         try:
             self._on_step()
         except Exception:
-            _log.exception("telling the readers failed")
+            _log.exception("notifying the readers failed")
         with self._quiet:
             self._quiet.notify_all()
 
     # The thread that watches.
 
     def _watch(self) -> None:
-        """Counts its own rounds, not a clock: while the whole process is stopped, no step hangs."""
+        """Counts its own rounds, not a clock: a process that was stopped has no hung step."""
         limit_s = self._config.step_timeout_s
         round_s = min(1.0, limit_s / 4)
         step, age_s = 0, 0.0
@@ -166,11 +168,11 @@ class Driver:
                 self._trip(StepHung(limit_s))
 
     def _trip(self, error: StepHung) -> None:
-        """The readers hear of it now; if the step ends after all, before its next layer, everything goes on."""
+        """Cancel the step and notify the readers; the driver continues when the step ends, before its next layer."""
         self._hung = error
         _log.critical("a step has taken more than %g s; it is cancelled, and its requests fail", error.limit_s)
         self._executor.cancel()
         try:
             self._on_hung(error)
         except Exception:
-            _log.exception("telling the readers of a hung step failed")
+            _log.exception("notifying the readers of a hung step failed")

@@ -1,4 +1,4 @@
-"""What whoever asked hears of a request: its prompt being read, tokens, and the end of each sample.
+"""The events of a request for its listener: its prompt being read, tokens, and the end of each sample.
 
 Never text: that is made above.
 """
@@ -27,7 +27,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Tokens that were drafted for a sample, and what became of them."""
+    """Tokens that were drafted for a sample, and how many of them were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -36,21 +36,21 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One sample is over; nothing more is heard of it."""
+    """One sample has ended; it is the last event of this sample."""
 
     index: int
     reason: Reason
     cached: int = 0  # tokens of the prompt that it did not compute
     computed: int = 0  # and those that it did
     error: BaseException | None = None
-    kv: KVCache | None = None  # if it was to be kept: prompt and drawn tokens but the last; the listener's to close
+    kv: KVCache | None = None  # with keep_kv: prompt and drawn tokens but the last; the listener closes it
     drafts: DraftCounts = DraftCounts()
     blended: BlendReport | None = None  # where the KV of a blended prompt came from
 
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """More of a prompt is there, computed or found; only for requests that want to hear of it."""
+    """More KV of a prompt is there, computed or found; only for requests with `progress`."""
 
     index: int
     tokens: int  # of the prompt, whose KV is there
@@ -71,8 +71,8 @@ Event = TokenEvent | Ended | PromptProgress | Scored
 
 
 class Listener(Protocol):
-    """Hears the events of one request, in the thread that steps; so it is quick."""
+    """Gets the events of one request, in the thread that steps; so it must be quick."""
 
     def on_event(self, event: Event) -> bool:
-        """Take an event in; True after a token means that it was the last one wanted."""
+        """Handle an event; True after a token means that it was the last one wanted."""
         ...

@@ -1,6 +1,6 @@
 """Fair shares between the owners of requests, which are API keys: weighted max-min, in whole units.
 
-Nobody gets more than it demands, and what one owner leaves goes to the others by weight. Knows counts alone.
+No owner gets more than it demands. What one owner leaves goes to the others by weight. Knows only counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What is remembered of one owner while it has samples."""
+    """The record of one owner while it has samples."""
 
     weight: float = 1.0
     served: float = 0.0  # tokens it was given, by weight: of those with equal rights the least served goes first
@@ -52,20 +52,20 @@ def max_min(
 
 
 class Owners:
-    """The owners that have samples, and their rights to what all of them want."""
+    """The owners that have samples, and their shares."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self.accounts: dict[str, Account] = {}
 
-    def enter(self, owner: str) -> None:
+    def add_sample(self, owner: str) -> None:
         """One more sample of an owner. A new owner has no credit for the time in which it wanted nothing."""
         if owner not in self.accounts:
             served = min((account.served for account in self.accounts.values()), default=0.0)
             self.accounts[owner] = Account(self._weights.get(owner, 1.0), served)
         self.accounts[owner].samples += 1
 
-    def leave(self, owner: str) -> None:
+    def remove_sample(self, owner: str) -> None:
         """One sample of an owner less."""
         self.accounts[owner].samples -= 1
         if not self.accounts[owner].samples:

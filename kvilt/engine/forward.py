@@ -24,18 +24,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RowTask:
-    """A row, and who draws from its logits; they draw the token at `position`."""
+    """A row, and the samplers that draw the token at `position` from its logits."""
 
     row: Row
     drawing: Sequence[SamplingState]
     position: int
-    drafts: Sequence[int] = ()  # the row's last tokens: what the one that draws may draw
-    on_result: Callable[[Row, Logits, int], None] | None = None  # wants all that came of the row, by its place
+    drafts: Sequence[int] = ()  # the row's last tokens, which the sampler accepts or rejects
+    on_result: Callable[[Row, Logits, int], None] | None = None  # called with all logits and the row's index in them
 
 
 @dataclass(frozen=True, slots=True)
 class RowDone:
-    """The row is computed; one token for each that drew, or for one with drafts those it accepted and one more."""
+    """The row is computed: one token for each sampler; for a row with drafts the accepted ones and one more."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
@@ -53,7 +53,7 @@ Result = RowDone | RowFailed
 
 
 def forward(executor: Executor, tasks: Sequence[RowTask]) -> list[Result]:
-    """The result of each task. Only a cancel goes through: it says nothing about any row."""
+    """The result of each task. Raises only a cancel or an interrupt, which are not errors of a row."""
     try:
         logits = executor.run(Batch.of([task.row for task in tasks]))
     except INTERRUPTS:
@@ -66,15 +66,15 @@ def forward(executor: Executor, tasks: Sequence[RowTask]) -> list[Result]:
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     draw = _verify if any(task.drafts for task in tasks) else _draw
     values = logits.values
-    if any(isinstance(task.row.want, Last) and not task.drawing for task in tasks):  # somebody only looks at them
+    if any(isinstance(task.row.want, Last) and not task.drawing for task in tasks):  # wanted, but not drawn from
         values = torch.cat([values[:0], *(logits.of_row(i) for i in drawing)])
     drawn = dict(zip(drawing, draw(executor, [tasks[i] for i in drawing], values), strict=True))
     results = [drawn.get(i) or _scored(logits.scores.get(i)) for i in range(len(tasks))]
-    return [_heard(task, logits, i, result) for i, (task, result) in enumerate(zip(tasks, results, strict=True))]
+    return [_call_back(task, logits, i, result) for i, (task, result) in enumerate(zip(tasks, results, strict=True))]
 
 
-def _heard(task: RowTask, logits: Logits, index: int, result: Result) -> Result:
-    """The result of a task, once whoever has its row has heard what came of it."""
+def _call_back(task: RowTask, logits: Logits, index: int, result: Result) -> Result:
+    """The result of a task, after its callback."""
     try:
         if task.on_result is not None:
             task.on_result(task.row, logits, index)
@@ -103,7 +103,7 @@ def _draw(executor: Executor, tasks: Sequence[RowTask], logits: Tensor) -> list[
     except BaseException as error:
         if len(tasks) == 1:
             return [RowFailed(contained(error))]
-        return _apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
+        return _draw_apart(executor, tasks, logits, {owners[row] for row in getattr(error, "rows", range(len(owners)))})
     tokens, results, at = drawn.tokens.tolist(), [], 0
     for task in tasks:
         stop = at + len(task.drawing)
@@ -123,8 +123,8 @@ def _verify(executor: Executor, tasks: Sequence[RowTask], logits: Tensor) -> lis
         drawn = iter(accept(logits, [run for own in runs for run in own], executor.sample))
     except INTERRUPTS:
         raise
-    except BaseException:  # perhaps behind a draft that is not accepted, where nothing would have been drawn
-        return [_alone(executor, own, logits) for own in runs]
+    except BaseException:  # perhaps after a rejected draft, from where nothing would have been drawn
+        return [_verify_alone(executor, own, logits) for own in runs]
     results: list[Result] = []
     for own in runs:
         each = [next(drawn) for _ in own]
@@ -132,7 +132,7 @@ def _verify(executor: Executor, tasks: Sequence[RowTask], logits: Tensor) -> lis
     return results
 
 
-def _alone(executor: Executor, runs: Sequence[DraftRun], logits: Tensor) -> Result:
+def _verify_alone(executor: Executor, runs: Sequence[DraftRun], logits: Tensor) -> Result:
     try:
         each = [one for run in runs for one in accept(logits, [run], executor.sample, at_once=False)]
     except BaseException as error:
@@ -140,8 +140,8 @@ def _alone(executor: Executor, runs: Sequence[DraftRun], logits: Tensor) -> Resu
     return RowDone([t for one in each for t in one.tokens], [p for one in each for p in one.logprobs])
 
 
-def _apart(executor: Executor, tasks: Sequence[RowTask], logits: Tensor, bad: set[int]) -> list[Result]:
-    """Those that an error named each alone, the others together."""
+def _draw_apart(executor: Executor, tasks: Sequence[RowTask], logits: Tensor, bad: set[int]) -> list[Result]:
+    """Draw the rows that an error named one by one, the others together."""
     good = [i for i in range(len(tasks)) if i not in bad]
     results = dict(zip(good, _draw(executor, [tasks[i] for i in good], logits[good]), strict=True))
     results |= {i: _draw(executor, [tasks[i]], logits[[i]])[0] for i in sorted(bad)}

@@ -1,4 +1,4 @@
-"""One named handle as it is kept here, and as a note that the next process reads. Refuses to know who asks for it."""
+"""One named handle in memory, as a note that the next process reads, and as a request borrows it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..batch import Adapted, Adapter
+from ..errors import InputError
+from ..executor.lora import Adapters
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
-from ..kv.row import BASE
+from ..kv.row import BASE, made_by
 from ..store.note import HandleNote
 
 
@@ -17,7 +20,7 @@ from ..store.note import HandleNote
 class Handle:
     """Tokens of a tenant with a time to live, and their KV while there is room. Times are of this process's clock."""
 
-    tenant: str  # hashed: notes tell no more, and who asks must be the same before and after a restart
+    tenant: str  # hashed, as in notes: it must be the same before and after a restart
     ids: array[int]
     kv: KVCache | None
     expires_s: float
@@ -27,11 +30,11 @@ class Handle:
 
     @property
     def owner(self) -> str:
-        """By which quotas count, whatever its salts."""
+        """The API key that quotas count for, without salts."""
         return owner_of(self.tenant)
 
-    def give_up(self) -> None:
-        """Let the KV go; the tokens stay."""
+    def free_kv(self) -> None:
+        """Free the KV; the tokens stay."""
         if self.kv is not None:
             self.kv.close()
         self.kv = None
@@ -41,15 +44,15 @@ class Handle:
         return kv.row(0).ids == self.ids and kv.maker == self.maker
 
     def note(self, name: str, now_s: float, today_s: float) -> HandleNote:
-        """What is written of it, where the process's clock says `now_s` and the calendar `today_s`."""
+        """Its note, where the process's clock says `now_s` and the calendar `today_s`."""
         since_s = today_s - now_s
         pinned_s = self.pinned_until_s + since_s if self.pinned_until_s > now_s else None
         expires_s, used_s = self.expires_s + since_s, self.used_s + since_s
         return HandleNote(name, self.tenant, self.ids[:], self.maker, expires_s, pinned_s, used_s)
 
 
-def noted(note: HandleNote, now_s: float, today_s: float) -> Handle:
-    """A handle that a process before this one had; its KV is not here."""
+def from_note(note: HandleNote, now_s: float, today_s: float) -> Handle:
+    """A handle that an earlier process had; its KV is not here."""
     since_s = today_s - now_s
     pinned_s = -math.inf if note.pinned_until_s is None else note.pinned_until_s - since_s
     expires_s, used_s = note.expires_s - since_s, note.used_s - since_s
@@ -60,3 +63,23 @@ def pages_of(handles: Sequence[Handle]) -> int:
     """Pages that these handles hold of the fullest group, shared ones once."""
     held = [one.kv.pages() for one in handles if one.kv is not None]
     return max((len({page for pages in group for page in pages}) for group in zip(*held, strict=True)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class HandleLoan:
+    """What a request starts with: the handle's tokens, and a fork of its KV, if that is here; the request closes it."""
+
+    tokens: Sequence[int]
+    kv: KVCache | None
+    maker: str = BASE  # what computed the KV: the base model, or an adapter by content and scale
+
+
+def check_loan(loan: HandleLoan, adapter: Adapter, adapters: Adapters) -> None:
+    """Raise unless a handle's KV was computed with the adapter that the request runs on."""
+    begins = adapter.begins if isinstance(adapter, Adapted) else 0
+    wanted = made_by(adapters.identity(adapter), begins) if len(loan.tokens) > begins else BASE
+    if loan.maker != wanted:
+        raise InputError(
+            f"this KV handle was made with {loan.maker[:80]!r} and the request needs {wanted[:80]!r}; "
+            "give the adapter and scale it was made with, or create another handle"
+        )

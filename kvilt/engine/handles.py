@@ -1,7 +1,7 @@
 """Named handles on KV: tokens with a name, an owner and a time to live, and their KV for as long as there is room.
 
-A handle never changes under a request: each use forks it. KV that must give way is computed again when it is next
-needed, so a handle is slow at worst. Where there are notes, the next process knows them too. Every method may be called
+A handle never changes under a request: each use forks it. KV that was evicted is computed again when it is next needed.
+Where there are notes, the next process knows the handles too. Every method may be called
 from any thread; refuses to know text and HTTP.
 """
 
@@ -18,31 +18,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..batch import Adapted, Adapter
+from ..batch import Adapter
 from ..config import EngineConfig
 from ..errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
 from ..executor.executor import Executor
-from ..executor.lora import Adapters
 from ..kv.cache import KVCache, read_file
 from ..kv.codec import describe, pack, unpack
 from ..kv.file import write_whole
 from ..kv.identity import Identity
 from ..kv.owner import owner_of
-from ..kv.row import BASE, EXACT, made_by, maker_parts
+from ..kv.row import BASE, EXACT, maker_parts
 from ..metrics import Metrics
 from ..store.address import tenant_of
 from ..store.note import HandleNote
 from ..store.notes import HandleNotes
 from .counters import HANDLES
-from .handle import Handle, noted, pages_of
+from .handle import Handle, HandleLoan, from_note, pages_of
 from .request import new_id
 
-MOST_REMEMBERED = 4096  # ids of handles that expired, to say so rather than that they never were
+MAX_EXPIRED = 4096  # ids of expired handles, to answer "expired" rather than "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class HandleInfo:
-    """What can be said of a handle."""
+    """The state of a handle, for its tenant."""
 
     id: str
     tokens: int
@@ -51,15 +50,6 @@ class HandleInfo:
     expires_in_s: float
     kv_bytes: int  # of its pages, those it shares included
     maker: str = BASE  # the base model, or an adapter by content and scale
-
-
-@dataclass(frozen=True, slots=True)
-class HandleLoan:
-    """What a request begins with: the handle's tokens, and a fork of its KV, if that is there, for it to close."""
-
-    tokens: Sequence[int]
-    kv: KVCache | None
-    maker: str = BASE  # who read them: the base model, or an adapter by content and scale
 
 
 class Handles:
@@ -74,7 +64,7 @@ class Handles:
         notes: HandleNotes | None = None,
         calendar: Callable[[], float] = time.time,
     ) -> None:
-        """`notes` are of handles that were here before, and of those to come; `calendar` dates them."""
+        """`notes` keep handles across restarts; `calendar` dates them."""
         self._executor = executor
         self._config = config or EngineConfig()
         self._metrics = metrics
@@ -85,7 +75,7 @@ class Handles:
         self._notes = notes
         self._calendar = calendar
         if notes is not None:
-            self._recall(notes)
+            self._read_notes(notes)
 
     # Making.
 
@@ -128,9 +118,9 @@ class Handles:
     def restore(self, tenant: str, path: str | os.PathLike[str], ttl_s: float | None = None) -> HandleInfo:
         """A handle from a file that `save` wrote for the same tenant and model.
 
-        KV made with other numerics is dropped, and computed again from its tokens when it is next needed. Whose KV it
-        is, the handle remembers: requests on another adapter, or on the base model, are refused it. KV that was blended
-        is marked as such, so that nobody takes it for exact.
+        KV made with other numerics is dropped, and computed again from its tokens when it is next needed. The handle
+        remembers what computed it: requests on another adapter, or on the base model, are refused. KV that was blended
+        keeps its mark, so that it is never used as exact.
         """
         pool, capacity = self._executor.pool, self._room()
         data = read_file(pool, path, capacity)
@@ -151,12 +141,12 @@ class Handles:
     # Asking.
 
     def info(self, tenant: str, handle: str) -> HandleInfo:
-        """What there is to say of a handle."""
+        """The state of a handle."""
         with self._lock:
             return self._info(handle, self._find(tenant, handle))
 
     def tokens(self, tenant: str, handle: str) -> Sequence[int]:
-        """What a handle names."""
+        """The tokens of a handle."""
         with self._lock:
             return self._find(tenant, handle).ids[:]
 
@@ -168,7 +158,7 @@ class Handles:
             return [self._info(name, one) for name, one in self._handles.items() if one.tenant == hashed]
 
     def lend(self, tenant: str, handle: str) -> HandleLoan:
-        """What a request begins with."""
+        """The tokens and KV that a request starts with."""
         with self._lock:
             found = self._find(tenant, handle)
             self._handles.move_to_end(handle)
@@ -176,7 +166,7 @@ class Handles:
             return HandleLoan(found.ids[:], None if found.kv is None else found.kv.fork(), found.maker)
 
     def adapter_of(self, loan: HandleLoan) -> Adapter:
-        """What must read a handle's tokens again."""
+        """The adapter that computes a handle's KV again."""
         adapter, start = maker_parts(loan.maker)
         return self._executor.adapters.by_identity(adapter, start)
 
@@ -199,7 +189,7 @@ class Handles:
             return self._info(handle, found)
 
     def pin(self, tenant: str, handle: str, ttl_s: float) -> HandleInfo:
-        """Keep a handle at least so long, and its KV before that of others. Soft: a starving request goes first."""
+        """Keep a handle at least so long, and its KV before that of others. A starving request may take its pages."""
         with self._lock:
             found = self._find(tenant, handle)
             found.pinned_until_s = self._clock() + _seconds(ttl_s)
@@ -215,7 +205,7 @@ class Handles:
                 kv.close()
                 return
             found.kv = kv
-            self._settle(found)
+            self._enforce_share(found)
 
     def save(self, tenant: str, handle: str, path: str | os.PathLike[str]) -> int:
         """Write a handle whose KV is here to a file; how many bytes it took."""
@@ -242,10 +232,10 @@ class Handles:
             self._find(tenant, handle)
             self._drop(handle)
 
-    def relieve(self, pinned: bool) -> bool:
-        """Give up the KV of one handle: of the owner that has the most pages, the one not used for longest.
+    def evict_one(self, pinned: bool) -> bool:
+        """Evict the KV of one handle: of the owner that has the most pages, the least recently used one.
 
-        A pinned one only if told so, or where its owner has no others and more than its fair share of all pages.
+        A pinned one only if `pinned`, or where its owner has no others and more than its fair share of all pages.
         """
         with self._lock:
             self._sweep()
@@ -259,19 +249,19 @@ class Handles:
             for owner in fullest:
                 loose = held[owner] if pages[owner] > fair else []
                 for one in [one for one in held[owner] if not self._pinned(one)] or loose:
-                    one.give_up()
+                    one.free_kv()
                     return True
             for owner in fullest if pinned else ():
-                held[owner][0].give_up()
+                held[owner][0].free_kv()
                 return True
             return False
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the notes say what is so; False where that takes longer, or they cannot be written."""
+        """Wait until all notes are written; False where that takes longer, or they cannot be written."""
         return self._notes is None or self._notes.flush(timeout_s)
 
     def close(self) -> None:
-        """Forget everything, but for what was noted."""
+        """Forget all handles; their notes stay."""
         if self._notes is not None:
             self._notes.close()
         with self._lock:
@@ -287,7 +277,7 @@ class Handles:
                 self.check_room(tenant, len(ids))
                 now_s = self._clock()
                 found = Handle(tenant_of(tenant), ids, kv, now_s + life_s, now_s, maker)
-                self._settle(found)
+                self._enforce_share(found)
             except BaseException:
                 if kv is not None:
                     kv.close()
@@ -298,12 +288,12 @@ class Handles:
             self._mark(handle)
             return self._info(handle, found)
 
-    def _settle(self, newest: Handle) -> None:
-        """Keep an owner's handles within its share of the pages: its own older ones give their KV up."""
+    def _enforce_share(self, newest: Handle) -> None:
+        """Keep an owner's handles within its share of the pages: the KV of its older ones is evicted."""
         mine = [one for one in self._handles.values() if one.owner == newest.owner and one.kv is not None]
         mine.sort(key=self._pinned)  # stable: unpinned first, each by last use
         while mine and pages_of([*mine, newest]) > self._share:
-            mine.pop(0).give_up()
+            mine.pop(0).free_kv()
 
     def _find(self, tenant: str, handle: str) -> Handle:
         self._sweep()
@@ -319,11 +309,11 @@ class Handles:
         for handle in [name for name, one in self._handles.items() if one.expires_s <= now_s]:
             self._expired[handle] = self._handles[handle].tenant
             self._drop(handle)
-        while len(self._expired) > MOST_REMEMBERED:
+        while len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)
 
     def _drop(self, handle: str) -> None:
-        self._handles.pop(handle).give_up()
+        self._handles.pop(handle).free_kv()
         self._count()
         self._mark(handle)
 
@@ -333,7 +323,7 @@ class Handles:
         try:
             one.kv.truncate(length)
         except TruncateError:
-            one.give_up()
+            one.free_kv()
 
     def _pinned(self, one: Handle) -> bool:
         return one.pinned_until_s > self._clock()
@@ -352,7 +342,7 @@ class Handles:
         )
 
     def _identity(self, tenant: str, maker: str, origin: str = EXACT) -> Identity:
-        """Whose KV this is, and how it was made; a tenant's name may be a secret, so a file has its hash."""
+        """The tenant of the KV, and how it was made; a tenant's name may be a secret, so a file has its hash."""
         salt = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest() if tenant else ""
         return replace(self._executor.pool.identity(), salt=salt, adapter=maker, origin=origin)
 
@@ -366,11 +356,11 @@ class Handles:
 
     # Notes.
 
-    def _recall(self, notes: HandleNotes) -> None:
-        """Know again what was noted, as far as its time is not over and an owner may have so many."""
+    def _read_notes(self, notes: HandleNotes) -> None:
+        """Restore noted handles that have not expired, as many as an owner may have."""
         now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
         notes.attach(self._note)
-        self._handles.update((note.name, noted(note, now_s, today_s)) for note in notes.read())
+        self._handles.update((note.name, from_note(note, now_s, today_s)) for note in notes.read())
         self._sweep()
         for name, one in reversed(list(self._handles.items())):
             there[one.owner] += 1
@@ -379,7 +369,7 @@ class Handles:
         self._count()
 
     def _note(self, handle: str) -> HandleNote | None:
-        """What is to be written of a handle; None where there is none."""
+        """The note of a handle; None where there is none any more."""
         with self._lock:
             found = self._handles.get(handle)
             return None if found is None else found.note(handle, self._clock(), self._calendar())
@@ -387,17 +377,6 @@ class Handles:
     def _mark(self, handle: str) -> None:
         if self._notes is not None:
             self._notes.mark(handle)
-
-
-def check_loan(loan: HandleLoan, adapter: Adapter, adapters: Adapters) -> None:
-    """Raise unless a handle's tokens were read by what a request runs on."""
-    begins = adapter.begins if isinstance(adapter, Adapted) else 0
-    wanted = made_by(adapters.identity(adapter), begins) if len(loan.tokens) > begins else BASE
-    if loan.maker != wanted:
-        raise InputError(
-            f"this KV handle was made with {loan.maker[:80]!r} and the request needs {wanted[:80]!r}; "
-            "give the adapter and scale it was made with, or create another handle"
-        )
 
 
 def _seconds(value: float) -> float:

@@ -1,7 +1,7 @@
 """Errors of one request: what a step contains, and what must go through it.
 
-A step runs code of many requests: samplers, grammars, listeners, drafters, documents. Whatever such code raises ends
-its own request. Refuses to know requests and steps.
+A step runs code of many requests: samplers, grammars, listeners, drafters, documents. What such code raises ends
+only its own request. Refuses to know requests and steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import Cancelled, KviltError
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# These say nothing about any request: the caller of the step asked for them.
+# These are not errors of a request: the caller of the step caused them.
 INTERRUPTS = (Cancelled, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -37,7 +37,7 @@ def contained(error: BaseException) -> Exception:
 
 
 def quietly(action: Callable[[], T], otherwise: T) -> T:
-    """The result of an action that must not get in the way of what comes next; failures are only logged."""
+    """The result of an action that must not stop the caller; failures are only logged."""
     try:
         return action()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What listeners are told, and handed over, when something became of their request."""
+"""Notifying the listeners of requests, and the KV and reports that they get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def notify(job: Job, event: Event) -> None:
-    """Tell a listener what it cannot answer."""
+    """Send an event whose answer does not matter; a listener that fails is logged."""
     try:
         job.listener.on_event(event)
     except BaseException as error:
@@ -27,7 +27,7 @@ def notify(job: Job, event: Event) -> None:
 
 
 def detach_kv(seq: SequenceState, executor: Executor) -> KVCache | None:
-    """The KV of a sample, without spare pages."""
+    """The KV of a sample that its listener keeps, without spare pages."""
     try:
         kv = seq.kv or (seq.job.base.fork() if seq.job.base else executor.create_kv_cache())
     except ModelClosed:
@@ -42,4 +42,4 @@ def blend_report(seq: SequenceState) -> BlendReport | None:
         return seq.blending.report()
     if seq.job.gate_decision is None or seq.job.gate_decision.recipe is not None:
         return None
-    return BlendReport(seq.read, 0, 0, 0, f"full/1 instead of {seq.job.request.recipe.name}")
+    return BlendReport(seq.prompt_ready, 0, 0, 0, f"full/1 instead of {seq.job.request.recipe.name}")

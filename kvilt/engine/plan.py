@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-# How a sample that gives its pages up comes back; the plan names it, so that swapping can join.
+# How a preempted sample comes back; the plan names it, so that swapping can be added.
 Return = Literal["recompute"]
 
 
 @dataclass(slots=True, eq=False)
 class BlendProgress:
-    """A stretch of a prompt that is blended: counts of what is left of it, kept by whoever has the blending."""
+    """A stretch of a prompt that is blended: counts of what is left of it. The blend queue writes them."""
 
-    start: int  # computed tokens with which it begins
-    stop: int  # and those with which it ends, all at once
-    scratch: int  # tokens that may need room beside it
-    begun: bool = False  # it has all its room
+    start: int  # the first position of the stretch
+    stop: int  # the position after its last; all of it counts as computed at once, at its end
+    scratch: int  # tokens of documents that may need pages while they are computed
+    begun: bool = False  # all its pages are reserved
     left: int = 0  # tokens of the next rows, as far as is known
     ends: bool = False  # the last of them is the last of the stretch
 
@@ -36,45 +36,45 @@ class Sample:
     keys: Sequence[bytes] = ()  # for each whole page of its tokens, what the prefix index knows it by
     end_ids: frozenset[int] = frozenset()
     draws: bool = True  # False: only the KV of the prompt is wanted
-    stride: int = 0  # tokens of it in one step at the most; 0: as many as there are
+    max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
     scored: int = 0  # of its first tokens, those with log-probabilities: computed by itself, in rows of their own
     known: int = 0  # tokens there are, prompt and drawn
     computed: int = 0  # of them, those whose KV is there
-    shared_tail: bool = False  # its begun page may be seen by others, so that the next write copies it
+    shared_tail: bool = False  # its last page, partly filled, may be shared, so that the next write copies it
     drafts: int = 0  # tokens it would like to have drafted in the next step
     blend_progress: BlendProgress | None = None  # a part of the prompt that is blended
-    held: bool = False  # nobody reads what it draws: it gets no row until somebody does
-    waits: bool = False  # for a store, and not long: it gets no row until that has answered
-    rank: tuple[int, int, int] = (0, 0, 0)  # who goes first; settled when it arrives
-    planned: int = 0  # the last plan that gave it a row
-    awaits: bytes | None = None  # a page that somebody else is computing for it
-    blocked: int = 0  # the plan since which it waits for more pages than its owner's share has; 0: it does not
-    protected: int = 0  # until this plan it gives way to no other owner
+    held: bool = False  # its reader is behind or gone: it gets no row until it is resumed
+    waits_for_store: bool = False  # and not long: it gets no row until the store has answered
+    rank: tuple[int, int, int] = (0, 0, 0)  # the smallest goes first; fixed when it arrives
+    last_planned: int = 0  # the last plan that gave it a row
+    awaited_page: bytes | None = None  # the key of a page that another sample is computing
+    blocked_since: int = 0  # the plan since which it waits for more pages than its owner's share; 0: it does not
+    protected_until: int = 0  # until this plan no other owner preempts it
 
     def __post_init__(self) -> None:
         self.known = self.known or self.prompt
 
     @property
-    def left(self) -> int:
-        """Tokens that are known but not computed."""
+    def uncomputed(self) -> int:
+        """Tokens that are known, and whose KV is not computed."""
         return self.known - self.computed
 
     @property
-    def blends(self) -> bool:
-        """Whether its next row is one of a blending."""
+    def is_blending(self) -> bool:
+        """Whether its next row belongs to a blending."""
         return self.blend_progress is not None and self.blend_progress.start <= self.computed < self.blend_progress.stop
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What a sample would find of its beginning: tokens, and pages of them that count as free until it takes them."""
+    """The prefix a sample would find: its tokens, and those of its pages that count as free until then."""
 
     tokens: int = 0
     idle: int = 0
 
 
 class PageAccounting(Protocol):
-    """What a scheduler asks whoever has the pages."""
+    """What the scheduler asks of the page pool and the prefix index."""
 
     def total(self) -> int:
         """Pages there are."""
@@ -84,8 +84,8 @@ class PageAccounting(Protocol):
         """Pages that may be taken now."""
         ...
 
-    def relieve(self) -> bool:
-        """Free pages that nobody computes with, if there are such; False when there are no more."""
+    def reclaim(self) -> bool:
+        """Free pages that no sample computes with, if there are such; False when there are no more."""
         ...
 
     def hit(self, sample: Sample, most: int) -> PrefixHit:
@@ -93,29 +93,29 @@ class PageAccounting(Protocol):
         ...
 
     def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
-        """Whether a sample that could begin waits for more of its beginning to come from a store."""
+        """Whether a sample that could start waits for more of its prefix from a store."""
         ...
 
     def shares_tail(self, sample: Sample) -> bool:
-        """Whether others still see the begun page of a running sample."""
+        """Whether the last page of a running sample is still shared."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A sample's share of a step: the next `count` tokens behind `start`."""
+    """A sample's part of a step: `count` tokens from position `start` on."""
 
     sample: Sample
     start: int
     count: int
     draws: bool  # these are the last tokens known, so their logits choose the next one
-    forks: int = 0  # further samples that begin here
-    drafts: int = 0  # room behind them, for as many drafts at the most
+    forks: int = 0  # further samples that are forked after this row
+    drafts: int = 0  # room after them for at most this many drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sample that begins, or begins again, with what it was promised to find."""
+    """A sample that starts, or starts again, with the prefix it was promised."""
 
     sample: Sample
     hit: PrefixHit
@@ -123,7 +123,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A sample that gives its pages up."""
+    """A running sample that gives its pages up."""
 
     sample: Sample
     back_by: Return = "recompute"
@@ -136,4 +136,4 @@ class StepPlan:
     work: tuple[Work, ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
-    starved: Sample | None = None  # it needs pages, and nobody is left who could give any
+    starved: Sample | None = None  # it needs pages, and no sample is left that could be preempted

@@ -1,7 +1,6 @@
-"""Prompts that stay warm: pages that the prefix index gives up go to a store, and prompts look there for their
-beginning before it is computed.
+"""Prefixes in a store: pages that the prefix index evicts go there, and prompts load their prefix from there.
 
-Only the prompt itself waits for that, and not long. Refuses to know tiers, and who is scheduled.
+Only the prompt itself waits for that, and not long. Refuses to know tiers, and which samples are scheduled.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from .sequence import SequenceState
 
 _log = logging.getLogger(__name__)
 
-MOST_SEEKS = 4  # that load at once; whoever comes next waits until one of them has ended
-AHEAD_BYTES = 64 << 20  # of pages that one of them has on the way
+MAX_LOADS = 4  # at once; the next prompt waits until one of them has ended
+AHEAD_BYTES = 64 << 20  # of pages that one of them loads at once
 _HEADER_BYTES = 512  # of a record, for each of its layers
-WORTH_TOKENS_S = 1000  # a store that loads fewer tokens a second is given up, and the rest is computed
+WORTH_TOKENS_S = 1000  # below this many tokens a second the load ends, and the rest is computed
 
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """A prompt whose beginning is on its way from a store, page behind page."""
+    """A prompt whose prefix is being loaded from a store, page after page."""
 
     seq: SequenceState
-    addresses: Iterator[Address]  # of pages that nobody has asked for yet
-    claims: frozenset[bytes]  # keys of all its pages: others who want them wait for it
+    addresses: Iterator[Address]  # of pages whose loading has not begun
+    claims: frozenset[bytes]  # keys of all its pages: other prompts that want them wait
     deadline_s: float
-    coming: deque[Loading] = field(default_factory=deque)
-    found: bool = False  # the first page is there, so that others may be
+    pending: deque[Loading] = field(default_factory=deque)
+    found: bool = False  # the first page was found, so further pages may be
 
 
 class PrefixRestore:
@@ -60,7 +59,7 @@ class PrefixRestore:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`least_tokens` are worth looking for; `wake` is called, from any thread, when something has come."""
+        """A load needs at least `least_tokens`; `wake` is called, from any thread, when a page was loaded."""
         self._executor = executor
         self._store = store
         self._least = least_tokens
@@ -69,31 +68,31 @@ class PrefixRestore:
         self._clock = clock
         self._layout = executor.layout
         self._layers = len(executor.spec.layers)
-        # This may hash all weights. Whoever loads a model waits for that, and not its first request, or a step.
+        # This may hash all weights. Loading a model waits for that, not its first request or a step.
         self._identity: Identity | None = executor.pool.identity()
-        self._seeks: dict[SequenceState, PrefixLoad] = {}
-        self._queue: dict[SequenceState, None] = {}  # those that wait for somebody else's to end
-        executor.prefixes.on_evict = self._keep
+        self._loads: dict[SequenceState, PrefixLoad] = {}
+        self._queue: dict[SequenceState, None] = {}  # those that wait until another load ends
+        executor.prefixes.on_evict = self._store_page
 
-    # Looking.
+    # Loading.
 
     def load_prefix(self, seq: SequenceState, hit: PrefixHit) -> bool:
-        """Whether a prompt that could begin waits for more than `hit`; looks for it, if nobody has.
+        """Whether a prompt that could start waits for a longer prefix than `hit`; starts the load if there is none.
 
-        A store that fails has nothing: the prompt is computed.
+        If the store fails, the prompt is computed.
         """
         try:
-            return self._look(seq, hit)
+            return self._try_load(seq, hit)
         except BaseException as error:
             contained(error)
-            self._seeks.pop(seq, None)
-            seq.sample.waits, seq.restored = False, True
+            self._loads.pop(seq, None)
+            seq.sample.waits_for_store, seq.store_checked = False, True
             return False
 
-    def _look(self, seq: SequenceState, hit: PrefixHit) -> bool:
-        if seq.restored or self._identity is None or seq.prefix_keys is None or seq.job.base is not None:
+    def _try_load(self, seq: SequenceState, hit: PrefixHit) -> bool:
+        if seq.store_checked or self._identity is None or seq.prefix_keys is None or seq.job.base is not None:
             return False
-        if seq.sample.scored or seq.job.request.background:  # computed as a whole, or nobody's business
+        if seq.sample.scored or seq.job.request.background:  # computed as a whole, or not shared
             return False
         size, keys, sample = self._layout.page_tokens, seq.prefix_keys.keys, seq.sample
         most = sample.known - 1 if sample.blend_progress is None else min(sample.known - 1, sample.blend_progress.start)
@@ -103,39 +102,39 @@ class PrefixRestore:
         first = self._executor.prefixes.missing(seq.prefix_keys, most)
         if (stop - first) * size < self._least:
             return False
-        sample.waits = True
-        if len(self._seeks) < MOST_SEEKS and not any(keys[first] in one.claims for one in self._seeks.values()):
+        sample.waits_for_store = True
+        if len(self._loads) < MAX_LOADS and not any(keys[first] in load.claims for load in self._loads.values()):
             self._begin(seq, first, stop)
         else:
             self._queue[seq] = None
         return True
 
     @property
-    def due(self) -> bool:
-        """Whether something has come, or somebody has waited long enough."""
-        return any(quietly(partial(self._due, one), True) for one in self._seeks.values())
+    def has_ready(self) -> bool:
+        """Whether a page was loaded, or a load is past its deadline."""
+        return any(quietly(partial(self._is_ready, load), True) for load in self._loads.values())
 
     @property
-    def patience_s(self) -> float | None:
-        """Seconds after which that is so in any case; None where nobody waits."""
-        return min((quietly(partial(self._patience_s, one), 0.0) for one in self._seeks.values()), default=None)
+    def wait_timeout_s(self) -> float | None:
+        """Seconds after which that is so in any case; None where nothing is loaded."""
+        return min((quietly(partial(self._timeout_s, load), 0.0) for load in self._loads.values()), default=None)
 
     def before_plan(self) -> None:
-        """Place what has come; prompts that got all there is, or waited long enough, go on."""
-        for one in list(self._seeks.values()):
-            if not quietly(partial(self._load, one), False):  # a store that fails is a store without the rest
-                self._end(one)
-                one.seq.restored = True
+        """Write loaded pages into the prefix index. Prompts whose load has ended, or took too long, continue."""
+        for load in list(self._loads.values()):
+            if not quietly(partial(self._advance, load), False):  # if the store fails, the rest is computed
+                self._end(load)
+                load.seq.store_checked = True
 
     def forget(self, seq: SequenceState) -> None:
-        """It has ended, or gives its pages up; should it come back, it may look again."""
-        seq.restored = False
+        """A sequence has ended, or gives its pages up; if it starts again, it may load again."""
+        seq.store_checked = False
         self._queue.pop(seq, None)
-        if (one := self._seeks.get(seq)) is not None:
-            self._end(one)
+        if (load := self._loads.get(seq)) is not None:
+            self._end(load)
 
-    def doubt(self, seq: SequenceState) -> None:
-        """Something is wrong with a prompt's KV: nobody shall find it in the store either."""
+    def discard(self, seq: SequenceState) -> None:
+        """A prompt's KV is not sound: remove it from the store as well."""
         if self._identity is not None and seq.prefix_keys is not None:
             for address in self._addresses(seq, 0, len(seq.prefix_keys.keys)):
                 self._store.discard(address)
@@ -145,10 +144,10 @@ class PrefixRestore:
         limits, tokens = self._store.limits, (stop - first) * self._layout.page_tokens
         deadline_s = self._clock() + limits.lookup_s + limits.layer_s + tokens / WORTH_TOKENS_S
         claims = frozenset(seq.prefix_keys.keys[first:stop])
-        one = PrefixLoad(seq, self._addresses(seq, first, stop), claims, deadline_s)
-        self._seeks[seq] = one
-        self._open(one, 1)
-        one.coming[0].watch(self._wake)
+        load = PrefixLoad(seq, self._addresses(seq, first, stop), claims, deadline_s)
+        self._loads[seq] = load
+        self._open(load, 1)
+        load.pending[0].watch(self._wake)
 
     def _addresses(self, seq: SequenceState, first: int, stop: int) -> Iterator[Address]:
         """Where pages [first, stop) of a prompt are; those before an adapter begins are the base model's."""
@@ -164,61 +163,61 @@ class PrefixRestore:
                 own = replace(self._identity, adapter=scope.adapter, salt=scope.salt)
                 yield from islice(page_addresses(own, tokens, self._layout, size, begin * size), end - begin)
 
-    def _open(self, one: PrefixLoad, most: int) -> None:
-        for address in islice(one.addresses, most - len(one.coming)):
+    def _open(self, load: PrefixLoad, most: int) -> None:
+        for address in islice(load.addresses, most - len(load.pending)):
             loading = self._store.open(address)
             loading.watch(self._wake, self._layers)
-            one.coming.append(loading)
+            load.pending.append(loading)
 
-    def _load(self, one: PrefixLoad) -> bool:
-        """Place the pages that are here, and ask for more; False once that is all."""
+    def _advance(self, load: PrefixLoad) -> bool:
+        """Write the loaded pages into the prefix index, and start to load more; False once the load has ended."""
         images: list[RowImage] = []
         over = False
-        while one.coming and not over and one.coming[0].settled(self._layers):
+        while load.pending and not over and load.pending[0].settled(self._layers):
             try:
-                images.append(one.coming.popleft().image(self._layout))
-            except StoreMiss:  # what stands behind a page is of no use without it
+                images.append(load.pending.popleft().image(self._layout))
+            except StoreMiss:  # the pages after it are of no use without it
                 over = True
-        one.found |= bool(images) or (bool(one.coming) and one.coming[0].settled() and not one.coming[0].reason)
+        load.found |= bool(images) or (bool(load.pending) and load.pending[0].settled() and not load.pending[0].reason)
         if images:
-            assert one.seq.prefix_keys is not None
-            placed = self._executor.prefixes.restore(one.seq.prefix_keys, images)
+            assert load.seq.prefix_keys is not None
+            placed = self._executor.prefixes.restore(load.seq.prefix_keys, images)
             self._metrics.add(RESTORED, placed * self._layout.page_tokens)
             over |= placed < len(images)
-        if over or self._clock() >= one.deadline_s:
+        if over or self._clock() >= load.deadline_s:
             return False
-        if one.found:
-            self._open(one, max(2, AHEAD_BYTES // self._layout.page_bytes))
-        return bool(one.coming)
+        if load.found:
+            self._open(load, max(2, AHEAD_BYTES // self._layout.page_bytes))
+        return bool(load.pending)
 
-    def _due(self, one: PrefixLoad) -> bool:
-        head = one.coming[0]
-        return head.settled(self._layers) or (not one.found and head.settled()) or self._clock() >= one.deadline_s
+    def _is_ready(self, load: PrefixLoad) -> bool:
+        head = load.pending[0]
+        return head.settled(self._layers) or (not load.found and head.settled()) or self._clock() >= load.deadline_s
 
-    def _patience_s(self, one: PrefixLoad) -> float:
-        return min(one.coming[0].patience_s(self._layers), max(0.0, one.deadline_s - self._clock()))
+    def _timeout_s(self, load: PrefixLoad) -> float:
+        return min(load.pending[0].patience_s(self._layers), max(0.0, load.deadline_s - self._clock()))
 
-    def _end(self, one: PrefixLoad) -> None:
-        del self._seeks[one.seq]
-        one.seq.sample.waits = False
-        for loading in one.coming:
+    def _end(self, load: PrefixLoad) -> None:
+        del self._loads[load.seq]
+        load.seq.sample.waits_for_store = False
+        for loading in load.pending:
             quietly(loading.cancel, None)
         for seq in self._queue:
-            seq.sample.waits = False  # asked again by the next plan
+            seq.sample.waits_for_store = False  # the next plan asks again
         self._queue.clear()
 
-    # Keeping.
+    # Storing.
 
-    def _keep(self, page: EvictedPage) -> None:
-        """A page is about to be lost. Copies nothing and waits for nothing."""
+    def _store_page(self, page: EvictedPage) -> None:
+        """Store a page that the prefix index evicts. Copies nothing and waits for nothing."""
         if self._identity is not None:
             self._store.put_evicted(self._identity, self._layout, page)
 
     def close(self) -> None:
-        """Put what is still known into the store, the latest used first, as far as its budgets and limits allow."""
+        """Put all known prefixes into the store, the latest used first, as far as its budgets and limits allow."""
         self._executor.prefixes.on_evict = None
-        for one in list(self._seeks.values()):
-            self._end(one)
+        for load in list(self._loads.values()):
+            self._end(load)
         budget, limits = self._store.least_budget, self._store.limits
         if self._identity is None or budget is None:
             return
@@ -228,7 +227,7 @@ class PrefixRestore:
         for page in self._executor.prefixes.leaving():
             held = zip(self._layout.groups, page.kv, strict=True)
             nbytes = sum(group.shape.page_bytes for group, kv in held if kv is not None)
-            nbytes += 8 * len(page.tokens) + _HEADER_BYTES * self._layers  # what a record has besides, or a little less
+            nbytes += 8 * len(page.tokens) + _HEADER_BYTES * self._layers  # the rest of a record, or a little less
             if used.total() + nbytes > budget.total_bytes or self._clock() >= deadline_s:
                 break
             if used[page.scope.owner] + nbytes > budget.tenant:
@@ -236,7 +235,7 @@ class PrefixRestore:
             if queued_bytes + nbytes > limits.queue_bytes // 2 or queued >= limits.queue_records // 2:
                 self._store.flush(max(0.0, deadline_s - self._clock()))
                 queued_bytes, queued = 0, 0
-            self._keep(page)
+            self._store_page(page)
             used[page.scope.owner] += nbytes
             queued_bytes, queued = queued_bytes + nbytes, queued + 1
         self._identity = None  # closing twice is fine

@@ -1,7 +1,7 @@
-"""Comparisons of blended prompts with whole prefills among an engine's steps: when they run, and what became of them.
+"""Comparisons of blended prompts with whole prefills, in the background of an engine's steps.
 
-Nobody waits for one: it has rows only while no prompt of anybody else's wants them, one comparison at a time, and what
-gets in its way ends it. Refuses to know what follows from a comparison.
+No request waits for a comparison. One runs at a time, and only while no other prompt wants rows; if it is in the way of
+other requests, it is dropped. Refuses to know what follows from a comparison.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PRIORITY = 1000  # behind everybody
-STRIDE_TOKENS = 64  # of a comparison in one step: what somebody who comes meanwhile has to wait for
-MOST = 2  # comparisons that wait or run; further ones are dropped
+PRIORITY = 1000  # after all other requests
+MAX_STEP_TOKENS = 64  # of a comparison in one step: a request that arrives meanwhile waits for that
+MAX_COMPARISONS = 2  # that wait or run; further ones are dropped
 
 KL = Histogram(
     "kvilt_blend_kl",
@@ -54,61 +54,61 @@ Why = Literal["full", "busy", "closing", "failed"]
 
 
 class EngineAPI(Protocol):
-    """What a comparison asks of the engine; all of it in the thread that steps."""
+    """The methods of the engine that comparisons call, in the thread that steps."""
 
     def chunks_for(self, request: Request) -> ChunkCache | None:
         """What the documents of a request are found in."""
         ...
 
-    def enter(self, job: Job) -> None:
-        """Let a job in, now."""
+    def admit_now(self, job: Job) -> None:
+        """Admit a request without waiting for the next step."""
         ...
 
-    def leave(self, job: Job) -> None:
-        """End a job, now."""
+    def abort_now(self, job: Job) -> None:
+        """End a request without waiting for the next step."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Comparison:
-    """One prompt's first token, both ways; whichever is there."""
+    """The logits of one prompt's first token, blended and from a whole prefill, as far as they are computed."""
 
     request: Request
     trial: Trial
-    hold: AdapterLease | None  # on its adapter
+    adapter_lease: AdapterLease | None
     whole: Tensor | None = None  # [vocab]
     blended: Tensor | None = None
-    waited: int = 0  # steps of others
+    waited: int = 0  # steps of other requests
 
     @property
     def missing(self) -> Part | None:
         return "whole" if self.whole is None else "blended" if self.blended is None else None
 
-    def heard(self, part: Part, logits: Tensor) -> None:
+    def set_logits(self, part: Part, logits: Tensor) -> None:
         setattr(self, part, logits)
 
-    def run(self, part: Part) -> Request:
-        """What computes a part."""
-        asked = self.request
-        plain = Request(asked.prompt, None, priority=PRIORITY, tenant=asked.tenant, owner=asked.owner)
-        plain = replace(plain, adapter=asked.adapter)
+    def request_for(self, part: Part) -> Request:
+        """The background request that computes a part."""
+        own = self.request
+        plain = Request(own.prompt, None, priority=PRIORITY, tenant=own.tenant, owner=own.owner)
+        plain = replace(plain, adapter=own.adapter)
         if part == "whole":
             return replace(plain, background=True)
         recipe = replace(self.trial.recipe, min_gain=0.0)
-        return replace(plain, background=True, documents=asked.documents, recipe=recipe)
+        return replace(plain, background=True, documents=own.documents, recipe=recipe)
 
 
 def with_watcher(
     seq: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
 ) -> Callable[[Row, Logits, int], None] | None:
-    """Who hears what came of a track's row: also who watches it, if it has the logits behind the prompt."""
-    if (watch := seq.watch) is None:
+    """The callback of a sequence's row. A comparison also gets the logits after the prompt, if the row has them."""
+    if (on_first_logits := seq.on_first_logits) is None:
         return then
 
     def on_result(row: Row, logits: Logits, index: int) -> None:
         if isinstance(row.want, Last):
-            seq.watch = None
-            watch(logits.of_row(index)[0].clone())
+            seq.on_first_logits = None
+            on_first_logits(logits.of_row(index)[0].clone())
         if then is not None:
             then(row, logits, index)
 
@@ -116,8 +116,8 @@ def with_watcher(
 
 
 def _decodes(seq: SequenceState) -> bool:
-    """Whether it has no prompt to compute now, and waits for no turn; who waits for a store has none yet."""
-    return seq.sample.held or seq.sample.waits or (seq.kv is not None and seq.sample.left <= 1)
+    """Whether a sequence has no prompt to compute now; one that waits for a store has none yet."""
+    return seq.sample.held or seq.sample.waits_for_store or (seq.kv is not None and seq.sample.uncomputed <= 1)
 
 
 class QualityChecks:
@@ -134,19 +134,19 @@ class QualityChecks:
         self._job: Job | None = None
 
     @property
-    def wants(self) -> bool:
+    def has_work(self) -> bool:
         """Whether there is something to compare."""
         return bool(self._queue)
 
     @property
-    def jobs(self) -> int:
-        """Requests in progress that are none of anybody's."""
+    def running(self) -> int:
+        """Background requests in progress."""
         return int(self._job is not None)
 
     # A request that is compared.
 
     def watch(self, job: Job) -> None:
-        """A request was prepared: see whether it is one to be compared, or was kept from being blended."""
+        """A request was prepared. If the gate chose it, its first logits will be compared."""
         if (gate_decision := job.gate_decision) is None:
             return
         if gate_decision.recipe is None:
@@ -154,44 +154,44 @@ class QualityChecks:
         if gate_decision.trial is not None:
             same = gate_decision.recipe is not None and gate_decision.recipe.ratio == gate_decision.trial.recipe.ratio
             part: Part | None = "whole" if gate_decision.recipe is None else "blended" if same else None
-            job.first.watch = partial(self._open, job.request, gate_decision.trial, part)
+            job.first.on_first_logits = partial(self._add, job.request, gate_decision.trial, part)
 
-    def _open(self, request: Request, trial: Trial, part: Part | None, logits: Tensor) -> None:
-        """The first token of a request is about to be there. Whatever goes wrong here is not its business."""
+    def _add(self, request: Request, trial: Trial, part: Part | None, logits: Tensor) -> None:
+        """The first logits of a request were computed. A failure here does not fail the request."""
         self._metrics.add(SAMPLED)
-        if len(self._queue) >= MOST:
+        if len(self._queue) >= MAX_COMPARISONS:
             self._metrics.add(DROPPED, reason="full")
             return
         try:
-            opened = Comparison(request, trial, self._executor.adapters.hold(request.adapter))
+            comparison = Comparison(request, trial, self._executor.adapters.hold(request.adapter))
         except Exception:
             _log.exception("a blended prompt cannot be compared")
             self._metrics.add(DROPPED, reason="failed")
             return
         if part is not None:
-            opened.heard(part, logits)
-        self._queue.append(opened)
+            comparison.set_logits(part, logits)
+        self._queue.append(comparison)
 
     # Between steps, in the thread that steps.
 
     def before_plan(self, engine: EngineAPI) -> None:
-        """Before a plan: let the comparison in turn go on, wait, begin or end. A failure ends the comparison alone."""
+        """Before a plan: the first comparison continues, waits, starts or ends. A failure ends only the comparison."""
         if not self._queue:
             return
         try:
-            self._take_turn(engine)
+            self._advance(engine)
         except BaseException as error:
             contained(error)
             if self._queue:
                 self._drop(engine, "failed")
 
-    def _take_turn(self, engine: EngineAPI) -> None:
+    def _advance(self, engine: EngineAPI) -> None:
         first, job = self._queue[0], self._job
         others = [seq for seq in self._seqs.values() if not seq.job.request.background]
         if not all(map(_decodes, others)):
             self._wait(engine, first, job, others)
         elif job is not None and (job.first.kv is None or not self._fits(first, job, others)):
-            self._drop(engine, "busy")  # it had to give way, or stands in somebody's
+            self._drop(engine, "busy")  # it was preempted, or other requests need its pages
         elif job is not None:
             job.first.sample.held = False
         elif self._fits(first, job, others):
@@ -200,7 +200,7 @@ class QualityChecks:
             self._wait(engine, first, job, others)
 
     def _wait(self, engine: EngineAPI, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> None:
-        """Others go first; what it holds is theirs too, should they need it."""
+        """Other requests go first; if they need the pages of the comparison, it is dropped."""
         first.waited += 1
         if job is not None:
             job.first.sample.held = True
@@ -209,12 +209,12 @@ class QualityChecks:
             self._drop(engine, "busy")
 
     def close(self, engine: EngineAPI) -> None:
-        """End them all."""
+        """End all comparisons."""
         while self._queue:
             self._drop(engine, "closing")
 
     def _fits(self, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> bool:
-        """Whether the rest of it has room without anybody giving some up."""
+        """Whether the rest of it fits without preempting other requests."""
         layout = self._executor.layout
         there = job.first.kv.row(0).reserved if job is not None and job.first.kv is not None else 0
         need = layout.pages_for(len(first.request.prompt)) - layout.pages_for(there) + 1
@@ -238,27 +238,27 @@ class QualityChecks:
     def _begin(self, engine: EngineAPI, first: Comparison) -> None:
         part = first.missing
         assert part is not None
-        asked = first.run(part)
+        request = first.request_for(part)
         try:
             job = make_job(
-                self._executor, asked, _EndListener(partial(self._ended, engine)), chunks=engine.chunks_for(asked)
+                self._executor, request, _EndListener(partial(self._ended, engine)), chunks=engine.chunks_for(request)
             )
         except Exception:
             _log.exception("a blended prompt cannot be compared")
             self._drop(engine, "failed")
             return
-        job.first.watch = partial(first.heard, part)
-        job.first.sample.stride = STRIDE_TOKENS
+        job.first.on_first_logits = partial(first.set_logits, part)
+        job.first.sample.max_step_tokens = MAX_STEP_TOKENS
         self._job = job
-        engine.enter(job)
+        engine.admit_now(job)
 
     def _ended(self, engine: EngineAPI, ended: Ended) -> None:
-        """A part is there, or never will be."""
+        """The request of a part has ended."""
         if self._job is None:
             return  # it was dropped
         before, self._job = self._job, None
         first = self._queue[0]
-        if ended.reason != "length" or before.first.watch is not None:
+        if ended.reason != "length" or before.first.on_first_logits is not None:
             self._drop(engine, "failed")
         elif first.missing is None:
             self._learn(first)
@@ -283,17 +283,17 @@ class QualityChecks:
         self._release(self._queue[0])
         self._metrics.add(DROPPED, reason=why)
         if job is not None:
-            engine.leave(job)
+            engine.abort_now(job)
 
     def _release(self, first: Comparison) -> None:
         self._queue.remove(first)
-        if first.hold is not None:
-            first.hold.release()
+        if first.adapter_lease is not None:
+            first.adapter_lease.release()
 
 
 @dataclass(frozen=True, slots=True)
 class _EndListener:
-    """Hears a comparison's own request."""
+    """Listens for the end of a comparison's own request."""
 
     ended: Callable[[Ended], None]
 

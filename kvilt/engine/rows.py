@@ -1,6 +1,6 @@
-"""From planned work to rows: which tokens stand where, what is wanted of them, and who draws.
+"""From planned work to rows: tokens, positions, what is wanted of them, and the samplers that draw.
 
-Refuses to know who is scheduled, and what comes of a row.
+Refuses to know how samples are scheduled, and what the result of a row is used for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .sequence import SequenceState
 
 
 def row_task(seq: SequenceState, work: Work) -> RowTask | None:
-    """A planned row; None where the room for it has gone to another thread."""
+    """A planned row; None where another thread has taken the pages for it."""
     stop = work.start + work.count
     if work.start != work.sample.computed:
         return None
-    if work.sample.blends:
+    if work.sample.is_blending:
         return blend_task(seq, work)
     drafts = seq.draft_state.draft.tokens if seq.draft_state is not None and work.drafts else ()
     if not _reserve(seq, work, len(drafts)):
@@ -34,7 +34,7 @@ def row_task(seq: SequenceState, work: Work) -> RowTask | None:
 
 
 def _reserve(seq: SequenceState, work: Work, drafts: int) -> bool:
-    """Room for a row; what another thread took meanwhile, the row and its drafts wait for."""
+    """Reserve pages for a row; False if another thread has taken them, so that the row waits."""
     assert seq.kv is not None
     stop = work.start + work.count + drafts
     try:
@@ -49,7 +49,7 @@ def _want(seq: SequenceState, work: Work, drafts: int = 0) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
         return Last(1 + drafts)
-    if seq.watch is not None and work.start + work.count == work.sample.prompt:
+    if seq.on_first_logits is not None and work.start + work.count == work.sample.prompt:
         return Last()
     if seq.scoring is None:
         return Nothing()

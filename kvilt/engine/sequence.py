@@ -1,4 +1,4 @@
-"""What the engine holds of a request while it runs, and what the scheduler may ask about it in counts."""
+"""What the engine holds of a request while it runs, and the counts of it that the scheduler asks for."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .request import Request
 from .scoring import Scoring
 
 T = TypeVar("T")
-# Frees KV that is only kept for later, if there is any; also what is pinned, if told so.
-Relief = Callable[[bool], bool]
-# Looks elsewhere for more of a prompt's beginning than was found here; False where nobody need wait for that.
-Seek = Callable[["SequenceState", PrefixHit], bool]
+# Frees KV that is only kept for later, if there is any; also pinned KV, if the argument is True.
+ReclaimPages = Callable[[bool], bool]
+# Starts to load more of a prompt's prefix from a store than was found here; False where there is nothing to wait for.
+LoadPrefix = Callable[["SequenceState", PrefixHit], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,55 +36,55 @@ class Job:
     request: Request
     listener: Listener
     first: SequenceState
-    base: KVCache | None  # the cache it was lent, held to the end: whoever is preempted starts from it again
+    base: KVCache | None  # the borrowed cache, held to the end: a preempted sequence starts from it again
     capacity: int  # tokens a sample may have
-    unforked: int  # samples that are forked off when the prompt is computed
+    unforked: int  # samples that are forked when the prompt is computed
     live: list[SequenceState] = field(default_factory=list)
     arrived_s: float = 0.0
-    hold: AdapterLease | None = None  # on its adapter
+    adapter_lease: AdapterLease | None = None
     gate_decision: GateDecision | None = None  # of a quality gate on its recipe
 
     def release_resources(self) -> None:
-        """Give back what it was lent; twice is fine."""
+        """Release the borrowed cache and the adapter; may be called twice."""
         if self.base is not None:
             self.base.close()
-        if self.hold is not None:
-            self.hold.release()
+        if self.adapter_lease is not None:
+            self.adapter_lease.release()
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One sample: its tokens, its KV while it has any, its way through the prefix index, its sampling state."""
+    """One sample: its tokens, its KV while it has any, its keys in the prefix index, its sampling state."""
 
     sample: Sample
     ids: list[int]  # prompt and drawn
     state: SamplingState | None  # None where nothing is drawn
-    prefix_keys: PrefixKeys | None  # None where its KV is nobody else's business
+    prefix_keys: PrefixKeys | None  # None where its KV is not shared
     scoring: Scoring | None = None
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
     blending: Blending | None = None  # what blends its prompt, if anything does
-    restored: bool = False  # whatever a store has of its beginning is here
-    read: int = 0  # tokens of the prompt whose KV was there at some time
-    last_s: float = 0.0  # when it drew its latest token
+    store_checked: bool = False  # what a store has of its prefix is here
+    prompt_ready: int = 0  # the most tokens of the prompt whose KV was there so far
+    last_token_s: float = 0.0  # when it drew its latest token
     draft_state: DraftState | None = None  # its drafts, once it wants some
-    undrafted: bool = False  # it wants no drafts, or its drafter failed
-    watch: Callable[[Tensor], None] | None = None  # hears the logits [vocab] behind the prompt's last token, once
+    without_drafts: bool = False  # it wants no drafts, or its drafter failed
+    on_first_logits: Callable[[Tensor], None] | None = None  # called once with the logits [vocab] of the first token
     job: Job = field(init=False)
 
 
 @dataclass(slots=True)
 class PoolAccounting:
-    """The scheduler's questions, answered by the pool and the prefix index."""
+    """Answers the scheduler from the pool and the prefix index."""
 
     executor: Executor
     seqs: Mapping[Sample, SequenceState]
-    free_kept_pages: Relief
-    load_prefix: Seek | None = None
+    free_kept_pages: ReclaimPages
+    load_prefix: LoadPrefix | None = None
     failed: list[tuple[SequenceState, Exception]] = field(default_factory=list)  # while a plan was made
 
-    def relieve(self) -> bool:
-        """Let somebody who only keeps KV for later give some up; what is pinned stays."""
+    def reclaim(self) -> bool:
+        """Free some KV that is only kept for later; pinned KV stays."""
         return self.free_kept_pages(False)
 
     def total(self) -> int:
@@ -92,28 +92,28 @@ class PoolAccounting:
         return self.executor.pool.pages
 
     def free(self) -> int:
-        """Pages that may be taken of every group."""
+        """Pages that may be taken in every group."""
         return min(self.executor.pool.free_pages())
 
     def hit(self, sample: Sample, most: int) -> PrefixHit:
-        """What a sample that begins would find: its lent cache, or what the index has of its tokens."""
+        """The prefix a waiting sample would find: its borrowed cache, or what the index has of its tokens."""
         return self._guarded(sample, lambda seq: self._found(seq, sample, most), PrefixHit())
 
     def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
-        """Whether more of its beginning is on its way from a store."""
+        """Whether more of its prefix is being loaded from a store."""
         load_prefix = self.load_prefix
         return load_prefix is not None and self._guarded(sample, lambda seq: load_prefix(seq, hit), False)
 
     def end_failed(self, fail: Callable[[SequenceState, Exception], None]) -> None:
-        """End the requests whose questions failed; a plan cannot do that itself."""
+        """End the requests for which a call failed while the plan was made."""
         failed, self.failed = self.failed, []
         for seq, error in failed:
             fail(seq, error)
 
-    def _guarded(self, sample: Sample, ask: Callable[[SequenceState], T], otherwise: T) -> T:
+    def _guarded(self, sample: Sample, action: Callable[[SequenceState], T], otherwise: T) -> T:
         seq = self.seqs[sample]
         try:
-            return ask(seq)
+            return action(seq)
         except BaseException as error:
             self.failed.append((seq, contained(error)))
             return otherwise
@@ -124,7 +124,7 @@ class PoolAccounting:
         if seq.prefix_keys is None:
             return PrefixHit()
         if (scoring := seq.scoring) is not None and not scoring.over:
-            # What is found is not computed, and has no logits.
+            # Tokens that are found are not computed, so they have no logits.
             most = min(most, scoring.at - scoring.at % self.executor.layout.page_tokens)
         known = seq.ids if sample.blend_progress is None else seq.ids[: sample.blend_progress.start]
         seq.prefix_keys.extend(known, self.executor.layout.page_tokens)
@@ -132,7 +132,7 @@ class PoolAccounting:
         return PrefixHit(found.tokens, found.idle)
 
     def shares_tail(self, sample: Sample) -> bool:
-        """Whether another cache, or the index, sees the last page of a sample."""
+        """Whether another cache, or the index, shares the last page of a sample."""
         kv = self.seqs[sample].kv
         tables = kv.row(0).tables if kv is not None else ()
         return any(table and self.executor.pool.holders(g, table[-1]) > 1 for g, table in enumerate(tables))

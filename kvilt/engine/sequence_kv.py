@@ -1,4 +1,4 @@
-"""The caches that samples begin with. Refuses to know who is scheduled."""
+"""The caches that samples start with. Refuses to know how samples are scheduled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_for(seq: SequenceState, found: int, executor: Executor) -> KVCache:
 
 
 def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> SequenceState:
-    """Another sample behind the prompt that `parent` has computed, whose pages it shares."""
+    """Another sample of the prompt that `parent` has computed; it shares the pages."""
     assert parent.state is not None
     assert parent.kv is not None
     ids, prefix_keys = parent.ids[: sample.prompt], None
@@ -31,12 +31,12 @@ def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> 
     seq = SequenceState(sample, ids, parent.state.fork(sample.index), prefix_keys, cached=sample.prompt)
     seq.job = parent.job
     fork_blending(seq, parent)
-    seq.kv = parent.kv.fork()  # last: whatever fails before it holds no page
+    seq.kv = parent.kv.fork()  # last: a failure before it leaves no page held
     return seq
 
 
 def out_of_pages(seq: SequenceState, executor: Executor) -> PoolExhausted:
-    """Why a sample cannot go on, though nobody is left to make room for it."""
+    """The error of a sample that needs pages, though no other one is left to preempt."""
     layout, pool = executor.layout, executor.pool
     needed = layout.pages_for(seq.sample.known) - layout.pages_for(seq.sample.computed)
     return PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages)

@@ -1,4 +1,4 @@
-"""What an engine holds at this moment, for whoever wants to look: requests, prefixes and pages, as plain values.
+"""What an engine holds at this moment, as plain values: requests, prefixes and pages.
 
 Reads only, from any thread. Refuses to know text, and to show one tenant what another one has.
 """
@@ -20,7 +20,7 @@ State = Literal["running", "waiting", "held"]
 
 @dataclass(frozen=True, slots=True)
 class PagesView:
-    """The page pool, of which everybody has a part."""
+    """The page pool, shared by all tenants."""
 
     total: int
     used: int

@@ -1,6 +1,6 @@
 """LLM: text in, text out, over one executor. The facade most people start with.
 
-The one room whose `__init__` has names: `from kvilt.llm import ...` is what everybody above writes.
+The one package whose `__init__` has names: packages above write `from kvilt.llm import ...`.
 """
 
 from .async_llm import AsyncLLM as AsyncLLM

@@ -1,6 +1,6 @@
-"""The text of a request as its tokens come: detokenizing, stop strings, loops and ends, once for every way of asking.
+"""The text of a request as its tokens come: detokenizing, stop strings, repetition and the end.
 
-Listens to the engine; refuses to know prompts and who reads.
+Listens to the engine; refuses to know prompts and readers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .completion import Completion, FinishReason, TextPiece, Timing, Usage
 
 @dataclass(frozen=True, slots=True)
 class AnswerConfig:
-    """What an answer must know of its question."""
+    """What an answer must know of its request."""
 
     tokenizer: Tokenizer
     params: SamplingParams
@@ -31,7 +31,7 @@ class AnswerConfig:
 
 
 class SampleText:
-    """One sample: its tokens, and of their text what is certain."""
+    """One sample: its tokens, and the text that no later token can change."""
 
     __slots__ = (
         "_checker",
@@ -48,13 +48,13 @@ class SampleText:
         "token_ids",
     )
 
-    def __init__(self, asked: AnswerConfig) -> None:
-        params = asked.params
-        self._detokenizer = Detokenizer(asked.tokenizer, at_start=False)
-        self._checker = StopChecker(asked.stops, params.include_stop_str_in_output) if asked.stops else None
+    def __init__(self, config: AnswerConfig) -> None:
+        params = config.params
+        self._detokenizer = Detokenizer(config.tokenizer, at_start=False)
+        self._checker = StopChecker(config.stops, params.include_stop_str_in_output) if config.stops else None
         detection = params.repetition_detection
         self._detector = RepetitionDetector(detection) if isinstance(detection, RepetitionDetection) else None
-        self._ends = asked.ends
+        self._ends = config.ends
         self._min_tokens = params.min_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -62,12 +62,12 @@ class SampleText:
         self.ended: Ended | None = None
         self.looped = False  # it ended because it repeats itself
         self._shown = 0
-        self._drafted: list[tuple[int, int]] = []  # parts of the text that came from accepted drafts, not taken yet
+        self._drafted: list[tuple[int, int]] = []  # spans of the text from accepted drafts, not taken yet
 
     def add(self, event: TokenEvent) -> bool:
-        """Take a token in; True if the text ends with it: at a stop string, or in a loop."""
+        """Add a token; True if the text ends with it: at a stop string, or because it repeats itself."""
         before = len(self.text)
-        over = self._add(event) or self._loops(event.token)
+        over = self._add(event) or self._is_looping(event.token)
         if event.drafted and before < len(self.text):
             self._drafted.append((before, len(self.text)))
         return over
@@ -87,7 +87,7 @@ class SampleText:
         self.text += emitted.text
         return emitted.stopped
 
-    def _loops(self, token: int) -> bool:
+    def _is_looping(self, token: int) -> bool:
         found = self._detector is not None and self._detector.add(token)
         self.looped = found and len(self.token_ids) > self._min_tokens
         return self.looped
@@ -110,7 +110,7 @@ class SampleText:
         return new
 
     def pieces(self) -> list[TextPiece]:
-        """Text that was not taken yet, what was drafted apart from the rest."""
+        """Text that was not taken yet, in pieces that are drafted or not."""
         cuts = [*self._drafted, (len(self.text), len(self.text))]
         found, at = [], self._shown
         for start, stop in cuts:
@@ -120,25 +120,25 @@ class SampleText:
         return [piece for piece in found if piece]
 
     def end(self, event: Ended) -> None:
-        """No more tokens: what was held back comes out, unless a stop string was found."""
+        """No more tokens: text that was held back is added, unless a stop string was found."""
         text = self._detokenizer.finish()
         self.text += text if self._checker is None else self._checker.add(text).text + self._checker.finish()
         self.ended = event
 
 
 class Answer:
-    """All samples of one request. Written by whoever steps, read by whoever asked."""
+    """All samples of one request. The stepping thread writes it, the caller reads it."""
 
-    def __init__(self, asked: AnswerConfig) -> None:
-        self.samples = [SampleText(asked) for _ in range(asked.params.n)]
+    def __init__(self, config: AnswerConfig) -> None:
+        self.samples = [SampleText(config) for _ in range(config.params.n)]
         self.stopped = False  # the reader wants no more; may be set from anywhere
         self.error: BaseException | None = None  # why it failed, if it did
-        self._asked = asked
+        self._config = config
         self._started_s = time.perf_counter()
         self._first_token_s = self._total_s = 0.0
-        self._left = asked.params.n
-        wants = asked.params.prompt_logprobs is not None
-        self._scored: list[TokenLogprobs | None] = [None] * asked.prompt_tokens if wants else []
+        self._left = config.params.n
+        wants = config.params.prompt_logprobs is not None
+        self._scored: list[TokenLogprobs | None] = [None] * config.prompt_tokens if wants else []
         self._abandoned = False
 
     def on_event(self, event: Event) -> bool:
@@ -159,17 +159,17 @@ class Answer:
         self.error = self.error or event.error
         if self._left == 1:
             self._total_s = time.perf_counter() - self._started_s
-        self._left -= 1  # last: whoever waits reads the rest when it is 0
+        self._left -= 1  # last: a waiting caller reads the rest when it is 0
         if self._abandoned:
             self.abandon()
 
     @property
     def prompt_tokens(self) -> int:
-        return self._asked.prompt_tokens
+        return self._config.prompt_tokens
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Those of the prompt, if they were asked for; all there are once a token was drawn."""
+        """Log-probabilities of the prompt, with prompt_logprobs; complete once a token was drawn."""
         return self._scored or None
 
     @property
@@ -178,14 +178,14 @@ class Answer:
         return self._left == 0
 
     def abandon(self) -> None:
-        """Nobody will ask for the completion: KV that was kept for it goes back, now or when it comes."""
+        """The caller has left: KV that was kept for the completion is freed, now or when the sample ends."""
         self._abandoned = True
         for sample in self.samples:
             if sample.ended is not None and sample.ended.kv is not None:
                 sample.ended.kv.close()
 
     def completion(self) -> Completion:
-        """The result, with those of the other samples inside."""
+        """The completion of the first sample, with those of the others as alternatives."""
         first, *others = [self._completion(sample) for sample in self.samples]
         return Completion(
             first.text,
@@ -206,14 +206,14 @@ class Answer:
             token_ids=sample.token_ids,
             finish_reason=sample.finish_reason,
             usage=self._usage(sample, sample.ended),
-            logprobs=sample.logprobs if self._asked.params.logprobs is not None else None,
+            logprobs=sample.logprobs if self._config.params.logprobs is not None else None,
             timing=Timing(self._first_token_s, self._total_s),
             kv=sample.ended.kv,
             prompt_logprobs=self.prompt_logprobs,
         )
 
     def _usage(self, sample: SampleText, ended: Ended) -> Usage:
-        prompt, drawn = self._asked.prompt_tokens, len(sample.token_ids)
+        prompt, drawn = self._config.prompt_tokens, len(sample.token_ids)
         return _drafted(prompt_usage(prompt, drawn, ended.cached, ended.computed, ended.blended), ended.drafts)
 
 

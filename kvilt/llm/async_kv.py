@@ -15,7 +15,7 @@ from ..kv.owner import owner_of
 from .model import AdapterChoice, Message, Prompt
 from .offload import FILES, PROMPT, Offload
 
-_DELETED_S = 2.0  # how long a delete waits for a disk that notes handles
+_DELETE_WAIT_S = 2.0  # how long a delete waits until the note on disk is gone
 
 
 class ChatIds(Protocol):
@@ -73,11 +73,11 @@ class AsyncKV:
         return self._handles.keep(tenant, kv, ttl_s)
 
     async def info(self, handle: str, *, tenant: str = "") -> HandleInfo:
-        """What there is to say of a handle."""
+        """The state of a handle."""
         return self._handles.info(tenant, handle)
 
     def tokens(self, handle: str, *, tenant: str = "") -> Sequence[int]:
-        """What a handle names."""
+        """The tokens of a handle."""
         return self._handles.tokens(tenant, handle)
 
     async def owned(self, *, tenant: str = "") -> list[HandleInfo]:
@@ -97,18 +97,18 @@ class AsyncKV:
         return self._handles.pin(tenant, handle, ttl_s)
 
     async def delete(self, handle: str, *, tenant: str = "") -> None:
-        """Forget a handle; where handles outlive the process, the disk has heard of it by then, if it is quick."""
+        """Forget a handle; where handles outlive the process, this waits a short time for the disk."""
         self._handles.delete(tenant, handle)
-        await self._offload.run(FILES, self._handles.flush, _DELETED_S, owner=owner_of(tenant))
+        await self._offload.run(FILES, self._handles.flush, _DELETE_WAIT_S, owner=owner_of(tenant))
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
-        """Write a handle to a file, computing its KV first if that had to give way; how many bytes it took."""
+        """Write a handle to a file, computing its KV first if that was evicted; how many bytes it took."""
         loan = self._handles.lend(tenant, handle)
         kv = loan.kv
         if kv is None:
             kv = await self._compute(loan.tokens, tenant, self._handles.adapter_of(loan))
             self._handles.fill(tenant, handle, kv.fork())
-        # What is written is ours: the handle may give its KV up meanwhile. A thread that has begun closes it itself.
+        # A fork is written: the handle's KV may be evicted meanwhile. A thread that has begun closes it itself.
         return await asyncio.shield(self._write(tenant, kv, path))
 
     async def _write(self, tenant: str, kv: KVCache, path: str | os.PathLike[str]) -> int:

@@ -1,4 +1,4 @@
-"""A request's deltas for whoever awaits them. Leaving it ends the request within one step."""
+"""A request's deltas for an event loop. Closing the stream ends the request within one step."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from .token_stream import Delta, TokenStream
 
 
 class AsyncStream:
-    """Deltas of one request as they come; afterwards `completion`. Leave it with `aclose`, or as a context manager."""
+    """Deltas of one request as they come; afterwards `completion`. Close it, or use it as a context manager."""
 
     def __init__(self, token_stream: TokenStream, request_id: str) -> None:
         self.id = request_id
-        self._outlet = token_stream
-        self._left = weakref.finalize(self, token_stream.leave)
-        self._left.atexit = False
+        self._token_stream = token_stream
+        self._finalizer = weakref.finalize(self, token_stream.leave)
+        self._finalizer.atexit = False
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
-        delta = await self._outlet.next()
+        delta = await self._token_stream.next()
         if delta is None:
-            self._left.detach()
+            self._finalizer.detach()
             raise StopAsyncIteration
         return delta
 
     @property
     def completion(self) -> Completion:
         """The whole result, once the stream was read to its end."""
-        if not self._outlet.answer.over or self._outlet.answer.error is not None or self._left.alive:
+        if not self._token_stream.answer.over or self._token_stream.answer.error is not None or self._finalizer.alive:
             raise InputError("this stream was not read to its end, or failed, so it has no completion")
-        return self._outlet.answer.completion()
+        return self._token_stream.answer.completion()
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Those of the prompt, if they were asked for; all there are from the first delta with a token on."""
-        return self._outlet.answer.prompt_logprobs
+        """Log-probabilities of the prompt, with prompt_logprobs; complete from the first delta with a token on."""
+        return self._token_stream.answer.prompt_logprobs
 
     def stop(self) -> None:
-        """Draw no more; what there is can still be read, and `completion` has it."""
-        self._outlet.stop()
+        """Draw no more; deltas that are there can still be read, and `completion` has them."""
+        self._token_stream.stop()
 
     def close(self) -> None:
-        """Leave: the request ends within one step, and its KV goes back. Waits for nothing; twice is fine."""
-        self._left()
+        """End the request within one step, and free its KV. Waits for nothing; may be called twice."""
+        self._finalizer()
 
     async def aclose(self) -> None:
-        """The same, for those who await."""
+        """`close`, for `async with`."""
         self.close()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Documents in prompts: where they stand, how they are blended, and the store they are kept in.
+"""Documents in prompts: their positions, how they are blended, and the store of their KV.
 
 Refuses to know how rows are run; the engine blends.
 """
@@ -25,7 +25,7 @@ _STORE_SHARE = 8  # one part in so many of the memory that is free, where no sto
 
 
 def listed(documents: object) -> bool:
-    """Whether there are documents; InputError where that is no list of them."""
+    """Whether there are documents; InputError where this is not a list."""
     if isinstance(documents, str | bytes | Mapping) or not hasattr(documents, "__len__"):
         what = "one text" if isinstance(documents, str) else type(documents).__name__
         raise InputError(f"documents is a list of texts, or of token ids, not {what}")
@@ -41,7 +41,7 @@ class PromptParts:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a request says of them."""
+        """The fields of a request about them."""
         return {"documents": self.blend_prompt.documents, "recipe": self.recipe}
 
 
@@ -81,12 +81,12 @@ class Documents:
 
     @property
     def metrics(self) -> Metrics | None:
-        """What the store counts; None before it is opened."""
+        """The metrics of the store; None before it is opened."""
         store = self._given or self._own
         return store.metrics if store is not None else None
 
     def close(self) -> None:
-        """Let go of the store, and close it if it is our own."""
+        """Release the store, and close it if it was opened here."""
         with self._lock:
             if self._chunks is not None:
                 self._chunks.close()
@@ -95,7 +95,7 @@ class Documents:
             self._own = self._chunks = None
 
     def ids(self, text: str | Sequence[int], taken: int = 0) -> list[int]:
-        """The tokens of a document or of any part of a prompt but the first, behind `taken` others."""
+        """The tokens of a document or of any part of a prompt but the first, after `taken` others."""
         if isinstance(text, str):
             return self._tokenizer.encode(text, add_special=False, limit=self._executor.max_context, taken=taken)
         return read_ids(text, self._executor.spec.vocab_size)
@@ -122,21 +122,21 @@ class Documents:
             raise ParamError(name, f"has {tokens} tokens, for which the KV memory is too small; raise kv_memory")
 
     def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> PromptParts:
-        """A text, documents and a question, one behind the other."""
+        """A text, documents and a question, one after the other."""
         if isinstance(parts, str | bytes | Mapping) or not hasattr(parts, "__len__") or len(parts) < 2:
             raise InputError("give at least two parts: what stands first, any documents, and the question")
         first, *rest = parts
         begin = [*self._tokenizer.head, *self.ids(first)] if isinstance(first, str) else self.ids(first)
         segments = self._token_segments(begin, rest)
         flags = [False, *[True] * (len(segments) - 2), not recipe.last_segment]
-        return self._pieces(segments, flags, recipe)
+        return self._prompt_parts(segments, flags, recipe)
 
     def before(
         self, prompt: str | Sequence[int], documents: Sequence[str | Sequence[int]], recipe: Recipe
     ) -> PromptParts:
-        """Documents, and a prompt behind them."""
+        """Documents, and a prompt after them."""
         segments = self._token_segments(self._tokenizer.head, [*documents, prompt])
-        return self._pieces(segments, [False, *[True] * len(documents), False], recipe)
+        return self._prompt_parts(segments, [False, *[True] * len(documents), False], recipe)
 
     def between(
         self, pieces: Sequence[Sequence[int]], documents: Sequence[str | Sequence[int]], recipe: Recipe
@@ -147,17 +147,19 @@ class Documents:
         for document, piece in zip(documents, pieces[1:], strict=True):
             segments += [self.ids(document, taken), piece]
             taken += len(segments[-2])
-        return self._pieces(segments, [index % 2 == 1 for index in range(len(segments))], recipe)
+        return self._prompt_parts(segments, [index % 2 == 1 for index in range(len(segments))], recipe)
 
     def _token_segments(self, begin: Sequence[int], texts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        """The tokens of texts one behind the other; none is tokenized behind the end of the context."""
+        """The tokens of texts, one after the other; tokenizing stops at the end of the context."""
         segments, taken = [begin], len(begin)
         for text in texts:
             segments.append(self.ids(text, taken))
             taken += len(segments[-1])
         return segments
 
-    def _pieces(self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe) -> PromptParts:
+    def _prompt_parts(
+        self, segments: Sequence[Sequence[int]], documents: Sequence[bool], recipe: Recipe
+    ) -> PromptParts:
         blend_prompt = BlendPrompt.of(segments, documents)
         if not blend_prompt.ids or not segments[-1]:
             raise InputError("the question is empty; give at least one token behind the documents")

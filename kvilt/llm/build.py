@@ -108,7 +108,7 @@ def _renamed(context_prefix: ContextPrefix | None, behind: ContextPrefix | None)
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a checkpoint gives to every way of asking."""
+    """What `LLM` and `AsyncLLM` need of a checkpoint."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -125,7 +125,7 @@ def _parts(
     config = run_config(**options)
     checkpoint = open_checkpoint(resolve(os.fspath(model), on_fetch))
     try:
-        recognise(checkpoint)  # what it is comes before what is wrong with it
+        recognise(checkpoint)  # an unknown family is reported before other errors
         tokenizer = _tokenizer(checkpoint)
         executor = build_executor(checkpoint, config, on_load)
     except BaseException:
@@ -141,7 +141,7 @@ def _drafter(
     on_fetch: FetchProgress | None,
     options: dict[str, Any],
 ) -> Drafter | None:
-    """Who drafts for a model that is loaded already; if nobody can, it is let go again."""
+    """The drafter for a loaded model; if there can be none, the model is closed."""
 
     def load_draft(name: str, kv_bytes: int) -> tuple[Executor, Tokenizer]:
         own = {**options, "kv_memory": kv_bytes, "max_context": None}

@@ -89,8 +89,8 @@ class Stream:
         self._pieces = pieces
         self._result = result
         self._stop = stop
-        self._left = weakref.finalize(self, leave)
-        self._left.atexit = False
+        self._finalizer = weakref.finalize(self, leave)
+        self._finalizer.atexit = False
 
     def __iter__(self) -> Iterator[TextPiece]:
         return self
@@ -106,14 +106,14 @@ class Stream:
         return self._result()
 
     def stop(self) -> None:
-        """Generate nothing after the step in progress: `completion` then has what there is, its KV too if kept.
+        """Generate nothing after the step in progress. `completion` then has the text so far, and its KV with keep_kv.
 
         May be called from a signal's callback or another thread.
         """
         self._stop()
 
     def close(self) -> None:
-        """Leave: the request ends within one step, its KV goes back, and there is no completion. Twice is fine.
+        """End the request within one step and free its KV; there is no completion. May be called twice.
 
         While another thread reads, it stops there as with `stop`.
         """
@@ -121,7 +121,7 @@ class Stream:
             self._pieces.close()
         except ValueError:  # another thread is inside
             self._stop()
-        self._left()
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self

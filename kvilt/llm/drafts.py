@@ -23,7 +23,7 @@ LoadDraft = Callable[[str, int], tuple[Executor, Tokenizer]]
 
 
 def check_draft(draft: DraftLike | None, draft_tokens: int | None) -> None:
-    """Refuse what no model could make right, before one is loaded."""
+    """Check the options before a model is loaded."""
     if draft_tokens is None:
         return
     if draft is None:
@@ -37,7 +37,7 @@ def check_draft(draft: DraftLike | None, draft_tokens: int | None) -> None:
 def drafter_for(
     draft: DraftLike | None, draft_tokens: int | None, executor: Executor, tokenizer: Tokenizer, load: LoadDraft
 ) -> Drafter | None:
-    """Who drafts for a model."""
+    """The drafter for a model."""
     if draft is None or isinstance(draft, Drafter):
         return draft
     if draft == NGRAM:

@@ -1,4 +1,4 @@
-"""LLM: generate, stream, chat and prefill through the engine, in the thread of whoever asks.
+"""LLM: generate, stream, chat and prefill through the engine, in the thread of the caller.
 
 Refuses to know HTTP and terminals, and how a model is found and built.
 """
@@ -39,7 +39,7 @@ from .warmup import DocumentWarmup, OnProgress, StoredDocument
 class LLM(Model):
     """A model with its tokenizer and chat template. Close it, or use it as a context manager.
 
-    May be asked from several threads at once; their requests then share steps.
+    Several threads may call it at once; their requests then share steps.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LLM(Model):
             executor, config, metrics, drafting=drafting, chunks=self._chunks, gate=self._gate, store=store
         )
         self._drafter = drafter
-        self._asking = SyncRunner(self.engine, executor)
+        self._runner = SyncRunner(self.engine, executor)
         if config is not None and config.discover:
             self.documents.chunks.read()
 
@@ -114,7 +114,7 @@ class LLM(Model):
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them in one batch.
 
-        With `kv` the prompt stands behind what that cache holds; the cache itself is forked, never changed. With `n`
+        With `kv` the prompt continues what that cache holds; the cache itself is forked, never changed. With `n`
         the prompt is computed once, and the samples after the first are the result's `alternatives`. `documents` stand
         before each prompt; what is computed of them is kept, and blended wherever they stand next time. `discover`
         blends also known ones that stand in the prompt itself. `lora` is the id or the name of a loaded adapter.
@@ -124,11 +124,13 @@ class LLM(Model):
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
         if listed(documents):
             made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._asking.answers(self._blending(made, chosen, kv, keep_kv, AdapterChoice(lora, lora_scale)))
+            blended = self._runner.answers(
+                self._prepare_blends(made, chosen, kv, keep_kv, AdapterChoice(lora, lora_scale))
+            )
             return blended[0] if one else blended
         ids = [self._ids(each, kv) for each in prompts]
-        borrowed, finding = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
-        done = self._complete(ids, chosen, kv, borrowed, keep_kv, AdapterChoice(lora, lora_scale), finding)
+        borrowed, discovery = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
+        done = self._complete(ids, chosen, kv, borrowed, keep_kv, AdapterChoice(lora, lora_scale), discovery)
         return done[0] if one else done
 
     def stream(
@@ -148,11 +150,11 @@ class LLM(Model):
         """`generate` for one prompt, piece by piece."""
         chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
         if listed(documents):
-            pieces = self.documents.before(prompt, documents, recipe or Recipe())
-            return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
+            prompt_parts = self.documents.before(prompt, documents, recipe or Recipe())
+            return self._runner.stream(self._prepare_blends([prompt_parts], chosen, kv, keep_kv, own)[0], chosen)
         ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
         prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, DiscoveryChoice(discover, recipe))
-        return self._asking.stream(prepare, chosen)
+        return self._runner.stream(prepare, chosen)
 
     def chat(
         self,
@@ -175,13 +177,13 @@ class LLM(Model):
         """
         chosen = SamplingParams.of(params, **fields)
         if listed(documents):
-            pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._asking.answers(self._blending([pieces], chosen, kv, keep_kv, AdapterChoice(lora, lora_scale)))[
-                0
-            ]
+            prompt_parts = self.chat_pieces(messages, tools, documents, recipe or Recipe())
+            return self._runner.answers(
+                self._prepare_blends([prompt_parts], chosen, kv, keep_kv, AdapterChoice(lora, lora_scale))
+            )[0]
         ids = self.chat_ids(messages, tools)
-        own, finding = AdapterChoice(lora, lora_scale), DiscoveryChoice(discover, recipe)
-        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, finding)[0]
+        own, discovery = AdapterChoice(lora, lora_scale), DiscoveryChoice(discover, recipe)
+        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, discovery)[0]
 
     def stream_chat(
         self,
@@ -201,12 +203,12 @@ class LLM(Model):
         """`chat`, piece by piece."""
         chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
         if listed(documents):
-            pieces = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._asking.stream(self._blending([pieces], chosen, kv, keep_kv, own)[0], chosen)
+            prompt_parts = self.chat_pieces(messages, tools, documents, recipe or Recipe())
+            return self._runner.stream(self._prepare_blends([prompt_parts], chosen, kv, keep_kv, own)[0], chosen)
         ids = self.chat_ids(messages, tools)
-        reused, finding = _reused(ids, chosen, kv), DiscoveryChoice(discover, recipe)
-        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, finding)
-        return self._asking.stream(prepare, chosen)
+        reused, discovery = _reused(ids, chosen, kv), DiscoveryChoice(discover, recipe)
+        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, discovery)
+        return self._runner.stream(prepare, chosen)
 
     def blend(
         self,
@@ -229,8 +231,10 @@ class LLM(Model):
         given = {"ratio": ratio, "strategy": strategy}
         made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
         chosen = SamplingParams.of(params, **fields)
-        pieces = self.documents.parts(parts, made)
-        return self._asking.answers(self._blending([pieces], chosen, None, keep_kv, AdapterChoice(lora, lora_scale)))[0]
+        prompt_parts = self.documents.parts(parts, made)
+        return self._runner.answers(
+            self._prepare_blends([prompt_parts], chosen, None, keep_kv, AdapterChoice(lora, lora_scale))
+        )[0]
 
     def warm(
         self,
@@ -243,18 +247,18 @@ class LLM(Model):
     ) -> list[StoredDocument]:
         """Compute documents that are not stored yet, and store them, so that prompts with them find all of their KV.
 
-        `on_progress` is called with the tokens that are done, and with all there are. Where a store is shared with a
-        server, `tenant` is for whose requests they are.
+        `on_progress` is called with the number of tokens that are done, and of all. Where a store is shared with a
+        server, requests of this `tenant` find the documents.
         """
-        warming = DocumentWarmup(self, documents, AdapterChoice(lora, lora_scale), tenant, on_progress)
-        for some in warming.groups():
-            missing = warming.missing(some)
-            self._asking.answers(
-                [partial(self._prepare_warm, warming, ids) for ids in missing], partial(_watch, warming, missing)
+        warmup = DocumentWarmup(self, documents, AdapterChoice(lora, lora_scale), tenant, on_progress)
+        for some in warmup.groups():
+            missing = warmup.missing(some)
+            self._runner.answers(
+                [partial(self._prepare_warm, warmup, ids) for ids in missing], partial(_watch, warmup, missing)
             )
             for ids in missing:
-                warming.finished(ids)
-        return warming.results()
+                warmup.finished(ids)
+        return warmup.results()
 
     def prefill(self, prompt: Prompt, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
@@ -305,11 +309,11 @@ class LLM(Model):
         reused: int,
         keep_kv: bool,
         lora: AdapterChoice,
-        finding: DiscoveryChoice,
+        discovery: DiscoveryChoice,
     ) -> PendingAnswer:
-        """A question about `ids`, whose first `reused` tokens are taken from a fork of `kv`.
+        """A request for `ids`, whose first `reused` tokens are taken from a fork of `kv`.
 
-        Who brings a cache of their own gets what it holds, and nothing from the prefix index.
+        A request with a cache of its own takes nothing from the prefix index.
         """
         own: dict[str, Any] = {
             "keep_kv": keep_kv,
@@ -317,14 +321,16 @@ class LLM(Model):
             "continued_tokens": reused,
             "adapter": self.adapter(lora, ids),
         }
-        made = self.request(ids, params, **own, **finding.fields)
-        return self._question(*made, BorrowedKV(kv.fork_to(reused)) if kv is not None and reused else None)
+        made = self.request(ids, params, **own, **discovery.fields)
+        return self._pending_answer(*made, BorrowedKV(kv.fork_to(reused)) if kv is not None and reused else None)
 
-    def _question(self, request: Request, asked: AnswerConfig, borrowed: BorrowedKV | None = None) -> PendingAnswer:
-        answer = Answer(asked)
+    def _pending_answer(
+        self, request: Request, answer_config: AnswerConfig, borrowed: BorrowedKV | None = None
+    ) -> PendingAnswer:
+        answer = Answer(answer_config)
         return PendingAnswer(self.engine.prepare(request, answer, borrowed), answer)
 
-    def _blending(
+    def _prepare_blends(
         self,
         prompts: Sequence[PromptParts],
         params: SamplingParams,
@@ -332,19 +338,19 @@ class LLM(Model):
         keep_kv: bool,
         lora: AdapterChoice,
     ) -> list[Callable[[], PendingAnswer]]:
-        """How questions about prompts with documents are made."""
+        """Functions that make the requests of prompts with documents."""
         if kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         return [partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts]
 
     def _prepare_blend(
-        self, pieces: PromptParts, params: SamplingParams, keep_kv: bool, lora: AdapterChoice
+        self, prompt_parts: PromptParts, params: SamplingParams, keep_kv: bool, lora: AdapterChoice
     ) -> PendingAnswer:
-        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, pieces.blend_prompt.ids), **pieces.fields}
-        return self._question(*self.request(pieces.blend_prompt.ids, params, **own))
+        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, prompt_parts.blend_prompt.ids), **prompt_parts.fields}
+        return self._pending_answer(*self.request(prompt_parts.blend_prompt.ids, params, **own))
 
-    def _prepare_warm(self, warming: DocumentWarmup, ids: tuple[int, ...]) -> PendingAnswer:
-        return self._question(*warming.request(ids))
+    def _prepare_warm(self, warmup: DocumentWarmup, ids: tuple[int, ...]) -> PendingAnswer:
+        return self._pending_answer(*warmup.request(ids))
 
     def _complete(
         self,
@@ -354,17 +360,17 @@ class LLM(Model):
         reused: int,
         keep_kv: bool,
         lora: AdapterChoice,
-        finding: DiscoveryChoice,
+        discovery: DiscoveryChoice,
     ) -> list[Completion]:
-        each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, finding) for ids in prompts]
-        return self._asking.answers(each)
+        each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, discovery) for ids in prompts]
+        return self._runner.answers(each)
 
 
-def _watch(warming: DocumentWarmup, documents: Sequence[tuple[int, ...]], questions: Sequence[PendingAnswer]) -> None:
-    for ids, question in zip(documents, questions, strict=True):
-        warming.watch(ids, question.job)
+def _watch(warmup: DocumentWarmup, documents: Sequence[tuple[int, ...]], pending: Sequence[PendingAnswer]) -> None:
+    for ids, one in zip(documents, pending, strict=True):
+        warmup.watch(ids, one.job)
 
 
 def _reused(ids: list[int], params: SamplingParams, kv: KVCache | None) -> int:
-    """Tokens of a conversation that need not be computed; where all of it is to be scored, there are none."""
+    """Tokens of a conversation that need not be computed; with prompt_logprobs there are none."""
     return shared(ids, kv) if params.prompt_logprobs is None else 0

@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars see it, and the grammars of requests, compiled where they can harm nothing."""
+"""A model's vocabulary as grammars see it, and the grammars of requests, compiled in processes of their own first."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ class DiscoveryChoice:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a request says of it."""
+        """The fields of a request about it."""
         return {"discover": self.discover, **({} if self.recipe is None else {"recipe": self.recipe})}
 
 
 class Model:
-    """What every way of asking has in common."""
+    """What `LLM` and `AsyncLLM` have in common."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Model:
     ) -> None:
         """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
 
-        `context_prefix` is what most prompts with documents begin with. `defaults` is how the
-        model's author would sample; nothing here samples by it unless it is asked to.
+        `context_prefix` is what most prompts with documents begin with. `defaults` are the sampling settings of the
+        model's author; only callers that ask for them use them.
         """
         self.executor = executor
         self.tokenizer = tokenizer
@@ -91,7 +91,7 @@ class Model:
         return self._template
 
     def _chunks(self) -> ChunkCache:
-        """What the documents of prompts are found in; the store is opened when a prompt has some."""
+        """The chunk cache of documents; the store is opened when a prompt has some."""
         return self.documents.chunks
 
     def prompt_ids(self, prompt: Prompt, begins: bool = True) -> list[int]:
@@ -155,22 +155,19 @@ class Model:
                 *self.tokenizer.head,
                 *self.tokenizer.encode(context_prefix, add_special=False, limit=self.executor.max_context),
             ]
-        asked = [
-            *context_prefix,
-            {"role": "user", "content": "?"},
-        ]  # documents stand before the question, whatever it is
-        return self.chat_template.encode_around(self.tokenizer, asked, 1)[0]
+        messages = [*context_prefix, {"role": "user", "content": "?"}]  # documents stand before any question
+        return self.chat_template.encode_around(self.tokenizer, messages, 1)[0]
 
     def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
         """Load an adapter from its PEFT folder, under its folder's name if not given; its id."""
         return self.executor.load_lora(path, name)
 
     def unload_lora(self, which: int | str) -> None:
-        """Unload an adapter: nobody new may use it, and who does goes on to the end."""
+        """Unload an adapter: new requests cannot use it, and those that do run to their end."""
         self.executor.unload_lora(self.executor.adapters.find(which).id)
 
     def adapter(self, chosen: AdapterChoice, ids: Sequence[int]) -> Adapter:
-        """What a prompt runs on."""
+        """The adapter of a prompt, or the base model."""
         if chosen.which is None:
             return Base()
         return self.executor.adapters.choose(chosen.which, chosen.scale, ids)
@@ -190,7 +187,7 @@ class Model:
         return request, AnswerConfig(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
-        """These params with bad words as ids, each as it begins a text and as it follows a space."""
+        """These params with bad words as ids, each at the start of a text and after a space."""
         if not params.bad_words:
             return params
         bare = [word.lstrip(" ") or word for word in params.bad_words]
@@ -208,10 +205,10 @@ def is_one(prompt: Any) -> bool:
 
 
 def after_cache(kv: KVCache, ids: list[int]) -> list[int]:
-    """These tokens behind those of a cache."""
+    """These tokens after those of a cache."""
     if kv.batch_size != 1:
         raise InputError(f"a prompt continues a cache of one row, this one has {kv.batch_size}")
-    # A place that was embedded has no id; the place is counted, its 0 is not read.
+    # A position that was embedded has no id; it is counted, and its 0 is not read.
     return [token if isinstance(token, int) else 0 for token in kv.tokens()] + ids
 
 

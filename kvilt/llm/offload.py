@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 Given = ParamSpec("Given")
 
 _OWNERS = 8  # queues of so many owners may be full at a time
-_INSIST_S = 0.1  # between two exceptions for work that has caught the first
+_REPEAT_S = 0.1  # between two exceptions for work that has caught the first
 _inject = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _inject.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _here = threading.local()
@@ -42,16 +42,16 @@ class Lane:
 
 PARSE = Lane("parse", 2, 256, 10.0)  # bodies: JSON and its validation
 PROMPT = Lane("prompt", 4, 1024, 30.0)  # what a request asks for: checks, templates, tokens
-TOKENIZE = Lane("tokenize", 2, 64, 30.0)  # for those who want tokens alone
+TOKENIZE = Lane("tokenize", 2, 64, 30.0)  # for callers that only want tokens
 ANSWER = Lane("answer", 2, 1024, 30.0)  # large answers
 FILES = Lane("files", 4, 256, None)  # disks and stores: cut off, they would leave halves
 STORE = Lane("store", 4, 1024, None)  # the KV store, which may be slow or far away
 INSPECT = Lane("inspect", 1, 64, None)  # views of the KV memory, which take its lock
-OWNER = Lane("owner", 4, 64, None)  # what the owner of a process asks for, and its end
+OWNER = Lane("owner", 4, 64, None)  # calls of the owner of the process, and its end
 
 
 class _Ended(SystemExit):
-    """Raised inside of work whose caller has gone. A thread that it ends says nothing."""
+    """Raised inside of work whose caller has gone. As a SystemExit it ends a thread without a message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Job:
 class _Queue:
     lane: Lane
     running: int = 0
-    waiting: OrderedDict[str, deque[_Job]] = field(default_factory=OrderedDict)  # by owner, whose turn is next first
+    waiting: OrderedDict[str, deque[_Job]] = field(default_factory=OrderedDict)  # by owner, the next one first
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values()))
@@ -125,7 +125,7 @@ class Offload:
                 self._leave(lane, job)
             elif job.future.exception() is not None:
                 raise
-            elif discard is not None:  # it came in the moment in which its caller stopped waiting
+            elif discard is not None:  # it was done just when its caller stopped waiting
                 discard(job.future.result())
             if clock.expired() and lane.deadline_s is not None:
                 raise WorkTimeout(lane.name, lane.deadline_s) from None
@@ -161,7 +161,7 @@ class Offload:
             if job.closed or job.kept or lane.deadline_s is None:
                 return
             _inject(job.thread, _Ended)
-        job.future.get_loop().call_later(_INSIST_S, self._leave, lane, job)
+        job.future.get_loop().call_later(_REPEAT_S, self._leave, lane, job)
 
     # In the threads.
 
@@ -170,15 +170,15 @@ class Offload:
         while (job := self._take(queue)) is not None:
             outcome: _Made | _Failed = _Failed(_Ended())
             try:  # noqa: SIM105  (an exception may strike at every call until the job is closed: no calls here)
-                outcome = _performed(job)
+                outcome = _perform(job)
             except _Ended:
                 pass
             try:
                 self._close(job)
             except _Ended:
                 self._close(job)
-            _tell(job, outcome)
-            del job, outcome  # a thread that waits for its turn holds no body
+            _post_outcome(job, outcome)
+            del job, outcome  # an idle thread keeps no request body alive
 
     def _take(self, queue: _Queue) -> _Job | None:
         with self._lock:
@@ -191,16 +191,16 @@ class Offload:
         return job
 
     def _close(self, job: _Job) -> None:
-        """From here on no exception comes for the job, nor is one on its way."""
+        """From here on no exception is injected for the job, and none is pending."""
         with self._lock:
             job.closed = True
         _here.job = None
         if job.left:
-            _take_what_comes()
+            _receive_injected()
 
 
-def _take_what_comes() -> None:
-    """Let an exception that may be on its way to this thread come now.
+def _receive_injected() -> None:
+    """Raise a pending injected exception in this thread now.
 
     Withdrawing it would leave the interpreter's flag for it raised for good, and Python 3.11 then hangs under a tracer.
     """
@@ -222,30 +222,30 @@ class _Failed:
     error: BaseException
 
 
-def _performed(job: _Job) -> _Made | _Failed:
+def _perform(job: _Job) -> _Made | _Failed:
     try:
         return _Made(job.context.run(job.work))
     except BaseException as error:
         return _Failed(error)
 
 
-def _tell(job: _Job, outcome: _Made | _Failed) -> None:
+def _post_outcome(job: _Job, outcome: _Made | _Failed) -> None:
     try:
         job.future.get_loop().call_soon_threadsafe(_deliver, job, outcome)
     except RuntimeError:  # the loop is closed
-        _dropped(job, outcome)
+        _discard(job, outcome)
 
 
 def _deliver(job: _Job, outcome: _Made | _Failed) -> None:
     if job.future.done():
-        _dropped(job, outcome)
+        _discard(job, outcome)
     elif isinstance(outcome, _Made):
         job.future.set_result(outcome.value)
     else:
         job.future.set_exception(outcome.error)
 
 
-def _dropped(job: _Job, outcome: _Made | _Failed) -> None:
+def _discard(job: _Job, outcome: _Made | _Failed) -> None:
     if isinstance(outcome, _Made) and job.discard is not None:
         job.discard(outcome.value)
 

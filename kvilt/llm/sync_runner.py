@@ -1,4 +1,4 @@
-"""Questions through the engine, in the thread of whoever asks: all answers at once, or one piece by piece."""
+"""Requests through the engine, in the thread of the caller: all answers at once, or one piece by piece."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PendingAnswer:
 
 
 class SyncRunner:
-    """Drives an engine for as long as somebody waits. Several threads may; their questions then share steps."""
+    """Drives an engine for as long as a caller waits. Several threads may; their requests then share steps."""
 
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
@@ -33,28 +33,28 @@ class SyncRunner:
 
     def answers(
         self,
-        asked: Sequence[Callable[[], PendingAnswer]],
-        on_step: Callable[[Sequence[PendingAnswer]], None] = lambda _questions: None,
+        prepare_each: Sequence[Callable[[], PendingAnswer]],
+        on_step: Callable[[Sequence[PendingAnswer]], None] = lambda _pending: None,
     ) -> list[Completion]:
-        """Ask for all prompts at once, and wait for every answer; `on_step` looks on between steps."""
-        questions: list[PendingAnswer] = []
+        """Submit all requests at once, and wait for every answer; `on_step` is called between steps."""
+        pending_answers: list[PendingAnswer] = []
 
         def done() -> bool:
-            on_step(questions)
-            return all(question.answer.over for question in questions)
+            on_step(pending_answers)
+            return all(pending.answer.over for pending in pending_answers)
 
-        with self._holding(questions):
-            for prepare in asked:
-                questions.append(prepare())  # noqa: PERF401 (see `_holding`)
-            for question in questions:
-                self._engine.add(question.job)
-            self._drive(questions, done)
-            return [question.answer.completion() for question in questions]
+        with self._leaving_on_error(pending_answers):
+            for prepare in prepare_each:
+                pending_answers.append(prepare())  # noqa: PERF401 (see `_leaving_on_error`)
+            for pending in pending_answers:
+                self._engine.add(pending.job)
+            self._drive(pending_answers, done)
+            return [pending.answer.completion() for pending in pending_answers]
 
     def stream(self, prepare: Callable[[], PendingAnswer], params: SamplingParams) -> Stream:
         if params.n > 1:
             raise ParamError("n", f"a stream shows one sample, not {params.n}; use generate or chat for several")
-        question = prepare()
+        pending = prepare()
         results: list[Completion] = []
         begun = False
 
@@ -64,68 +64,68 @@ class SyncRunner:
             return results[0]
 
         def stop() -> None:
-            question.answer.stopped = True
+            pending.answer.stopped = True
 
         def leave() -> None:
             if not begun:
-                self._leave([question])
+                self._leave([pending])
 
         def pieces() -> Generator[TextPiece, None, None]:
             nonlocal begun
             begun = True
-            with self._holding([question]):
-                self._engine.add(question.job, held=True)
-                while found := self._piece(question):
+            with self._leaving_on_error([pending]):
+                self._engine.add(pending.job, held=True)
+                while found := self._next_pieces(pending):
                     yield from found
-                results.append(question.answer.completion())
+                results.append(pending.answer.completion())
 
         return Stream(pieces(), result, stop, leave)
 
-    def _piece(self, question: PendingAnswer) -> list[TextPiece]:
+    def _next_pieces(self, pending: PendingAnswer) -> list[TextPiece]:
         """The next text of a stream, after as many steps as that takes; empty at its end.
 
-        In between the request is held: it runs only while somebody waits for it.
+        Between two calls the request is held: it runs only while the caller waits.
         """
-        answer = question.answer
-        self._engine.resume(question.job)
+        answer = pending.answer
+        self._engine.resume(pending.job)
         try:
-            self._drive([question], lambda: answer.samples[0].fresh or answer.over or answer.stopped)
+            self._drive([pending], lambda: answer.samples[0].fresh or answer.over or answer.stopped)
         except Cancelled:
-            if not answer.stopped:  # nobody stopped this stream: the caller must hear of it
+            if not answer.stopped:  # this stream was not stopped: the caller gets the cancel
                 raise
         if answer.stopped and not answer.over:
-            self._engine.abort(question.job)
+            self._engine.abort(pending.job)
             self._sync_driver.step_until(lambda: answer.over)
-        self._engine.hold(question.job)
+        self._engine.hold(pending.job)
         return answer.samples[0].pieces()
 
-    def _drive(self, questions: Sequence[PendingAnswer], done: Callable[[], bool]) -> None:
+    def _drive(self, pending_answers: Sequence[PendingAnswer], done: Callable[[], bool]) -> None:
         """Step until done; what fails is raised here, a cancel with the tokens so far."""
 
-        def settled() -> bool:
-            return done() or any(question.answer.error for question in questions)
+        def done_or_failed() -> bool:
+            return done() or any(pending.answer.error for pending in pending_answers)
 
         try:
-            self._sync_driver.drive(settled)
+            self._sync_driver.drive(done_or_failed)
         except Cancelled:
-            samples = [sample for question in questions for sample in question.answer.samples]
+            samples = [sample for pending in pending_answers for sample in pending.answer.samples]
             raise Cancelled([sample.token_ids for sample in samples]) from None
-        for question in questions:
-            if question.answer.error is not None:
-                raise question.answer.error
+        for pending in pending_answers:
+            if pending.answer.error is not None:
+                raise pending.answer.error
 
     @contextmanager
-    def _holding(self, questions: Sequence[PendingAnswer]) -> Iterator[None]:
-        """However the block ends, nothing of these questions is left in the engine."""
+    def _leaving_on_error(self, pending_answers: Sequence[PendingAnswer]) -> Iterator[None]:
+        """If the block raises, these requests are removed from the engine."""
         try:
             yield
         except BaseException:
-            self._leave(questions)
+            self._leave(pending_answers)
             raise
 
-    def _leave(self, questions: Sequence[PendingAnswer]) -> None:
-        """Nobody wants these answers any more. May be called by a finalizer."""
-        for question in questions:
-            question.answer.abandon()
-            self._engine.abort(question.job)
-        self._sync_driver.settle()
+    def _leave(self, pending_answers: Sequence[PendingAnswer]) -> None:
+        """The caller wants these answers no more. May be called by a finalizer."""
+        for pending in pending_answers:
+            pending.answer.abandon()
+            self._engine.abort(pending.job)
+        self._sync_driver.drain()

@@ -1,6 +1,6 @@
-"""From the thread that steps to whoever awaits: a bounded queue for each reader of a stream, a future for the rest.
+"""From the thread that steps to event loops: a bounded queue for each reader, an event for other callers.
 
-A reader who falls behind has its own request held, and nobody else's.
+If a reader falls behind, the engine holds its request and no other one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReadingProgress:
 class Delta:
     """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it.
 
-    Before the first token, if that was asked for, how far the prompt is read.
+    Before the first token, with `progress`, how far the prompt is read.
     """
 
     index: int
@@ -57,18 +57,18 @@ class Notifier:
         self._fresh: dict[TokenStream, None] = {}
 
     def note(self, token_stream: TokenStream) -> None:
-        """There is something for this reader. In the thread that steps."""
+        """This stream has news for its reader. Called in the thread that steps."""
         self._fresh[token_stream] = None
 
     def deliver(self) -> None:
-        """After a step."""
+        """Wake the readers, after a step."""
         fresh, self._fresh = list(self._fresh), {}
         for loop in dict.fromkeys(token_stream.loop for token_stream in fresh):
-            mine = [token_stream for token_stream in fresh if token_stream.loop is loop]
+            streams = [token_stream for token_stream in fresh if token_stream.loop is loop]
             try:
-                loop.call_soon_threadsafe(_wake, mine)
-            except RuntimeError:  # the loop is closed: nobody will ever read this
-                for token_stream in mine:
+                loop.call_soon_threadsafe(_wake, streams)
+            except RuntimeError:  # the loop is closed, so these streams have no reader
+                for token_stream in streams:
                     token_stream.leave()
 
 
@@ -76,17 +76,17 @@ class TokenStream:
     """Listens for one reader. `on_event` is called where steps run, everything else in the reader's event loop."""
 
     def __init__(
-        self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, post: Notifier, unread: int | None
+        self, answer: Answer, loop: asyncio.AbstractEventLoop, driver: Driver, notifier: Notifier, unread: int | None
     ) -> None:
-        """`unread` is how many deltas may wait for the reader; None: there are none, only the end is waited for."""
+        """`unread` is how many deltas may wait to be read; None: no deltas, the caller waits for the end."""
         self.answer = answer
         self.loop = loop
-        self.job: Job | None = None  # what it listens to, once that is made
+        self.job: Job | None = None  # whose events it gets, once the job is made
         self._driver = driver
-        self._post = post
+        self._notifier = notifier
         self._unread = unread
         self._queue: deque[Delta] = deque()
-        self._reading: deque[Delta] = deque(maxlen=1)  # only the latest: who reads slowly is not told every step
+        self._reading: deque[Delta] = deque(maxlen=1)  # only the latest: a slow reader misses the others
         self._held = False
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
@@ -100,27 +100,27 @@ class TokenStream:
         elif self._unread is not None and isinstance(event, TokenEvent | Ended):
             self._queue.append(self._delta(event))
             if len(self._queue) >= self._unread and not self._held:
-                self._driver.hold(self._own())
-                self._held = True  # after: a quick reader that saw it first would resume what is not held yet
+                self._driver.hold(self._running_job())
+                self._held = True  # last: otherwise a quick reader could resume a request that is not held yet
         if self._unread is not None or self.answer.over:
-            self._post.note(self)
+            self._notifier.note(self)
         return enough
 
     def stop(self) -> None:
-        """Draw no more; what there is can still be read."""
-        self._driver.abort(self._own())
+        """Draw no more; deltas that are there can still be read."""
+        self._driver.abort(self._running_job())
 
     def leave(self) -> None:
-        """Nobody reads any more: the request ends within one step, and what it would keep goes back."""
+        """The reader has left: the request ends within one step, and its kept KV is freed."""
         self.answer.abandon()
-        self._driver.abort(self._own())
+        self._driver.abort(self._running_job())
 
     def wake(self) -> None:
-        """There is news."""
+        """There is something to read."""
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Whatever comes later, the reader hears of this."""
+        """Raise this error in the reader, whatever comes later."""
         self._failure = self._failure or error
         self._news.set()
 
@@ -131,10 +131,10 @@ class TokenStream:
                 return self._reading.popleft()
             if self._queue:
                 delta = self._queue.popleft()
-                self._relax()
+                self._resume_if_read()
                 return delta
-            self._relax()  # it may have been held just after the last delta was taken
-            self._check()
+            self._resume_if_read()  # it may have been held just after the last delta was taken
+            self._raise_failure()
             if self.answer.over:
                 return None
             await self._wait()
@@ -142,22 +142,22 @@ class TokenStream:
     async def finished(self) -> None:
         """Return when every sample has ended."""
         while True:
-            self._check()
+            self._raise_failure()
             if self.answer.over:
                 return
             await self._wait()
 
-    def _relax(self) -> None:
-        """Let a request go on whose reader has caught up."""
+    def _resume_if_read(self) -> None:
+        """Resume a held request once its reader has caught up."""
         if self._held and len(self._queue) <= (self._unread or 0) // 2:
             self._held = False
-            self._driver.resume(self._own())
+            self._driver.resume(self._running_job())
 
-    def _own(self) -> Job:
+    def _running_job(self) -> Job:
         assert self.job is not None
         return self.job
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         error = self._failure or self.answer.error
         if error is not None:
             raise error
@@ -175,6 +175,6 @@ class TokenStream:
         return Delta(event.index, text, finish_reason=sample.finish_reason)
 
 
-def _wake(outlets: Iterable[TokenStream]) -> None:
-    for token_stream in outlets:
+def _wake(token_streams: Iterable[TokenStream]) -> None:
+    for token_stream in token_streams:
         token_stream.wake()

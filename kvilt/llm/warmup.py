@@ -1,7 +1,7 @@
-"""Documents computed and stored ahead of the questions about them: which are there, what is asked for the rest.
+"""Documents computed and stored ahead of the questions about them: which are stored, and the requests for the rest.
 
-A document is warmed by a prompt that consists of it and reuses all of it: the engine computes and keeps what is not
-stored, as it does for any question, beside everybody else's rows. Refuses to know who steps.
+A document is warmed by a prompt that consists of it and reuses all of it: the engine computes and stores what is not
+stored, as it does for any prompt, in steps that it shares with other requests. Refuses to know how the engine is run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ids = tuple[int, ...]
 class StoredDocument:
     """A document that is stored now."""
 
-    id: str  # what it is known by: its tokens, whose it is and what computed it
+    id: str  # a hash of its tokens, its tenant and the model or adapter
     tokens: int
     found: bool  # it was there already; else it was computed
 
@@ -59,14 +59,14 @@ class DocumentWarmup:
         self._ids: dict[Ids, str] = {}
         self._found: set[Ids] = set()
         self._done = dict.fromkeys(self._unique, 0)  # tokens
-        self._told = -1
+        self._reported = -1
 
     def unique(self) -> Iterator[Ids]:
         """Each document once."""
         return iter(self._unique)
 
     def groups(self) -> Iterator[list[Ids]]:
-        """The same, so many as are looked for and computed at a time."""
+        """The same, in groups that are looked up and computed at once."""
         left = self.unique()
         while some := list(islice(left, AT_ONCE)):
             yield some
@@ -85,13 +85,9 @@ class DocumentWarmup:
         return missing
 
     def request(self, ids: Ids, **own: int | str) -> tuple[Request, AnswerConfig]:
-        """What to ask for so that a document is computed and kept, and what its answer must know."""
+        """The request that computes and stores a document, and what its answer must know."""
         context_prefix = self._chunks.context_prefix
-        prompt = (
-            *context_prefix,
-            *ids,
-            ids[-1],
-        )  # a prompt computes its last token, so the document's own are all reused
+        prompt = (*context_prefix, *ids, ids[-1])  # a prompt computes its last token: the document's are all reused
         request = Request(
             prompt,
             tenant=self.tenant,
@@ -104,17 +100,17 @@ class DocumentWarmup:
         return request, AnswerConfig(self._model.tokenizer, SamplingParams(), frozenset(), len(prompt))
 
     def watch(self, ids: Ids, job: Job) -> None:
-        """See how far a document is."""
+        """Report how far a document is computed."""
         blend_progress = job.first.sample.blend_progress
         if blend_progress is not None and blend_progress.begun:
-            self._tell(ids, max(self._done[ids], len(ids) - max(1, blend_progress.left)))
+            self._report(ids, max(self._done[ids], len(ids) - max(1, blend_progress.left)))
 
     def finished(self, ids: Ids) -> None:
-        """A document is there."""
-        self._tell(ids, len(ids))
+        """A document is stored."""
+        self._report(ids, len(ids))
 
     def results(self) -> list[StoredDocument]:
-        """What became of each document; of equal ones only the first was computed."""
+        """The state of each document; of equal ones only the first was computed."""
         seen: set[Ids] = set(self._found)
         made = []
         for ids in self._documents:
@@ -122,11 +118,11 @@ class DocumentWarmup:
             seen.add(ids)
         return made
 
-    def _tell(self, ids: Ids, tokens: int) -> None:
+    def _report(self, ids: Ids, tokens: int) -> None:
         self._done[ids] = tokens
         done = sum(self._done.values())
-        if self._on_progress is not None and done != self._told:
-            self._told = done
+        if self._on_progress is not None and done != self._reported:
+            self._reported = done
             self._on_progress(done, sum(map(len, self._unique)))
 
     def _read(self, index: int, text: Prompt) -> Ids:
@@ -134,7 +130,7 @@ class DocumentWarmup:
 
 
 def _alone(model: Model, chosen: AdapterChoice) -> Adapter:
-    """What computes documents; before the tokens that switch an adapter on, that is the base model."""
+    """The adapter of documents; the base model where an adapter begins only at certain tokens."""
     if chosen.which is None:
         return Base()
     adapters = model.executor.adapters

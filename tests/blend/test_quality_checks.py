@@ -24,7 +24,7 @@ from kvilt.config import EngineConfig, GateConfig
 from kvilt.engine.counters import PROMPT_TOKENS, SUCCESS
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
-from kvilt.engine.quality_checks import AGREEMENTS, DROPPED, FALLBACKS, KL, RATIO, SAMPLED, STRIDE_TOKENS
+from kvilt.engine.quality_checks import AGREEMENTS, DROPPED, FALLBACKS, KL, MAX_STEP_TOKENS, RATIO, SAMPLED
 from kvilt.engine.request import Request
 from kvilt.errors import Draining
 from kvilt.executor.executor import Executor
@@ -55,7 +55,7 @@ def make(
     store: Store,
     config: GateConfig | None,
     path: Path | None = None,
-    relieve: Callable[[bool], bool] | None = None,
+    reclaim: Callable[[bool], bool] | None = None,
     **own: Any,
 ) -> Engine:
     executor.prefixes.clear()
@@ -63,7 +63,7 @@ def make(
     if config is not None:
         file = CertificateFile(path) if path is not None else None
         gate = QualityGate(config, lambda: executor.pool.identity().model, file)
-    return Engine(executor, EngineConfig(**own), chunks=always(ChunkCache(executor, store)), gate=gate, relieve=relieve)
+    return Engine(executor, EngineConfig(**own), chunks=always(ChunkCache(executor, store)), gate=gate, reclaim=reclaim)
 
 
 def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
@@ -295,7 +295,7 @@ def test_comparisons_wait_for_prompts_and_go_on_beside_decodes(executor: Executo
     executor.run = watched  # type: ignore[method-assign, assignment]
     try:
         engine.step()
-        assert batches == [[1, STRIDE_TOKENS]]  # a row of the comparison beside a decode
+        assert batches == [[1, MAX_STEP_TOKENS]]  # a row of the comparison beside a decode
         late = Ear()
         engine.add(engine.prepare(Request(tokens(300, 9), SamplingParams(max_tokens=3, temperature=0.0)), late))
         assert engine.requests == 2
@@ -304,7 +304,7 @@ def test_comparisons_wait_for_prompts_and_go_on_beside_decodes(executor: Executo
             engine.step()
         assert batches == [[1, 127], [1, 127], [1, 46]]  # all of the budget is the prompt's
         assert [sample.request for sample in engine.view("").samples] == [
-            track.sample.request for track in engine._seqs.values() if not track.job.request.background
+            seq.sample.request for seq in engine._seqs.values() if not seq.job.request.background
         ]
         settle(engine)
     finally:
@@ -365,7 +365,7 @@ def test_few_pages_are_everybody_elses(tmp_path: Path, store: Store, pages: int)
             asked.append(pinned)
             return False
 
-        engine = make(executor, store, config, relieve=relief, step_tokens=64, max_rows=8)
+        engine = make(executor, store, config, reclaim=relief, step_tokens=64, max_rows=8)
         params = SamplingParams(max_tokens=40, temperature=0.0)
         ears = [put(engine, RIGHT, recipe(0.2), params=params) for _ in range(2)]
         ears += [ask_start(engine, one) for one in asks(2, seed=8, longest=90)]
@@ -431,7 +431,7 @@ def test_a_comparison_that_fails_is_nobody_elses_failure(
     run = executor.run
 
     def broken(batch: Batch) -> object:
-        if any(len(row.positions) == STRIDE_TOKENS for row in batch.rows):
+        if any(len(row.positions) == MAX_STEP_TOKENS for row in batch.rows):
             raise RuntimeError("no")
         return run(batch)
 

@@ -78,7 +78,7 @@ def test_others_go_on_while_documents_are_looked_up(
         assert plain.tokens[0] == PLAIN.alone(executor)
         assert not slow.tokens[0]
         assert not engine.ready
-        assert engine.patience_s is not None
+        assert engine.wait_timeout_s is not None
         tier.reads.set()
         run(engine, lambda: slow.over)
         assert slow.tokens[0] == expected[recipe.name]
@@ -159,7 +159,7 @@ def test_an_abort_while_waiting_leaves_nothing_behind(executor: Executor, tier: 
         engine.abort("slow")
         engine.step()
         assert slow.reasons == ["cancelled"]
-        assert engine.patience_s is None
+        assert engine.wait_timeout_s is None
         executor.prefixes.clear()
         assert executor.pool.usage().used == 0
         tier.reads.set()

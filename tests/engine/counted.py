@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from kvilt.engine.plan import PrefixHit, Sample, StepPlan, Work
-from kvilt.engine.scheduler import Advance, Scheduler, StepLimits
+from kvilt.engine.schedule_state import StepLimits
+from kvilt.engine.scheduler import Advance, Scheduler
 
 
 def keys_of(text: Sequence[int], size: int) -> list[bytes]:
@@ -218,7 +219,7 @@ class Kitchen:
     def free(self) -> int:
         return self.pages.takeable
 
-    def relieve(self) -> bool:
+    def reclaim(self) -> bool:
         if not self.kept:
             return False
         self.pages.free += self.kept.pop()

@@ -126,8 +126,8 @@ def run(engine: Engine, done: Callable[[], bool]) -> None:
     while not done():
         wake.clear()
         if not engine.step() and not done() and not engine.ready:
-            assert engine.patience_s is not None, "nobody waits, and nobody goes on"
-            wake.wait(engine.patience_s)
+            assert engine.wait_timeout_s is not None, "nobody waits, and nobody goes on"
+            wake.wait(engine.wait_timeout_s)
         assert time.monotonic() < end_s, "this takes too long to be only slow"
 
 

@@ -195,7 +195,7 @@ def test_prompts_are_scored_whole_streamed_and_behind_handles(llm: LLM, play: Ca
             assert (await model.kv.info(handle.id)).resident == resident
             continued_tokens = await model.generate(ids[50:], kv=handle.id, max_tokens=0, prompt_logprobs=2)
             assert continued_tokens.prompt_logprobs == [None] * 50 + whole[50:]
-            model._handles.relieve(True)
+            model._handles.evict_one(True)
         await model.kv.delete(handle.id)
         turn = await model.kv.create(messages=QUESTION)
         chat = await model.chat(QUESTION, SHORT, kv=turn.id, prompt_logprobs=0)
@@ -349,7 +349,7 @@ def test_a_reader_who_does_not_read_holds_up_only_itself(executor: Executor, pla
         await anext(slow)
         for _ in range(3):
             assert len((await model.generate("Hello", max_tokens=40, ignore_eos=True)).token_ids) == 40
-        drawn = len(slow._outlet.answer.samples[0].token_ids)
+        drawn = len(slow._token_stream.answer.samples[0].token_ids)
         assert drawn <= 10, "the queue is bounded"
         rest = [delta async for delta in slow]
         assert len([delta for delta in rest if delta.token is not None]) == 199
@@ -480,9 +480,9 @@ def test_the_verbs_of_handles(executor: Executor, play: Callable[..., None], tmp
         assert await model.kv.save(made.id, tmp_path / "kv") > 0
         back = await model.kv.restore(tmp_path / "kv")
         assert back.tokens == 50
-        model._handles.relieve(True)
-        model._handles.relieve(True)
-        model._handles.relieve(True)
+        model._handles.evict_one(True)
+        model._handles.evict_one(True)
+        model._handles.evict_one(True)
         assert not (await model.kv.info(made.id)).resident
         slow = await model.generate([6], SHORT, kv=made.id)
         assert slow.usage.cached_tokens == 32, "whole pages are found by their tokens"
@@ -509,11 +509,11 @@ def test_saving_a_handle_that_gives_way_meanwhile_saves_it(
         made = await model.kv.create([5] * 50)
         await model.kv.save(made.id, tmp_path / "kv")
         if not resident:
-            assert model._handles.relieve(True)
+            assert model._handles.evict_one(True)
         write, relieved = model._handles.write, []
 
         def write_late(*args: Any) -> int:
-            relieved.append(model._handles.relieve(True))
+            relieved.append(model._handles.evict_one(True))
             return write(*args)
 
         monkeypatch.setattr(model._handles, "write", write_late)

@@ -307,14 +307,14 @@ def test_without_room_a_request_fails_with_a_name_and_the_next_one_runs(executor
 def test_whoever_can_free_pages_is_asked_before_a_request_fails(executor: Executor) -> None:
     taken = [executor.pool.take([PAGES - 1] * len(executor.layout.groups))]
 
-    def relieve(_pinned: bool) -> bool:
+    def reclaim(_pinned: bool) -> bool:
         if not taken:
             return False
         for group, pages in enumerate(taken.pop()):
             executor.pool.drop(group, pages)
         return True
 
-    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), relieve=relieve)
+    engine = Engine(executor, EngineConfig(step_tokens=32, max_rows=8), reclaim=reclaim)
     ear = start(engine, LONG)
     finish(engine)
     assert ear.tokens[0] == LONG.alone(executor)

@@ -12,9 +12,10 @@ from effort import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from kvilt.engine.admission_policy import PATIENCE_STEPS
 from kvilt.engine.fairness import Account, Owners, max_min
 from kvilt.engine.plan import Sample
-from kvilt.engine.scheduler import PATIENCE_STEPS, StepLimits
+from kvilt.engine.schedule_state import StepLimits
 
 SETTINGS = settings(
     max_examples=examples(120), derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -38,7 +39,7 @@ def test_max_min_wastes_nothing_and_gives_each_its_part(total: int, owners: list
     hungry = Owners({owner: account.weight for owner, account in accounts.items()})
     for owner in demands:
         if demands[owner]:
-            hungry.enter(owner)
+            hungry.add_sample(owner)
     rights = hungry.rights(total)
     for owner, units in given_.items():
         assert min(demands[owner], rights.get(owner, 0)) <= units <= demands[owner]
@@ -86,7 +87,7 @@ class Ledger:
         owed: Counter[str] = Counter()
         for owner in owners:
             part = self.weights[owner] / weight
-            own = sorted((one for one in live if one.owner == owner), key=lambda one: (one.left > 1, one.rank))
+            own = sorted((one for one in live if one.owner == owner), key=lambda one: (one.uncomputed > 1, one.rank))
             demand = self._demand(own, limits.max_rows * part, int(self.kitchen.pages.total * part))
             owed[owner] = min(demand, limits.step_tokens * part)  # type: ignore[assignment]
         return owed
@@ -98,7 +99,7 @@ class Ledger:
             used, width = used + -(-(sample.limit + SIZE) // SIZE), width + sample.width
             if used > pages or (tokens and width > rows):
                 break  # what comes next waits for it, as its owner's own order wants it
-            tokens += sample.left
+            tokens += sample.uncomputed
         return tokens * min(1.0, rows)
 
     def check(self) -> int:

@@ -200,7 +200,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_verb(world: World) -> None:
     handles.pin(TENANT, made.id, 50)
     handles.truncate(TENANT, twin.id, 9)
     handles.delete(TENANT, made.id)
-    assert handles.relieve(True)
+    assert handles.evict_one(True)
     assert not handles.flush(0.001)
     disk.gate.set()
     assert handles.flush()
@@ -234,7 +234,7 @@ VERBS: list[Verb] = [
     lambda handles, tenant, name: handles.truncate(tenant, name, 3),
     lambda handles, tenant, name: handles.pin(tenant, name, 30),
     lambda handles, tenant, name: handles.delete(tenant, name),
-    lambda handles, tenant, name: handles.relieve(True),
+    lambda handles, tenant, name: handles.evict_one(True),
     lambda handles, tenant, name: handles.lend(tenant, name),
 ]
 

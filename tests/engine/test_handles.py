@@ -14,7 +14,7 @@ from small import load_small
 from kvilt import Inputs
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import ENGINE_METRICS, HANDLES
-from kvilt.engine.handle import Handle, noted
+from kvilt.engine.handle import Handle, from_note
 from kvilt.engine.handles import Handles
 from kvilt.errors import (
     BlobError,
@@ -191,10 +191,10 @@ def test_pages_are_given_up_for_requests_the_unpinned_first(executor: Executor, 
     one, two, pinned = (handles.keep(t, computed(executor, [n, *TEXT])) for n, t in enumerate("aba"))
     handles.pin("a", pinned.id, 50)
     handles.lend("a", one.id).kv.close()  # type: ignore[union-attr]
-    assert [handles.relieve(False) for _ in range(3)] == [True, True, False]
+    assert [handles.evict_one(False) for _ in range(3)] == [True, True, False]
     assert not handles.info("b", two.id).resident
     assert handles.info("a", pinned.id).resident
-    assert [handles.relieve(True) for _ in range(2)] == [True, False]
+    assert [handles.evict_one(True) for _ in range(2)] == [True, False]
     assert executor.pool.usage().used == 0
     assert list(handles.lend("a", pinned.id).tokens) == [2, *TEXT]
 
@@ -224,7 +224,7 @@ def test_quotas_are_the_owners_whatever_its_salts(executor: Executor, handles: H
 
 def test_quotas_of_an_owner_outlive_the_process() -> None:
     note = Handle(tenant_of(part_of("a", "x")), array("q", [1]), None, 10.0, 0.0).note("n", 0.0, 100.0)
-    back = noted(note, 0.0, 100.0)
+    back = from_note(note, 0.0, 100.0)
     assert back.tenant == tenant_of(part_of("a", "x")) != tenant_of("a")
     assert back.owner == tenant_of("a")
 
@@ -232,7 +232,7 @@ def test_quotas_of_an_owner_outlive_the_process() -> None:
 def test_the_owner_with_the_most_pages_gives_up_first(executor: Executor, handles: Handles) -> None:
     quiet = handles.keep("a", owned(executor, "a", [7, *TEXT]))
     loud = [handles.keep(part_of("b", str(n)), owned(executor, "b", [n, *TEXT])) for n in range(2)]
-    assert handles.relieve(False)
+    assert handles.evict_one(False)
     assert handles.info("a", quiet.id).resident, "though it was used before all others"
     assert not handles.info(part_of("b", "0"), loud[0].id).resident
 
@@ -244,16 +244,16 @@ def test_a_pin_holds_no_more_than_a_fair_share(executor: Executor, handles: Hand
     for one in loud:
         handles.pin("b", one.id, 50)
     with owned(executor, "b", TEXT[:40]):
-        assert handles.relieve(False)
+        assert handles.evict_one(False)
     assert [handles.info("b", one.id).resident for one in loud] == [False, True, True]
     assert handles.info("a", quiet.id).resident
-    assert handles.relieve(False)
+    assert handles.evict_one(False)
     assert not handles.info("a", quiet.id).resident, "within its fair share, what is pinned stays"
 
 
 def test_what_was_computed_again_must_still_fit(executor: Executor, handles: Handles) -> None:
     made = handles.keep("a", computed(executor, TEXT))
-    handles.relieve(True)
+    handles.evict_one(True)
     handles.fill("a", made.id, computed(executor, TEXT[:-1]))
     handles.fill("b", made.id, computed(executor, TEXT))
     handles.fill("a", "gone", computed(executor, TEXT))
@@ -278,8 +278,8 @@ def test_saved_and_restored_by_the_same_tenant_alone(executor: Executor, handles
     for tenant in ("b", ""):
         with pytest.raises(BlobError, match=r"identity\.salt"):
             handles.restore(tenant, tmp_path / "kv")
-    handles.relieve(True)
-    handles.relieve(True)
+    handles.evict_one(True)
+    handles.evict_one(True)
     with pytest.raises(InputError, match="compute it first"):
         handles.save("a", made.id, tmp_path / "kv")
 
@@ -344,7 +344,7 @@ def test_verbs_from_many_threads_leave_nothing_behind(executor: Executor) -> Non
                 loan = handles.lend("a", twin.id)
                 handles.truncate("a", twin.id, 69 - n % 3)
                 if n % 4 == 0:
-                    handles.relieve(True)
+                    handles.evict_one(True)
                 if loan.kv is not None:
                     assert loan.kv.num_entries == 70
                     loan.kv.close()

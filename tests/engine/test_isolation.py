@@ -207,7 +207,7 @@ def heard(ears: Sequence[Ear]) -> list[Any]:
 
 KINDS = {
     "grammar": {"Matcher.fill", "Matcher.accept", "Matcher.fork", "SamplingState.fork"},
-    "scored": {"Scoring.want", "Scoring.tell", "PrefixIndex.insert"},
+    "scored": {"Scoring.want", "Scoring.event", "PrefixIndex.insert"},
     "documents": {"Blending.begin", "Blending.next", "Blending.took", "Blending.report"},
     "drafts": {"NgramDrafter.begin", "PrefixIndex.fork"},
 }

@@ -18,7 +18,8 @@ from kvilt.config import EngineConfig
 from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
-from kvilt.engine.handles import Handles, check_loan
+from kvilt.engine.handle import check_loan
+from kvilt.engine.handles import Handles
 from kvilt.engine.request import Request
 from kvilt.errors import AdapterUnknown, InputError
 from kvilt.executor.executor import Executor
@@ -165,7 +166,7 @@ def test_aborted_and_refused_requests_let_go_of_their_adapter(executor: Executor
     running = ask(engine, TEXT, adapter)
     engine.step()
     assert executor.adapters.find("lora0").users == 1
-    engine.abort(next(iter(engine._jobs)))
+    engine.abort(next(iter(engine._active.jobs)))
     engine.drain_inbox()
     assert running.over
     assert executor.adapters.find("lora0").users == 0
@@ -192,7 +193,7 @@ def test_handles_remember_who_read_their_tokens(executor: Executor, tmp_path: Pa
     info = handles.keep("me", kv)
     assert info.maker == executor.adapters.identity(adapter)
     handles.save("me", info.id, tmp_path / "handle")
-    handles.relieve(pinned=True)  # its KV is gone, its maker is not
+    handles.evict_one(pinned=True)  # its KV is gone, its maker is not
     for handle in (info.id, handles.restore("me", tmp_path / "handle").id, handles.fork("me", info.id).id):
         loan = handles.lend("me", handle)
         if loan.kv is not None:
@@ -215,7 +216,7 @@ def test_a_handle_of_an_activated_adapter_is_the_base_models_before_its_invocati
     executor.prefill(TEXT, kv, adapter.adapter_id)
     info = handles.keep("", kv)
     assert info.maker.endswith(" from 70")
-    handles.relieve(pinned=True)
+    handles.evict_one(pinned=True)
     assert handles.truncate("", info.id, 70).maker == "base"
     check_loan(handles.lend("", info.id), Base(), executor.adapters)
     handles.close()

@@ -278,7 +278,7 @@ def test_others_go_on_while_a_prompt_is_looked_for(executor: Executor, tier: She
         assert plain.tokens[0] == short.alone(executor)
         assert not slow.tokens[0]
         assert not engine.ready
-        assert engine.patience_s is not None
+        assert engine.wait_timeout_s is not None
         tier.reads.set()
         run(engine, lambda: slow.over)
         assert slow.tokens[0] == WARM.alone(executor)
@@ -351,7 +351,7 @@ def test_an_abort_while_looking_lets_others_go_on(executor: Executor, tier: Shel
         while engine.ready:
             engine.step()
         assert first.reasons == ["cancelled"]
-        assert engine.patience_s is not None  # the second looks for itself now
+        assert engine.wait_timeout_s is not None  # the second looks for itself now
         tier.reads.set()
         run(engine, lambda: second.over)
         assert second.tokens[0] == WARM.alone(executor)
@@ -448,7 +448,7 @@ def test_a_close_in_the_middle_of_a_lookup(executor: Executor, tier: Shelfware) 
         engine.fail_all(RuntimeError("over"))
         engine.close()
         assert ear.reasons == ["error"]
-        assert engine.patience_s is None
+        assert engine.wait_timeout_s is None
         tier.reads.set()
         until(lambda: store.flush(1))
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvilt.engine import scheduler as module
 from kvilt.engine.plan import PrefixHit, Sample
-from kvilt.engine.scheduler import Scheduler, StepLimits
+from kvilt.engine.schedule_state import StepLimits
+from kvilt.engine.scheduler import Scheduler
 from kvilt.errors import ParamError
 
 SETTINGS = settings(
@@ -277,7 +278,7 @@ def test_who_waits_for_a_beginning_waits_for_nobody_who_gave_way() -> None:
     waiter = here.add("b", [1] * 16, 2)
     gone: list[tuple[str, bool]] = []
     while here.scheduler.ready:
-        waited = waiter.awaits is not None
+        waited = waiter.awaited_page is not None
         gone += [(one.sample.request, waited) for one in here.step().preempted]
     assert ("a", True) in gone, "the one that computed it gave way meanwhile"
     assert here.ended == {
@@ -322,7 +323,7 @@ class Some:
     def free(self) -> int:
         return self.pages
 
-    def relieve(self) -> bool:
+    def reclaim(self) -> bool:
         return False
 
     def hit(self, sample: Sample, most: int) -> PrefixHit:

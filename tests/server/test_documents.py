@@ -448,7 +448,7 @@ def test_a_handle_says_the_same_whether_its_kv_is_here_or_not(start: Start, exec
             assert http.get(f"/v1/kv/{made['id']}").json()["resident"] == resident
             answer = http.post("/v1/completions", json={**SHORT, "prompt": " So", "kv": made["id"]}).json()
             said.append((answer["choices"][0]["text"], answer["usage"]["kvilt"]["recipe"]))
-            server.llm._handles.relieve(True)
+            server.llm._handles.evict_one(True)
             executor.prefixes.clear()
         assert said == [(said[0][0], "exact")] * 2
 
