@@ -189,6 +189,7 @@ import signal, sys
 from kvilt.cli.main import main
 from kvilt.llm import LLM
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs with interrupts ignored
 honest, calls = LLM.warm, []
 
 def warm(self, documents, *, on_progress, **own):
