@@ -72,6 +72,7 @@ def test_down_at_the_start(executor: Executor, expected: list[int], redis_server
             said = answer(executor, store)
             assert (said.tokens, said.made, said.found) == (expected, QUILT.reused, 0)
         assert count(store, "misses_total", reason="down") > 0
+        assert store.flush(300)
         assert count(store, "dropped_total", tier="redis", reason="down") > 0
     redis_server.start()
     recovers(executor, redis_server, expected)
