@@ -21,7 +21,7 @@ import torch
 
 import kvilt
 from kvilt.batch import Adapter, Base, Batch, Ids, Row
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.models.adapters import map_shapes
 
 NAMES = {

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import kvilt
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.row import RowImage
 from kvilt.ops.contract import KeysValues

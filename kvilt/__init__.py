@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from . import errors as errors
     from .compat.llm_executor import DecoderOnlyLLM as DecoderOnlyLLM
     from .compat.llm_executor import LlmExecutor as LlmExecutor
-    from .executor.executor import Executor as Executor
     from .executor.inputs import Inputs as Inputs
+    from .executor.protocol import Executor as Executor
     from .kv.cache import KVCache as KVCache
     from .llm import LLM as LLM
     from .llm import AsyncLLM as AsyncLLM
@@ -32,7 +32,7 @@ _HOMES = MappingProxyType(
         "AsyncLLM": "llm",
         "LLM": "llm",
         "Completion": "llm",
-        "Executor": "executor.executor",
+        "Executor": "executor.protocol",
         "Inputs": "executor.inputs",
         "LlmExecutor": "compat.llm_executor",
         "DecoderOnlyLLM": "compat.llm_executor",

@@ -13,8 +13,8 @@ from hypothesis import is_hypothesis_test
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.ops.select import BACKENDS
 from kvilt.weights.hub import resolve
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvilt.batch import Batch, Logits
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 
 class Gate(threading.Event):

@@ -56,6 +56,9 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.ops.triton": frozenset({"triton"}),
 }
 STANDARD = sys.stdlib_module_names
+# These see an executor by its protocol, so that another one can stand in its place.
+ABSTRACT = ("engine", "blend", "speculative")
+IMPLEMENTATION = ("kvilt.executor.executor", "kvilt.executor.step_executor", "kvilt.executor.load")
 COUNTING = frozenset(
     {
         "kvilt.engine.scheduler",
@@ -156,6 +159,7 @@ def check_imports(source: Source, known: Mapping[str, Source]) -> Iterator[Viola
             ("pickle", top in UNSAFE),
             ("layers", top == "kvilt" and not may_import(source.name, target)),
             ("third party", top not in ("kvilt", "?") and not may_use(source.name, top)),
+            ("protocol", room(source.name) in ABSTRACT and target in IMPLEMENTATION),
             ("counting", source.name in COUNTING and (top == "torch" or within(target, "kvilt.kv"))),
         ):
             if broken:
@@ -335,6 +339,8 @@ def test_the_package_init_may_import_public_names_lazily() -> None:
         ("kvilt.engine.plan", "from torch import Tensor", "counting"),
         ("kvilt.engine.scheduler", "from ..kv.pool import Pool", "counting"),
         ("kvilt.engine.plan", "def f():\n    from .. import kv", "counting"),
+        ("kvilt.engine.engine", "from ..executor.executor import ModelExecutor", "protocol"),
+        ("kvilt.blend.blender", "def f():\n    from ..executor.load import load_executor", "protocol"),
         ("kvilt.llm", "import typer", "third party"),
         ("kvilt.text.chat", "from rich.console import Console", "third party"),
         ("kvilt.server.app", "import prompt_toolkit", "third party"),

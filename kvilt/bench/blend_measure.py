@@ -22,7 +22,7 @@ from ..blend.blender import Blending
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import REPAIR, BlendPrompt, Recipe
 from ..errors import InputError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..llm import LLM
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from .progress import Track, untracked
 
 CHUNK_TOKENS = 1024

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ParamError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..models.spec import ModelSpec
 from ..ops.native.limits import MachineLimits
 from ..ops.native.limits import measure as measure_limits

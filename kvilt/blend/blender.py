@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
 from ..errors import InputError, StoreMiss
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..store.layer import LayerKV

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import InputError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.identity import Identity
 from ..kv.row import BASE, Token
 from ..store.address import Kind, chunk_address, form_of, token_bytes

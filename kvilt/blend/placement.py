@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..models.spec import RopeSpec
 from ..ops.contract import PageStore, Rotation

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Logits, Nothing, Row
 from ..errors import InputError
-from ..executor.executor import Executor, settled
+from ..executor.executor import settled
 from ..executor.inputs import read_ids
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 
 

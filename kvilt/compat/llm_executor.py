@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch import Batch, Logits
 from ..errors import InputError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from .cache_table import CacheInput, CacheTable
 from .exchange import (
     CacheHandle,

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Protocol, TypeVar
 
 from ..errors import InputError, NumericsError, PoolExhausted
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from .counters import Counters
 from .drafting import Drafting
 from .event import DraftCounts, Ended, PromptProgress, Reason, TokenEvent

@@ -11,8 +11,8 @@ from ..blend.chunk import ChunkCache
 from ..blend.quality_gate import GateDecision, QualityGate
 from ..blend.recipe import BlendPrompt
 from ..errors import InputError, ParamError, TruncateError
-from ..executor.executor import Executor
 from ..executor.lora import check_maker
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys, PrefixScope
 from ..sampling.sampler import SamplingState

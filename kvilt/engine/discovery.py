@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..batch import Adapted, Base
 from ..blend.chunk import ChunkCache
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from .request import Request
 
 

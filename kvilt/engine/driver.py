@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..config import EngineConfig
 from ..errors import Cancelled, Draining, QueueFull, StepHung
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from .engine import Engine
 from .sequence import Job
 

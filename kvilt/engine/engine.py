@@ -17,7 +17,7 @@ from ..blend.chunk import ChunkCache
 from ..blend.quality_gate import QualityGate
 from ..config import EngineConfig
 from ..errors import Cancelled, PoolExhausted
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..metrics import Metrics
 from ..store.store import Store
 from .active import ActiveRequests, LoadQueue

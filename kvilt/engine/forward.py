@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch import Batch, Last, Logits, Row, Scores
 from ..errors import NumericsError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..sampling.accept import DraftRun, accept
 from ..sampling.sampler import SamplingState, TokenLogprobs
 from .isolation import INTERRUPTS, contained

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..batch import Adapter
 from ..config import EngineConfig
 from ..errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache, read_file
 from ..kv.codec import describe, pack, unpack
 from ..kv.file import write_whole

@@ -6,7 +6,7 @@ import logging
 
 from ..blend.blender import BlendReport
 from ..errors import ModelClosed
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from .event import Ended, Event
 from .isolation import contained

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from ..errors import StoreMiss
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.identity import Identity
 from ..kv.prefix import EvictedPage
 from ..kv.row import RowImage

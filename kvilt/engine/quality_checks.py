@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..blend.chunk import ChunkCache
-    from ..executor.executor import Executor
+    from ..executor.protocol import Executor
     from .sequence import Job, SequenceState
 
 _log = logging.getLogger(__name__)

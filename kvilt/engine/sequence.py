@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..blend.blender import Blending
 from ..blend.quality_gate import GateDecision
-from ..executor.executor import Executor
 from ..executor.lora import AdapterLease
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys
 from ..sampling.sampler import SamplingState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import PoolExhausted
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from .blending import fork_blending
 from .plan import Sample

@@ -36,6 +36,8 @@ class Inputs:
         return len(self.ids)
 
 
+STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
+
 # One sequence, and what every method of an executor takes: one for a cache of batch 1, a list of them otherwise.
 RowLike = Inputs | Sequence[int] | Tensor
 InputsLike = RowLike | Sequence[RowLike]

@@ -20,12 +20,12 @@ from ..ops.select import check_name as check_backend
 from ..ops.select import select
 from ..quant.formats import FORMATS
 from ..weights.source import Checkpoint, TensorSource, open_checkpoint
-from .executor import Executor
+from .executor import ModelExecutor
 
 PAGE_TOKENS = 32
 
 
-def load_executor(path: Path, config: RunConfig | None = None, progress: Progress | None = None) -> Executor:
+def load_executor(path: Path, config: RunConfig | None = None, progress: Progress | None = None) -> ModelExecutor:
     """An executor for the checkpoint at `path`."""
     checkpoint = open_checkpoint(path)
     try:
@@ -35,7 +35,7 @@ def load_executor(path: Path, config: RunConfig | None = None, progress: Progres
         raise
 
 
-def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None) -> Executor:
+def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None) -> ModelExecutor:
     """An executor for an open checkpoint, which it closes in the end."""
     threads = config.threads or env_threads()
     if threads:
@@ -57,7 +57,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
-    return Executor(
+    return ModelExecutor(
         decoder,
         pool,
         max_context,

@@ -30,7 +30,7 @@ from ..engine.handles import Handles
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import StepHung
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..metrics import Metrics

@@ -14,8 +14,8 @@ from ..blend.chunk import ChunkCache
 from ..blend.recipe import BlendPrompt, Recipe
 from ..config import available_memory_bytes
 from ..errors import ContextOverflow, InputError, ParamError
-from ..executor.executor import Executor
 from ..executor.inputs import read_ids
+from ..executor.protocol import Executor
 from ..metrics import Metrics
 from ..store.store import Store
 from ..store.tier import Budget

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config import DEFAULT_MODEL, EngineConfig, GateConfig, RunConfig, parse_bytes
 from ..errors import ParamError
-from ..executor.executor import Executor
 from ..executor.load import build_executor
+from ..executor.protocol import Executor
 from ..models.families.registry import recognise
 from ..ops.select import check_name as check_backend
 from ..speculative.drafter import Drafter

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from ..errors import ParamError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..sampling.params import MAX_DRAFT_TOKENS
 from ..speculative.drafter import Drafter
 from ..speculative.model import ModelDrafter

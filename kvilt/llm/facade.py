@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import InputError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams

@@ -12,8 +12,8 @@ from ..blend.chunk import ChunkCache
 from ..blend.recipe import Recipe
 from ..engine.request import Request, new_id
 from ..errors import ContextOverflow, InputError, ParamError
-from ..executor.executor import Executor
 from ..executor.inputs import read_ids
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..blend.certificate import CertificateFile
 from ..blend.quality_gate import QualityGate
 from ..config import GateConfig
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..store.store import Store
 
 _NAME = "certificates.json"

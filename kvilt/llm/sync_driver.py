@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from ..engine.engine import Engine
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 
 _POLL_S = 0.05  # a thread that waits for a store looks this often whether another one has a request
 

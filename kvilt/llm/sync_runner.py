@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..engine.engine import Engine
 from ..engine.sequence import Job
 from ..errors import Cancelled, InputError, ParamError
-from ..executor.executor import Executor
+from ..executor.protocol import Executor
 from ..sampling.params import SamplingParams
 from .answer import Answer
 from .completion import Completion, Stream, TextPiece

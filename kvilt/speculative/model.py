@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..batch import Batch, Ids, Last, Nothing, Row
 from ..errors import Cancelled, KviltError, PoolExhausted, TruncateError
-from ..executor.executor import STEP_TOKENS, Executor
+from ..executor.inputs import STEP_TOKENS
+from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..sampling.accept import depends_on_history
 from ..sampling.sampler import SamplingState

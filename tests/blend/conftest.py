@@ -10,8 +10,8 @@ from stores import _redis, proxy, redis_server, small_disk  # noqa: F401 (fixtur
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 

@@ -11,7 +11,7 @@ from kvilt.batch import Batch, Ids, Last, Nothing, Row
 from kvilt.blend.blender import Blending
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget

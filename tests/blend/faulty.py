@@ -14,7 +14,7 @@ from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store, StoreLimits
 

@@ -22,8 +22,8 @@ from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.blend.selection import FAR_TOKENS
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, InputError, StoreMiss
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
 from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope

@@ -12,7 +12,7 @@ import kvilt
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.errors import ModelNotFound, ParamError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM
 from kvilt.text.tokenizer import Tokenizer
 

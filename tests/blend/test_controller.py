@@ -11,7 +11,7 @@ from small import load_small
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.controller import LoadMeter
 from kvilt.blend.recipe import BlendPrompt, Recipe
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 QUILT = BlendPrompt.of([tokens(10, 1), tokens(40, 2), tokens(60, 3), tokens(5, 4)], [False, True, True, False])
 

@@ -19,7 +19,7 @@ from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended
 from kvilt.engine.request import Request
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store

@@ -11,8 +11,8 @@ from tiny import write_tiny
 
 from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig, RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store

@@ -21,7 +21,7 @@ from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.errors import InputError, ParamError, PoolExhausted
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvilt.blend.recipe import Recipe
 from kvilt.errors import InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM, Completion
 from kvilt.text.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.key_rotation import rotations
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.models.spec import RopeSpec
 from kvilt.ops.contract import KeysValues
 

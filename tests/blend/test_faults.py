@@ -13,8 +13,8 @@ from tiny import write_tiny
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget

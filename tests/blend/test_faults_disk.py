@@ -16,8 +16,8 @@ from faulty import PATIENT, QUILT, answer, count, healthy
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.store.disk import Disk
 from kvilt.store.files import FileSystem
 from kvilt.store.store import Store

@@ -14,8 +14,8 @@ from stores import Proxy, Server
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.store.redis import Redis
 from kvilt.store.store import Store, StoreLimits
 from kvilt.store.tier import Budget

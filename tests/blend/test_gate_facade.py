@@ -15,8 +15,8 @@ from kvilt.cli.options import SERVER
 from kvilt.cli.serve import gate_of
 from kvilt.config import EngineConfig, GateConfig, RunConfig
 from kvilt.engine.quality_checks import DROPPED
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store

@@ -27,7 +27,7 @@ from kvilt.engine.engine import Engine
 from kvilt.engine.quality_checks import AGREEMENTS, DROPPED, FALLBACKS, KL, MAX_STEP_TOKENS, RATIO, SAMPLED
 from kvilt.engine.request import Request
 from kvilt.errors import Draining
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.metrics import Counter, Gauge
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store

@@ -21,7 +21,7 @@ from kvilt.blend.recipe import BlendPrompt, Recipe, Span
 from kvilt.blend.repair import DOUBT, LEAST, REACH, RUN, KVRepair, runs
 from kvilt.blend.row_stage import RowStage
 from kvilt.errors import InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.ops.contract import Interpolation, PageStore
 from kvilt.store.layer import LayerKV
 

@@ -8,7 +8,7 @@ import torch
 from kvilt.batch import Batch, Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Row, UnrotatedKV
 from kvilt.blend.key_rotation import rotations
 from kvilt.errors import InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.models.spec import RopeSpec
 

@@ -15,7 +15,7 @@ from stores import Shelfware
 from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig
 from kvilt.errors import AdapterUnknown, InputError, ParamError, QueueFull
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM, StoredDocument
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store, StoreLimits

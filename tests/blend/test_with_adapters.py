@@ -15,7 +15,7 @@ from kvilt.blend.blender import Blending
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.errors import InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 
 SYSTEM, QUESTION = tokens(37, 1), [7, 3, *tokens(8, 5)]

@@ -22,7 +22,7 @@ from kvilt.cli.chat_record import ChatTurn, chat_path, ids_of, read_record, save
 from kvilt.cli.conversation import Conversation
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, ContextOverflow, InputError, TemplateError
-from kvilt.executor import executor as executor_module
+from kvilt.executor import step_executor as executor_module
 from kvilt.executor.counters import TOKENS
 from kvilt.executor.load import load_executor
 from tests.text import templates
@@ -244,7 +244,7 @@ def test_an_interrupted_answer_stays_and_the_chat_goes_on_from_it(llm: LLM, piec
 
 def stop_at_layer(chat: Conversation, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """Stop as Ctrl+C does: in the middle of a forward, before the `which`-th layer from here."""
-    observe, seen = executor_module._observe, []
+    observe, seen = executor_module.observe, []
 
     def observed(stop: threading.Event) -> None:
         seen.append(stop)
@@ -252,7 +252,7 @@ def stop_at_layer(chat: Conversation, monkeypatch: pytest.MonkeyPatch, which: in
             chat.stop()
         observe(stop)
 
-    monkeypatch.setattr(executor_module, "_observe", observed)
+    monkeypatch.setattr(executor_module, "observe", observed)
     monkeypatch.setattr(chat.llm.executor._replay, "_recorder", None)  # a replayed step has no layers to be seen
 
 

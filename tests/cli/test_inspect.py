@@ -20,8 +20,8 @@ from kvilt.cli.inspect import cache_facts, checkpoint_facts
 from kvilt.cli.inspect_view import count, plain, size
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 
 kvilt = partial(commands.kvilt, "inspect")
 kvilt_process = partial(commands.kvilt_process, "inspect")

@@ -12,7 +12,7 @@ from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.errors import ContextOverflow
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
 LONG = Ask(tuple(i * 7 % 61 for i in range(70)), SamplingParams(max_tokens=10))

@@ -57,7 +57,7 @@ def alone(executor: Executor, ids: list[int]) -> torch.Tensor:
     """Logits of every position of a prompt that is alone in its forward."""
     with executor.create_kv_cache() as kv:
         kv.reserve(len(ids))
-        return Executor.run(executor, Batch.of([Row(Ids(ids), range(len(ids)), kv, want=Last(len(ids)))])).values
+        return type(executor).run(executor, Batch.of([Row(Ids(ids), range(len(ids)), kv, want=Last(len(ids)))])).values
 
 
 def close(ours: torch.Tensor | None, theirs: torch.Tensor) -> None:

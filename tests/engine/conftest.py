@@ -9,7 +9,7 @@ from small import PAGES, load_small
 
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 
 @pytest.fixture(scope="module", params=["full", "window"])

@@ -15,8 +15,8 @@ from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event, PromptProgress, Scored, TokenEvent
 from kvilt.engine.request import Request
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
 CONTEXT = 512

@@ -31,8 +31,8 @@ from kvilt.errors import (
     QueueFull,
     StepHung,
 )
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm.async_stream import AsyncStream
 from kvilt.llm.token_stream import Notifier, TokenStream
 from kvilt.store.disk import Disk

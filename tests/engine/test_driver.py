@@ -20,7 +20,7 @@ from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event
 from kvilt.engine.request import Request
 from kvilt.errors import Cancelled, Draining, QueueFull, StepHung
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
 ENDLESS = Ask((5, 6, 7), SamplingParams(max_tokens=400))

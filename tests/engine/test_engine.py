@@ -30,7 +30,7 @@ from kvilt.errors import (
     PoolExhausted,
 )
 from kvilt.executor.counters import TOKENS
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.sampling.params import SamplingParams
 

@@ -18,7 +18,7 @@ from kvilt.config import EngineConfig
 from kvilt.engine.counters import ENGINE_METRICS, HANDLES
 from kvilt.engine.handles import Handles
 from kvilt.errors import HandleExpired, HandleLimit, HandleUnknown, KviltError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.metrics import Metrics
 from kvilt.store.disk import Disk

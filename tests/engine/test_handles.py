@@ -27,7 +27,7 @@ from kvilt.errors import (
     ParamError,
     TruncateError,
 )
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.owner import part_of
 from kvilt.metrics import Metrics

@@ -30,7 +30,7 @@ from kvilt.engine.request import Request
 from kvilt.engine.scoring import Scoring
 from kvilt.engine.sequence import Job
 from kvilt.errors import Cancelled, InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.prefix import PrefixIndex
 from kvilt.sampling.constraint import Regex

@@ -13,7 +13,7 @@ from small import CONTEXT, Ask, asks, load_small, start
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import PREEMPTIONS, PREFIX_HITS
 from kvilt.engine.engine import Engine
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 SEEDS = range(24)
 REACHES = {"full": None, "window": 40}

@@ -22,7 +22,7 @@ from kvilt.engine.handle import check_loan
 from kvilt.engine.handles import Handles
 from kvilt.engine.request import Request
 from kvilt.errors import AdapterUnknown, InputError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.speculative.ngram import NgramDrafter
 from kvilt.store.store import Store

@@ -22,8 +22,8 @@ from kvilt.engine.counters import RESTORED
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
 from kvilt.errors import NumericsError, ParamError
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.disk import Disk
 from kvilt.store.store import Store, StoreLimits

@@ -17,7 +17,7 @@ from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended
 from kvilt.errors import NumericsError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.sampler import TokenLogprobs, token_logprobs
 

@@ -10,7 +10,7 @@ from small import PAGES, Ask, asks, finish, start
 
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
 LONG = Ask(tuple(i * 7 % 61 for i in range(90)), SamplingParams(max_tokens=12))

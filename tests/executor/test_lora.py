@@ -17,8 +17,8 @@ from torch import Tensor
 from kvilt.batch import Adapted, Adapter, Base, Batch, Ids, Row
 from kvilt.config import RunConfig
 from kvilt.errors import AdapterUnknown, BlobError, InputError, ModelNotFound, ParamError, WeightError
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store

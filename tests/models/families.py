@@ -28,7 +28,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,

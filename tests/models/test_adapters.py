@@ -22,8 +22,8 @@ from torch import Tensor
 from kvilt.batch import Adapter, Base, Batch, Embeds, Ids, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Unsupported
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.ops.select import BACKENDS
 

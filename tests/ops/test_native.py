@@ -18,8 +18,8 @@ import kvilt
 from kvilt.batch import Batch, Ids, Last, Row
 from kvilt.config import RunConfig
 from kvilt.errors import InputError, Unsupported
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.border import F32Address
 from kvilt.ops.select import select

@@ -12,8 +12,8 @@ import torch
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.threads import one_torch_thread
 

@@ -22,7 +22,7 @@ from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.errors import GrammarFailed, GrammarUnsupported, InputError, NoTokenLeft, ParamError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.constraint import Choice, Constraint, JsonSchema, Lark, Regex
 from kvilt.sampling.grammar import Compiler, GrammarLimits
 from kvilt.sampling.params import SamplingParams

@@ -13,8 +13,8 @@ from running import Running, running
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 
 CONTEXT = 1024

@@ -16,7 +16,7 @@ import openai
 
 from kvilt import AsyncLLM
 from kvilt.config import EngineConfig, GateConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.server.config import ServeConfig
 from kvilt.server.listener import HTTPServer
 from kvilt.server.service import Service

@@ -16,7 +16,7 @@ from running import KEY, QUESTION, Running, until
 
 from kvilt.engine.request import Request
 from kvilt.errors import ParamError
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.server import auth
 from kvilt.server.auth import Caller
 from kvilt.server.config import ServeConfig

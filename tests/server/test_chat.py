@@ -14,7 +14,7 @@ from running import QUESTION, Running
 
 from kvilt import LLM
 from kvilt.config import EngineConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.llm import Delta
 from kvilt.server.openai.message import MessageBuilder
 from kvilt.text.parse import parser_named

@@ -10,7 +10,7 @@ import pytest
 from running import Running, until
 
 from kvilt import LLM
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.server.openai import completions
 from kvilt.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from running import QUESTION, Running, until
 from kvilt import LLM
 from kvilt.blend.recipe import Recipe
 from kvilt.config import EngineConfig, GateConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.server.openai.fields import BlendOptions
 from kvilt.server.openai.params import blend_recipe
 from kvilt.server.openai.schema import ChatRequest

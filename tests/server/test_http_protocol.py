@@ -17,7 +17,7 @@ from running import QUESTION, Running, until
 
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 Start = Callable[..., Any]
 CHAT = {"messages": QUESTION, "max_tokens": 1}

@@ -16,7 +16,7 @@ from running import QUESTION, Running, until
 
 from kvilt import LLM
 from kvilt.config import EngineConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.file import create_temporary
 from kvilt.server.auth import tenant_of_key
 from kvilt.text.tokenizer import Tokenizer

@@ -24,8 +24,8 @@ from tiny import write_tiny
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.errors import StepHung
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]

@@ -13,7 +13,7 @@ from running import QUESTION, Running
 from safetensors.torch import save_file
 
 from kvilt import LLM
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.text.tokenizer import Tokenizer
 
 Start = Callable[..., Any]

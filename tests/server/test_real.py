@@ -11,8 +11,8 @@ from running import Running, running
 
 from kvilt import LLM
 from kvilt.config import RunConfig
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]

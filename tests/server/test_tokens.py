@@ -6,7 +6,7 @@ import pytest
 from running import QUESTION, Running
 
 from kvilt import LLM
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.text.tokenizer import Tokenizer
 
 

@@ -17,7 +17,7 @@ from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.drafting import ACCEPTED, ACCEPTED_AT, DRAFTED, Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Event, TokenEvent
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.metrics import Metrics
 from kvilt.sampling.params import SamplingParams
 from kvilt.speculative.drafter import Drafter

@@ -25,7 +25,7 @@ from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.drafting import ACCEPTED, DRAFTED, Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.request import Request
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.metrics import Metrics
 from kvilt.sampling.constraint import Regex
 from kvilt.sampling.grammar import Compiler

@@ -16,7 +16,7 @@ from kvilt.config import EngineConfig
 from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.speculative.drafter import Draft, DraftContext
 

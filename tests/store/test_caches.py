@@ -11,7 +11,7 @@ import torch
 
 from kvilt.config import RunConfig
 from kvilt.errors import StoreMiss
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.prefix import EvictedPage, PrefixIndex
 from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope

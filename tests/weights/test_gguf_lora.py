@@ -14,8 +14,8 @@ from tiny import HIDDEN, LAYERS, write_tiny
 
 from kvilt.config import RunConfig
 from kvilt.errors import KviltError, ModelNotFound, Unsupported, WeightError
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.weights.gguf_lora import open_gguf_lora
 
 Q0 = "blk.0.attn_q.weight"

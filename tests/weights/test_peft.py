@@ -14,8 +14,8 @@ from tiny import write_tiny
 
 from kvilt.config import RunConfig
 from kvilt.errors import KviltError, ModelNotFound, Unsupported, WeightError
-from kvilt.executor.executor import Executor
 from kvilt.executor.load import load_executor
+from kvilt.executor.protocol import Executor
 from kvilt.weights.peft import open_peft, read_config
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

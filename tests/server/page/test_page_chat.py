@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from running import Running, until
 
 from kvilt.config import EngineConfig
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 pytestmark = pytest.mark.needs("chromium")
 

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 from running import Running
 
-from kvilt.executor.executor import Executor
+from kvilt.executor.protocol import Executor
 
 pytestmark = pytest.mark.needs("chromium")
 

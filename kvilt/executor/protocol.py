@@ -1,0 +1,152 @@
+"""What an executor is: `run` computes, and every other call is made of it. The engine imports only this.
+
+`ModelExecutor`, beside it, runs a model in this process; an executor over several devices or machines is another one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..batch import Batch, Logits, Scores
+from ..kv.cache import KVCache
+from ..kv.layout import KVLayout
+from ..kv.pool import PagePool
+from ..kv.prefix import PrefixIndex
+from ..metrics import Metrics
+from ..models.spec import ModelSpec
+from ..sampling.params import SamplingParams
+from ..sampling.sampler import SamplerOutput, SamplingState
+from .inputs import InputsLike
+from .lora import Adapters
+
+
+class Executor(Protocol):
+    """A model ready to run. It remembers no sequence. Concurrent calls wait for each other."""
+
+    metrics: Metrics
+    adapters: Adapters
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """KV that no cache holds any more, for the next sequence with the same tokens."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a sequence may have."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads, as the backend holds them."""
+        ...
+
+    @property
+    def expanded_formats(self) -> tuple[str, ...]:
+        """Packed formats of the checkpoint that the backend has no kernels for, and so holds as float32."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress."""
+        ...
+
+    # The primitive.
+
+    def run(self, batch: Batch) -> Logits:
+        """One forward over the rows of a batch. Commits nothing: the owner of the caches decides that."""
+        ...
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
+        """One token per row of `logits`; the states do not advance."""
+        ...
+
+    def call(self) -> AbstractContextManager[threading.Event]:
+        """Hold the executor for several runs that are one call to `cancel`: it stops the next layer of any of them."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop the call in progress before its next layer, from any thread; does nothing when there is none."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the checkpoint's files, once the call in progress is done. Nothing runs afterwards."""
+        ...
+
+    # Caches.
+
+    def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> KVCache:
+        """An empty cache with this model's layout; `capacity` tokens per row, the context if not given."""
+        ...
+
+    def open_kv_cache(
+        self,
+        path: str | os.PathLike[str],
+        accept_numerics: bool = False,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+    ) -> KVCache:
+        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
+        ...
+
+    # Calls made of `run`.
+
+    def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> None:
+        """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
+        ...
+
+    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> Tensor:
+        """One decode step for the caller's own sampler: float32 logits [batch, vocab] after the input."""
+        ...
+
+    def sample_tokens(
+        self,
+        num_steps: int,
+        inputs: InputsLike,
+        kv: KVCache,
+        lora_id: int | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_scale: float = 1.0,
+    ) -> list[list[int]]:
+        """Up to `num_steps` sampled ids per row, without leaving the executor."""
+        ...
+
+    def score(
+        self,
+        ids: Sequence[int],
+        kv: KVCache | None = None,
+        top: int = 0,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+    ) -> Scores:
+        """Log-probability of every token after the first, with the `top` likeliest beside it."""
+        ...
+
+    # Adapters.
+
+    def load_lora(self, assets: str | os.PathLike[str], name: str | None = None) -> int:
+        """Load an adapter from its PEFT folder and return its id."""
+        ...
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Unload an adapter: new requests do not find it, and it leaves memory when its last user is gone."""
+        ...
+
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        """Adapters, what they take, and the rows each has served."""
+        ...

@@ -1,0 +1,214 @@
+"""The executor's primitive: `run(batch)`, with the caches, adapters and locks it needs.
+
+It owns weights, kernels and the page pool, and remembers no sequence: all of that is in the `KVCache` passed in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Logits
+from ..errors import Cancelled, ContextOverflow, InputError, ModelClosed
+from ..kv.cache import KVCache, positive
+from ..kv.layout import KVLayout
+from ..kv.pool import PagePool
+from ..kv.prefix import PrefixIndex
+from ..metrics import Metrics
+from ..models.decoder import Decoder
+from ..models.spec import ModelSpec
+from ..models.step_adapters import StepAdapters
+from ..sampling.sampler import SamplerOutput, SamplingState, sample
+from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
+from .inputs import check_row
+from .lora import Adapters, mark_rows
+from .replay import Replay
+
+
+class StepExecutor:
+    """Runs the steps of one model. Concurrent calls wait for each other; `cancel` may come from any thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: PagePool,
+        max_context: int,
+        metrics: Metrics | None = None,
+        on_close: Callable[[], None] = lambda: None,
+        lora_memory: int | None = None,
+        expanded_formats: tuple[str, ...] = (),
+    ) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self.prefixes = PrefixIndex(pool)  # KV that no cache holds any more, for the next sequence with the same tokens
+        self._max_context = max_context
+        self.metrics = metrics or Metrics(EXECUTOR_METRICS)
+        self._lock = threading.RLock()
+        self.adapters = Adapters(decoder, lora_memory, self._lock)
+        self._room = min(max_context, pool.tokens)  # tokens a cache may have
+        self._replay = Replay(decoder, pool, self._room)
+        self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
+        self._on_close = on_close
+        self._closed = False
+        self._running: threading.Event | None = None  # set to stop the call in progress
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._pool.layout
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a sequence may have."""
+        return self._max_context
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads, as the backend holds them."""
+        return self._decoder.weight_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress."""
+        return self._running is not None
+
+    # The primitive.
+
+    def run(self, batch: Batch) -> Logits:
+        """One forward over the rows of a batch. Commits nothing: the owner of the caches decides that."""
+        if batch.pool is not self._pool:
+            raise InputError("the caches of this batch belong to another executor")
+        for row in batch.rows:
+            check_row(row, self.spec.vocab_size, self.spec.hidden_size)
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
+            logits = self._replay.run(batch, lambda: observe(stop), step_adapters)
+            if logits is None:
+                logits = self._decoder(batch, lambda _layer: observe(stop), step_adapters)
+        self._count(batch)
+        return logits
+
+    def run_greedy(self, batch: Batch, steps: int, ends: Sequence[Sequence[int]]) -> Tensor | None:
+        """`run` of a decode step, up to `steps` times, each with the likeliest tokens of the last: tokens [runs, rows].
+
+        The same KV and tokens, to the bit, as so many runs with an argmax after each. There must be room for all steps.
+        Stops after the step in which a row draws one of its `ends`. None where the backend cannot repeat this batch.
+        """
+        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
+            drawn = self._replay.sample(batch, steps, ends, lambda: observe(stop), step_adapters)
+        for _ in range(0 if drawn is None else len(drawn)):
+            self._count(batch)
+        return drawn
+
+    @contextmanager
+    def _adapted(self, batch: Batch) -> Iterator[StepAdapters | None]:
+        """For the length of a step: the adapters of its rows, which are then named in the rows' caches."""
+        with self.adapters.step(batch.rows, batch.starts) as step_adapters:
+            mark_rows(batch.rows, self.adapters)
+            yield step_adapters
+
+    def _count(self, batch: Batch) -> None:
+        self.metrics.add(STEPS)
+        for name, rows in Counter(self.adapters.name_of(row.adapter) for row in batch.rows).items():
+            self.metrics.add(ROWS, rows, adapter=name)
+        self.metrics.add(TOKENS, batch.num_tokens)
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
+        """One token per row of `logits`; the states do not advance."""
+        with torch.no_grad():
+            return sample(logits, states, positions, self._pool.ops.reductions)
+
+    # Caches and adapters.
+
+    def create_kv_cache(self, batch_size: int = 1, capacity: int | None = None, owner: str = "") -> KVCache:
+        """An empty cache with this model's layout; `capacity` tokens per row, the context if not given.
+
+        Its pages are counted for `owner`.
+        """
+        self._check_open()
+        asked = self._room if capacity is None else positive("capacity", capacity)
+        if asked > self._max_context:
+            raise ContextOverflow(asked, self._max_context)
+        return KVCache(self._pool, batch_size, asked, owner)
+
+    def load_lora(self, assets: str | os.PathLike[str], name: str | None = None) -> int:
+        """Load an adapter from its PEFT folder and return its id."""
+        self._check_open()
+        return self.adapters.load(assets, name)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Unload an adapter: new requests do not find it, and it leaves memory when its last user is gone."""
+        self.adapters.unload(lora_id)
+
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        """Adapters, what they take, and the rows each has served."""
+        adapters, rows = self.adapters, self.metrics.snapshot()[ROWS.name]["series"]
+        every = adapters.all()
+        return {
+            "loaded": len(every),
+            "active": sum(one.users > 0 for one in every),
+            "resident": sum(one.resident for one in every),
+            "bytes": adapters.resident_bytes,
+            "budget_bytes": adapters.budget_bytes,
+            "loads": adapters.loads,
+            "evictions": adapters.evictions,
+            "rows": {series["labels"]["adapter"]: int(series["value"]) for series in rows},
+        }
+
+    # One call at a time.
+
+    @contextmanager
+    def call(self) -> Iterator[threading.Event]:
+        """Hold the executor for several runs that are one call to `cancel`: it stops the next layer of any of them.
+
+        One caller at a time; a call inside a call shares its stop signal.
+        """
+        with self._lock:
+            self._check_open()
+            if self._running is not None:
+                yield self._running
+                return
+            self._running = threading.Event()
+            try:
+                with self._pool.ops.alone():
+                    yield self._running
+            finally:
+                self._running = None
+
+    def cancel(self) -> None:
+        """Stop the call in progress before its next layer; does nothing when there is none."""
+        if (running := self._running) is not None:
+            running.set()
+            self._replay.stop()
+
+    def close(self) -> None:
+        """Let go of the checkpoint's files, once the call in progress is done.
+
+        Nothing runs afterwards and no KV is saved or loaded, since its identity is a hash of those files.
+        """
+        with self._lock:
+            self._closed = True
+            self._pool.close()
+            self._on_close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed()
+
+
+def observe(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Cancelled()
