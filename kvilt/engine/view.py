@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
-from ..kv.prefix import PrefixBranch
+from ..kv.prefix_branches import PrefixBranch
 from .handles import HandleInfo
 from .sequence import SequenceState
 

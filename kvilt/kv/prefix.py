@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,9 @@ from ..ops.contract import KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
-from .prefix_keys import PrefixKeys, PrefixNode, PrefixScope
-from .row import EMBEDDED, EXACT, GONE, HASH_BYTES, CacheRow, RowImage, Token, maker_parts, rows_from_images
+from .prefix_branches import PrefixBranch, PrefixRun, PrefixRuns, branch_of, find_runs
+from .prefix_keys import PrefixKeys, PrefixNode, PrefixScope, tokens_of
+from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, Token, maker_parts, rows_from_images
 
 _log = logging.getLogger(__name__)
 
@@ -42,40 +42,6 @@ class EvictedPage:
     tokens: tuple[Token, ...]
     start: int
     kv: tuple[KeysValues | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRun:
-    """Nodes one after the other, and their counts; their tokens do not change any more."""
-
-    nodes: tuple[PrefixNode, ...]
-    parent: str | None
-    start: int
-    pages: int
-    hits: int
-    caches: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRuns:
-    """The runs of a tenant, parents before children, and how many continuations of them were left out."""
-
-    runs: tuple[PrefixRun, ...]
-    omitted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixBranch:
-    """Known pages one after the other, up to where they branch or end."""
-
-    id: str
-    parent: str | None  # the branch it continues
-    adapter: str
-    start: int  # where its first token stands
-    tokens: tuple[Token, ...]
-    pages: int  # of all groups
-    hits: int  # sequences that found it
-    caches: int  # that hold it now
 
 
 Sink = Callable[[EvictedPage], None]
@@ -117,7 +83,7 @@ class PrefixIndex:
             prefix_keys.node, prefix_keys.placed = (nodes[whole - 1] if whole else None), whole
             for node in nodes[: self._pool.layout.pages_for(length)]:
                 node.hits += 1
-            tokens = self._tokens(nodes)[:length]
+            tokens = tokens_of(nodes, self._size)[:length]
             ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
             embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
@@ -132,37 +98,11 @@ class PrefixIndex:
     def runs(self, salt: str, most: int | None = None) -> PrefixRuns:
         """The same, `most` of them, without their tokens: all that needs the pool's lock."""
         with self._pool.lock:
-            roots = self._roots.get(salt, {}).values()
-            open_ends: deque[tuple[PrefixNode, str | None, int]] = deque((node, None, 0) for node in roots)
-            found: list[PrefixRun] = []
-            while open_ends and (most is None or len(found) < most):
-                node, parent, start = open_ends.popleft()
-                nodes = [node]
-                while len(nodes[-1].children) == 1:
-                    nodes.extend(nodes[-1].children.values())
-                found.append(self._run(tuple(nodes), parent, start))
-                stop = start + len(nodes) * self._size
-                open_ends.extend((child, _name(node), stop) for child in nodes[-1].children.values())
-            return PrefixRuns(tuple(found), len(open_ends))
+            return find_runs(self._roots.get(salt, {}).values(), self._pool, most)
 
     def branch(self, run: PrefixRun) -> PrefixBranch:
         """A run with its tokens; needs no lock."""
-        first = run.nodes[0]
-        tokens = tuple(self._tokens(run.nodes))
-        return PrefixBranch(
-            _name(first), run.parent, first.scope.adapter, run.start, tokens, run.pages, run.hits, run.caches
-        )
-
-    def _run(self, nodes: tuple[PrefixNode, ...], parent: str | None, start: int) -> PrefixRun:
-        first = [(group, page) for group, page in enumerate(nodes[0].pages) if page != GONE]
-        return PrefixRun(
-            nodes=nodes,
-            parent=parent,
-            start=start,
-            pages=sum(page != GONE for node in nodes for page in node.pages),
-            hits=nodes[0].hits,
-            caches=max((self._pool.caches(group, page) for group, page in first), default=0),
-        )
+        return branch_of(run, self._size)
 
     def _walk(self, prefix_keys: PrefixKeys) -> list[PrefixNode]:
         """The nodes of a sequence from its beginning on, each compared token by token."""
@@ -321,18 +261,6 @@ class PrefixIndex:
                 table[at] = known
                 row.version += 1
 
-    def _tokens(self, nodes: Sequence[PrefixNode]) -> list[Token]:
-        """The tokens of consecutive nodes."""
-        tokens: list[Token] = []
-        for node in nodes:
-            ids: array[int] = array("q")
-            ids.frombytes(node.content[: self._size * ids.itemsize])
-            hashes = iter(range(self._size * ids.itemsize, len(node.content), HASH_BYTES))
-            tokens += [
-                node.content[(at := next(hashes)) : at + HASH_BYTES] if token == EMBEDDED else token for token in ids
-            ]
-        return tokens
-
     # Forgetting.
 
     def forget(self, prefix_keys: PrefixKeys) -> None:
@@ -380,7 +308,7 @@ class PrefixIndex:
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         kv = tuple(self._read(group, page) for group, page in enumerate(node.pages))
-        return EvictedPage(node.scope, tuple(self._tokens(path[::-1])), (len(path) - 1) * self._size, kv)
+        return EvictedPage(node.scope, tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size, kv)
 
     def _read(self, group: int, page: int) -> KeysValues | None:
         if page == GONE:
@@ -413,11 +341,6 @@ class PrefixIndex:
         node.pages[group] = GONE
         del self._owners[group][page]
         self._pool.unkeep(group, page)
-
-
-def _name(node: PrefixNode) -> str:
-    """What the branch that begins with a node is called."""
-    return node.key[:16].hex()
 
 
 def _is_child(node: PrefixNode, parent: PrefixNode | None, content: bytes, scope: PrefixScope) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .owner import owner_of
-from .row import made_by
+from .row import EMBEDDED, HASH_BYTES, Token, made_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,19 @@ class PrefixNode:
     hits: int = 0  # sequences that began with it
     alive: bool = True
     sent: int = 0  # groups whose pages were there when the node was last given to the sink of evicted pages
+
+
+def tokens_of(nodes: Sequence[PrefixNode], page_tokens: int) -> list[Token]:
+    """The tokens of consecutive nodes."""
+    tokens: list[Token] = []
+    for node in nodes:
+        ids: array[int] = array("q")
+        ids.frombytes(node.content[: page_tokens * ids.itemsize])
+        hashes = iter(range(page_tokens * ids.itemsize, len(node.content), HASH_BYTES))
+        tokens += [
+            node.content[(at := next(hashes)) : at + HASH_BYTES] if token == EMBEDDED else token for token in ids
+        ]
+    return tokens
 
 
 class PrefixKeys:

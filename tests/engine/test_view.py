@@ -11,6 +11,7 @@ from small import PAGES, Ask, asks, finish, start
 from kvilt.config import EngineConfig
 from kvilt.engine.engine import Engine
 from kvilt.executor.protocol import Executor
+from kvilt.kv import prefix_branches
 from kvilt.sampling.params import SamplingParams
 
 LONG = Ask(tuple(i * 7 % 61 for i in range(90)), SamplingParams(max_tokens=12))
@@ -103,13 +104,13 @@ def test_a_view_holds_the_pool_only_to_count(
     for tenant in ("", "other"):
         start(engine, LONG, tenant=tenant)
         finish(engine)
-    read, tokens = [], executor.prefixes._tokens
+    read, tokens = [], prefix_branches.tokens_of
 
-    def reading(nodes: Any) -> Any:
+    def reading(nodes: Any, page_tokens: int) -> Any:
         read.append((len(nodes), executor.pool.lock._is_owned()))
-        return tokens(nodes)
+        return tokens(nodes, page_tokens)
 
-    monkeypatch.setattr(executor.prefixes, "_tokens", reading)
+    monkeypatch.setattr(prefix_branches, "tokens_of", reading)
     (branch,) = engine.view("").prefixes
     assert read == [(len(branch.tokens) // executor.layout.page_tokens, False)]
     assert engine.view("nobody").prefixes == ()

@@ -14,7 +14,7 @@ from ...engine.handles import HandleInfo
 from ...engine.view import EngineView
 from ...errors import HandleError
 from ...kv.owner import owner_of
-from ...kv.prefix import PrefixBranch
+from ...kv.prefix_branches import PrefixBranch
 from ...llm import AsyncLLM
 from ...llm.offload import INSPECT, Offload
 
