@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .mutate import mutated
@@ -116,7 +117,8 @@ def inputs(target: Target, corpus: Path | None) -> list[bytes]:
 
 def _changed(target: Target, data: bytes, pool: Sequence[bytes], dice: random.Random, most: int) -> bytes:
     if target.mutate is not None and dice.random() < 1 / 3:
-        return target.mutate(data, dice)[:most]
+        with suppress(RecursionError):  # a value nested too deeply to be copied is changed as bytes
+            return target.mutate(data, dice)[:most]
     return mutated(data, pool, target.words, dice, most)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_what_escapes_is_kept_and_can_be_tried_again(tmp_path: Path, capsys: pyt
     assert f"--replay {kept.parent}" in capsys.readouterr().out
     with pytest.raises(KeyError):
         check(kept.read_bytes())
+
+
+def test_what_a_target_cannot_change_is_changed_as_bytes(tmp_path: Path) -> None:
+    """A value nested too deeply to be copied must not end the worker."""
+
+    def mutate(data: bytes, dice: random.Random) -> bytes:
+        raise RecursionError
+
+    target = Target("deep", lambda data: str(len(data)), lambda: [b"[[1]]"], mutate=mutate)
+    assert len(tried(target, tmp_path, 50).outcomes) > 1
 
 
 def test_an_input_that_takes_too_long_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
