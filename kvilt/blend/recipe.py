@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
-from ..errors import ParamError
+from ..errors import ParamError, warn_renamed
 
 Strategy = Literal["deviation", "head", "query"]
 REPAIR = 0.8
@@ -48,7 +47,7 @@ class Recipe:
 
     def __post_init__(self, mend: float | None) -> None:
         if mend is not None:
-            warnings.warn("Recipe(mend=...) is called Recipe(repair=...) now", DeprecationWarning, stacklevel=3)
+            warn_renamed("Recipe(mend=...)", "Recipe(repair=...)", stacklevel=3)
             object.__setattr__(self, "repair", mend)
         _share("ratio", self.ratio)
         _share("min_gain", self.min_gain)

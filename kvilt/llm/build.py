@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import DEFAULT_MODEL, EngineConfig, GateConfig, RunConfig, parse_bytes
-from ..errors import ParamError
+from ..errors import ParamError, warn_renamed
 from ..executor.load import build_executor
 from ..executor.protocol import Executor
 from ..models.families.registry import recognise
@@ -102,7 +101,7 @@ def load_async(
 def _renamed(context_prefix: ContextPrefix | None, behind: ContextPrefix | None) -> ContextPrefix | None:
     if behind is None:
         return context_prefix
-    warnings.warn("load(behind=...) is called load(context_prefix=...) now", DeprecationWarning, stacklevel=3)
+    warn_renamed("load(behind=...)", "load(context_prefix=...)", stacklevel=3)
     return behind
 
 

@@ -112,5 +112,6 @@ def test_it_takes_room_that_documents_then_lack(tiny_executor: Executor, tokeniz
 
 
 def test_the_former_name_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match="context_prefix"), pytest.raises(ModelNotFound):
+    with pytest.warns(DeprecationWarning, match="context_prefix") as warned, pytest.raises(ModelNotFound):
         kvilt.load("no-such-model", behind="Be brief.")
+    assert warned[0].filename == __file__  # the line that used the old name

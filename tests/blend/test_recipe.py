@@ -107,8 +107,9 @@ def test_the_meter_reads_the_clock() -> None:
 
 
 def test_the_former_name_of_repair_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match="repair"):
+    with pytest.warns(DeprecationWarning, match="repair") as warned:
         assert Recipe(mend=0.25) == Recipe(repair=0.25)
+    assert warned[0].filename == __file__  # the line that used the old name
     with pytest.warns(DeprecationWarning, match="repair"):
         assert Recipe.of(None, mend=0.25).name == Recipe(repair=0.25).name
     with pytest.warns(DeprecationWarning), pytest.raises(ParamError, match="repair"):
