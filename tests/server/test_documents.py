@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -357,9 +358,21 @@ def test_the_fields_of_blend_are_those_of_a_recipe() -> None:
     assert set(BlendOptions.model_fields) - {"discover", "mend"} <= {field.name for field in dataclasses.fields(Recipe)}
 
 
-def test_the_former_name_of_repair_is_taken() -> None:
+def test_the_former_name_of_repair_is_taken_with_one_warning() -> None:
     body = {"model": "m", "messages": QUESTION, "blend": {"mend": 0.25, "ratio": 0.4}}
-    assert blend_recipe(ChatRequest.model_validate(body)) == Recipe(0.4, repair=0.25)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert blend_recipe(ChatRequest.model_validate(body)) == Recipe(0.4, repair=0.25)
+    (one,) = warned
+    assert one.category is DeprecationWarning
+    assert "blend.repair" in str(one.message)
+
+
+def test_blend_options_without_former_names_warn_of_nothing() -> None:
+    body = {"model": "m", "messages": QUESTION, "blend": {"repair": 0.25, "ratio": 0.4}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert blend_recipe(ChatRequest.model_validate(body)) == Recipe(0.4, repair=0.25)
 
 
 def test_certificates_are_those_of_the_library(start: Start) -> None:

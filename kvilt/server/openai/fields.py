@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from ...errors import warn_renamed
 from ...sampling.constraint import MAX_CHOICES, MAX_TEXT_BYTES
 from ...sampling.params import (
     MAX_BAD_WORDS,
@@ -175,6 +176,12 @@ class BlendOptions(RequestModel):
     gate: bool | None = Field(
         None, description="False: use exactly this recipe, even if quality checks ask for another ratio."
     )
+
+    @model_validator(mode="after")
+    def _warn_of_former_names(self) -> Self:
+        if "mend" in self.model_fields_set:
+            warn_renamed("blend.mend", "blend.repair")
+        return self
 
 
 class GenerationRequest(RequestModel):

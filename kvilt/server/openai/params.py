@@ -183,8 +183,9 @@ def blend_recipe(body: GenerationRequest) -> Recipe | None:
 
 def _recipe_fields(blend: BlendOptions) -> dict[str, Any]:
     """The fields of the recipe that the request sets."""
-    fields = blend.model_dump(exclude_none=True, exclude={"discover", "mend"})
-    return fields if blend.mend is None else {"repair": blend.mend, **fields}
+    fields = blend.model_dump(exclude_none=True, exclude={"discover"})
+    former = fields.pop("mend", None)
+    return fields if former is None else {"repair": former, **fields}
 
 
 def blend_terms(body: GenerationRequest) -> dict[str, Any]:
