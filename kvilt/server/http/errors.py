@@ -142,6 +142,13 @@ def internal_error() -> HTTPError:
     return HTTPError(500, "internal error; the server's log has it under the request's id", code="internal_error")
 
 
+def check_finish_reason(reason: str | None) -> str | None:
+    """The reason as the OpenAI API knows it; raises for a request that the server itself ended."""
+    if reason == "cancelled":
+        raise HTTPError(503, "the request was ended by the server", code="cancelled")
+    return reason
+
+
 def _unavailable(error: StepHung | CompilerFailed | PoolExhausted) -> str:
     """The code of an error that may be gone after a while."""
     match error:

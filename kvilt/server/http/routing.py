@@ -16,7 +16,7 @@ from ..service import Service, caller_of, service_of
 from .body import StrictRequest
 from .errors import ClientDisconnected, http_error_of
 from .responses import cancel_on_disconnect
-from .schema import Error
+from .schema import Error, ResponseModel
 
 
 # These are async because FastAPI runs every other dependency in a thread of its own.
@@ -62,6 +62,12 @@ def error_responses(*more: int) -> dict[int | str, dict[str, Any]]:
 
 GENERATION_ERRORS = error_responses(400, 404, 408, 409, 410, 413, 415, 429)
 BODY_ERRORS = error_responses(400, 404, 408, 413, 415, 429)
+
+
+def generation_responses(model: type[ResponseModel]) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route that generates, for the OpenAPI document: one object, or a stream of events."""
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: {"model": model, "content": stream}, **GENERATION_ERRORS}
 
 
 class NoResponse(Response):

@@ -15,9 +15,9 @@ from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ...text.chat import RenderedChat
 from ..auth import Caller
-from ..http.errors import HTTPError, http_error_of
+from ..http.errors import HTTPError, check_finish_reason, http_error_of
 from ..http.responses import DONE, EventStream, json_response, sse_event
-from ..http.routing import GENERATION_ERRORS, CallerDep, ServiceDep, StrictRoute
+from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
 from ..tracing import trace_request, trace_usage
@@ -248,19 +248,15 @@ class ChatStream:
             yield sse_event({**self._head, "choices": [], "usage": took})
 
 
-def _reason(builder: MessageBuilder, reason: str | None) -> str | None:
-    if reason == "cancelled":
-        raise HTTPError(503, "the request was ended by the server", code="cancelled")
+def _reason(builder: MessageBuilder, given: str | None) -> str | None:
+    reason = check_finish_reason(given)
     return "tool_calls" if reason == "stop" and builder.has_tool_calls else reason
 
 
 router = APIRouter(route_class=StrictRoute, tags=["chat"])
-_OK: dict[int | str, dict[str, Any]] = {
-    200: {"model": ChatCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
 
 
-@router.post("/v1/chat/completions", responses=_OK | GENERATION_ERRORS, response_model=None)
+@router.post("/v1/chat/completions", responses=generation_responses(ChatCompletion), response_model=None)
 async def chat(body: ChatRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Answer a conversation."""
     prepared = await service.llm.offload.run(PROMPT, prepare_chat, service, body, caller, owner=caller.tenant)

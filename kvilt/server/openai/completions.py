@@ -15,9 +15,9 @@ from ...llm import AsyncStream, Completion, Delta, ReadingProgress
 from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ..auth import Caller
-from ..http.errors import HTTPError, http_error_of
+from ..http.errors import HTTPError, check_finish_reason, http_error_of
 from ..http.responses import DONE, EventStream, json_response, sse_event
-from ..http.routing import GENERATION_ERRORS, CallerDep, ServiceDep, StrictRoute
+from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
 from ..tracing import trace_request, trace_usage
@@ -151,14 +151,8 @@ def _choice(service: Service, prepared: PreparedCompletion, place: int, sample: 
     return {
         "text": prepared.texts[place] + sample.text,
         "logprobs": logprobs,
-        "finish_reason": _reason(sample.finish_reason),
+        "finish_reason": check_finish_reason(sample.finish_reason),
     }
-
-
-def _reason(reason: str | None) -> str | None:
-    if reason == "cancelled":
-        raise HTTPError(503, "the request was ended by the server", code="cancelled")
-    return reason
 
 
 async def open_streams(service: Service, prepared: PreparedCompletion) -> list[AsyncStream]:
@@ -246,7 +240,12 @@ class CompletionStream:
         logprobs = self._logprobs[index].take_new() if self._prepared.body.logprobs is not None else None
         if not text and delta.finish_reason is None and delta.logprobs is None:
             return None
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(delta.finish_reason)}
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": check_finish_reason(delta.finish_reason),
+        }
         return self._chunk({**choice, **more})
 
     def _begun(self, place: int, index: int) -> str:
@@ -316,12 +315,9 @@ async def merge_streams(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[
 
 
 router = APIRouter(route_class=StrictRoute, tags=["completions"])
-_OK: dict[int | str, dict[str, Any]] = {
-    200: {"model": TextCompletion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
 
 
-@router.post("/v1/completions", responses=_OK | GENERATION_ERRORS, response_model=None)
+@router.post("/v1/completions", responses=generation_responses(TextCompletion), response_model=None)
 async def completions(body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Continue a prompt, or several."""
     prepared = await service.llm.offload.run(PROMPT, prepare_completion, service, body, caller, owner=caller.tenant)
