@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer as LLTokenizer
 
 STACK_BYTES = 256 << 20
+_STACK_PAUSES_S = (0.001, 0.01, 0.1, 0.5)  # after failures to get a stack
 _STACK_LOCK = threading.Lock()  # the size of stacks is a setting of the process
 _NICE = 5  # a worker gives way to the threads that compute
 
@@ -102,19 +103,31 @@ def _on_large_stack(make: Callable[[], LLMatcher]) -> tuple[LLMatcher, float]:
         except BaseException as error:  # a panic of the library is no Exception
             failed.append(error)
 
-    with _STACK_LOCK:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            worker = threading.Thread(target=run, name="kvilt grammar", daemon=True)
-            worker.start()
-        except RuntimeError:
-            raise LibraryFailed("there is no memory for the stack that compiling needs") from None
-        finally:
-            threading.stack_size(before)
-    worker.join()
+    _start_on_large_stack(run).join()
     if failed:
         raise LibraryFailed(f"the library failed to compile it: {str(failed[0])[:120]}") from failed[0]
     return made[0]
+
+
+def _start_on_large_stack(run: Callable[[], None]) -> threading.Thread:
+    """A thread that runs this; LibraryFailed if there is no memory for its stack.
+
+    `join` returns a moment before the stack of a thread is unmapped. A worker's memory is for one stack, so it tries
+    again for a while.
+    """
+    with _STACK_LOCK:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for pause_s in _STACK_PAUSES_S:
+                try:
+                    thread = threading.Thread(target=run, name="kvilt grammar", daemon=True)
+                    thread.start()
+                    return thread
+                except RuntimeError:
+                    time.sleep(pause_s)
+            raise LibraryFailed("there is no memory for the stack that compiling needs")
+        finally:
+            threading.stack_size(before)
 
 
 # The worker's side.

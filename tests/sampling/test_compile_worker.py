@@ -76,6 +76,24 @@ def test_a_worker_refuses_in_the_same_words(isolated: Compiler, constraint: Cons
     assert errors[0] == errors[1]
 
 
+def test_a_stack_that_is_not_unmapped_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's stack goes a moment after the thread was joined, and a worker has memory for one stack."""
+    honest, refused = threading.Thread.start, 2
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal refused
+        refused -= 1
+        if refused >= 0:
+            raise RuntimeError("can't start new thread")
+        honest(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert takes(byte_compiler().compile(Choice(["yes"])), "yes")
+    refused = 100
+    with pytest.raises(GrammarError, match="no memory for the stack"):
+        byte_compiler().compile(Choice(["yes"]))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_grammar_that_takes_too_much_ends_its_worker_and_nothing_else(isolated: Compiler, name: str) -> None:
     with pytest.raises(GrammarTooLarge, match="simplify it"):
