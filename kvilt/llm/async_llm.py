@@ -314,9 +314,10 @@ class AsyncLLM(Model):
         self, source: PromptSource, params: SamplingParams, terms: RequestTerms, stream_options: StreamOptions
     ) -> TokenStream:
         loop = asyncio.get_running_loop()
-        grammar = await self.grammars.compiled(params.grammar)  # first: a caller that leaves cancels it
+        owner = owner_of(terms.tenant)
+        grammar = await self.grammars.compiled(params.grammar, owner)  # first: a caller that leaves cancels it
         prepare = partial(self._prepare, source, params, terms, loop, stream_options, grammar)
-        token_stream = await self.offload.run(PROMPT, prepare, owner=owner_of(terms.tenant), discard=TokenStream.leave)
+        token_stream = await self.offload.run(PROMPT, prepare, owner=owner, discard=TokenStream.leave)
         self._admit(token_stream)
         return token_stream
 

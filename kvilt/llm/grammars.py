@@ -27,17 +27,22 @@ class Grammars:
         """The grammar of a constraint, if there is one; GrammarError says what is wrong with it."""
         return None if constraint is None else self.compiler.compile(constraint)
 
-    async def compiled(self, constraint: Constraint | None) -> Grammar | None:
-        """`compile` for event loops: a caller that is cancelled ends it, unless others wait for the same grammar."""
+    async def compiled(self, constraint: Constraint | None, owner: str = "") -> Grammar | None:
+        """`compile` for event loops: a caller that is cancelled ends it, unless others wait for the same grammar.
+
+        Grammars of different owners are compiled by turns.
+        """
         if constraint is None:
             return None
         compiler = self._compiler
         if compiler is None:
             compiler = await asyncio.to_thread(self._made)
-        ticket = compiler.begin(constraint)
+        ticket = compiler.begin(constraint, owner)
+        compiling = asyncio.wrap_future(ticket.future)
+        compiling.add_done_callback(_mark_retrieved)
         try:
             # Shielded: to cancel the future itself would be to cancel it for others too.
-            grammar: Grammar = await asyncio.shield(asyncio.wrap_future(ticket.future))
+            grammar: Grammar = await asyncio.shield(compiling)
             return grammar
         finally:
             ticket.leave()
@@ -68,3 +73,9 @@ class Grammars:
                 spelled = [spell(i) for i in range(self._tokenizer.vocab_size)]
                 self._compiler = Compiler(spelled, self._end_ids, isolated=True)
             return self._compiler
+
+
+def _mark_retrieved(compiling: asyncio.Future[Grammar]) -> None:
+    """Read the error, if there is one: asyncio logs those that nothing reads, and a cancelled caller reads none."""
+    if not compiling.cancelled():
+        compiling.exception()

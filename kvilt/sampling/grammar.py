@@ -65,7 +65,7 @@ class GrammarLimits:
     compile_wall_s: float = 10.0  # and by the clock
     compile_bytes: int = 256 << 20
     compilers: int = 2  # worker processes
-    waiting: int = 32  # grammars that wait for them
+    waiting: int = 32  # grammars of one owner that wait for them
     mask_s: float = 0.010  # what masks of one grammar may take on average, in CPU seconds
     mask_credit_s: float = 5.0  # and how far beyond that they may go in all
     replay_s: float = 0.25  # CPU seconds to take in a sample's tokens again, on another lexer
@@ -114,15 +114,18 @@ class Compiler:
         finally:
             ticket.leave()
 
-    def begin(self, constraint: Constraint) -> PendingGrammar[Grammar]:
-        """Start compiling a constraint; an isolated compiler returns at once and compiles in a worker."""
+    def begin(self, constraint: Constraint, owner: str = "") -> PendingGrammar[Grammar]:
+        """Start compiling a constraint; an isolated compiler returns at once and compiles in a worker.
+
+        Owners take turns where grammars wait for a worker.
+        """
         done: Future[Grammar] = Future()
         with self._lock:
             kept = self._grammars.get(constraint)
             if kept is not None:
                 self._grammars.move_to_end(constraint)
         if kept is None and self._queue is not None:
-            return self._queue.submit(constraint)
+            return self._queue.submit(constraint, owner)
         done.set_result(kept or self._keep(Grammar(self, constraint, _checked_text(constraint))))
         return PendingGrammar(done, lambda: None)
 

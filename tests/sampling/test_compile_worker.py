@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grammars import BYTES, END, byte_compiler, takes
@@ -292,6 +294,50 @@ def test_no_more_wait_than_may_and_the_same_grammar_waits_once() -> None:
     desk.queue.close()
 
 
+def test_owners_take_turns_whatever_each_of_them_has_queued() -> None:
+    desk, each = Desk(waiting=10), regexes(9)
+    tickets = [desk.queue.submit(each[0], "many")]
+    desk.running(1)
+    tickets += [desk.queue.submit(one, "many") for one in each[1:6]]
+    tickets += [desk.queue.submit(one, "few") for one in each[6:8]]
+    tickets += [desk.queue.submit(each[8], "one")]
+    desk.go.set()
+    assert [ticket.future.result(HANG_S) for ticket in tickets] == each
+    assert desk.made == [each[i] for i in (0, 1, 6, 8, 2, 7, 3, 4, 5)]
+    desk.queue.close()
+
+
+def test_the_queue_of_one_owner_is_full_for_that_owner_alone() -> None:
+    desk, each = Desk(waiting=2), regexes(30)
+    desk.queue.submit(each[0], "a")
+    desk.running(1)
+    for one in each[1:3]:
+        desk.queue.submit(one, "a")
+    with pytest.raises(GrammarQueueFull, match="2 grammars wait to be compiled and 2 may"):
+        desk.queue.submit(each[3], "a")
+    tickets = [desk.queue.submit(one, f"other {i // 2}") for i, one in enumerate(each[4:18])]
+    with pytest.raises(GrammarQueueFull):  # so many owners cannot fill the memory either
+        desk.queue.submit(each[20], "last")
+    tickets[0].leave()
+    desk.queue.submit(each[20], "last")
+    desk.queue.close()
+
+
+def test_a_grammar_of_two_owners_is_compiled_at_the_first_turn_of_either() -> None:
+    desk, each = Desk(waiting=3), regexes(5)
+    first = desk.queue.submit(each[0], "a")
+    desk.running(1)
+    waits = [desk.queue.submit(one, "a") for one in each[1:4]]
+    own, joined = desk.queue.submit(each[4], "b"), desk.queue.submit(each[3], "b")
+    waits[2].leave()  # its first owner; the other one waits on
+    again = desk.queue.submit(each[0], "b")  # one that runs
+    desk.go.set()
+    tickets = [first, *waits[:2], own, joined, again]
+    assert [ticket.future.result(HANG_S) for ticket in tickets] == [*each[:3], each[4], each[3], each[0]]
+    assert desk.made == [each[0], each[1], each[4], each[2], each[3]]
+    desk.queue.close()
+
+
 def test_a_worker_that_is_done_is_asked_before_another_one_starts() -> None:
     desk = Desk(threads=2)
     desk.go.set()
@@ -374,7 +420,10 @@ class Spelled:
 
 
 def test_a_cancelled_task_ends_its_compilation() -> None:
+    logged: list[dict[str, Any]] = []
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         grammars = Grammars(Spelled(), [END])  # type: ignore[arg-type]
         assert await grammars.compiled(None) is None
         assert await grammars.compiled(Choice(["a"])) is grammars.compile(Choice(["a"]))
@@ -393,8 +442,10 @@ def test_a_cancelled_task_ends_its_compilation() -> None:
         grammars.close()
         with pytest.raises(ModelClosed):
             await grammars.compiled(Choice(["c"]))
+        gc.collect()
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
+    assert logged == []  # no caller is left to read the error of the cancelled compilation
 
 
 def test_tables_can_be_made_ahead_of_the_first_grammar() -> None:

@@ -74,10 +74,11 @@ class Running:
         return client
 
     @contextmanager
-    def asking(self, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    def asking(self, path: str, body: dict[str, Any], key: str = KEY) -> Iterator[socket.socket]:
         """A client that has sent its request, reads when the test says so, and hangs up at the end of the block."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"authorization: Bearer {key}\r\n"
         with closing(socket.create_connection(("127.0.0.1", self.port), timeout=300)) as one:
             one.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             yield one
