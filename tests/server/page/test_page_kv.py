@@ -105,6 +105,11 @@ def test_the_verbs_are_buttons(fresh: Running, visiting: Visiting) -> None:
     assert handles(fresh) == {}
     visit.say("Go on")
     visit.answered("34")
+    expect(page.locator(".handle")).to_have_count(1)
+    unanswered: list[Any] = []
+    page.route("**/v1/kv/state", lambda route: unanswered.append(route))  # from here on the page shows what it has
+    while not unanswered:
+        page.wait_for_timeout(50)
     fresh.http().delete(f"/v1/kv/{next(iter(handles(fresh)))}")
     page.locator(".handle").get_by_label(re.compile("^Pin")).click()
     expect(page.locator("#inspector [role=alert]")).to_contain_text("handle")
