@@ -67,6 +67,7 @@ COUNTING = frozenset(
         "kvilt.engine.page_counts",
         "kvilt.engine.fairness",
         "kvilt.engine.plan",
+        "kvilt.engine.proposals",
     }
 )
 UNSAFE = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})

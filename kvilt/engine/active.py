@@ -8,45 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..errors import InputError, NumericsError, PoolExhausted
 from ..executor.protocol import Executor
 from .counters import Counters
-from .drafting import Drafting
-from .event import DraftCounts, Ended, PromptProgress, Reason, TokenEvent
+from .event import Ended, PromptProgress, Reason, TokenEvent
+from .features.feature import Feature, Forgotten
 from .forward import Result, RowDone
 from .isolation import contained, quietly
 from .notify import blend_report, detach_kv, notify
 from .plan import Sample
-from .prefix_restore import PrefixRestore
 from .scheduler import Advance, Scheduler
 from .sequence import Job, SequenceState
 from .sequence_kv import fork_sequence
 
 T = TypeVar("T")
-
-
-class LoadQueue(Protocol):
-    """Sequences that wait for a store, as the engine sees them: those of blended prompts, and those of prefixes."""
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether one of them could continue."""
-        ...
-
-    @property
-    def wait_timeout_s(self) -> float | None:
-        """Seconds after which one of them continues in any case; None where none waits."""
-        ...
-
-    def before_plan(self) -> None:
-        """Let those continue that can."""
-        ...
-
-    def forget(self, seq: SequenceState) -> None:
-        """A sequence has ended, or gives its pages up."""
-        ...
 
 
 class ActiveRequests:
@@ -59,9 +36,7 @@ class ActiveRequests:
         counters: Counters,
         clock: Callable[[], float],
         seqs: dict[Sample, SequenceState],
-        load_queues: Sequence[LoadQueue],
-        drafting: Drafting | None,
-        prefix_restore: PrefixRestore | None,
+        features: Sequence[Feature],
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self._seqs = seqs
@@ -69,9 +44,7 @@ class ActiveRequests:
         self._scheduler = scheduler
         self._counters = counters
         self._clock = clock
-        self._load_queues = load_queues
-        self._drafting = drafting
-        self._prefix_restore = prefix_restore
+        self._features = features
 
     def add(self, job: Job) -> None:
         """A request is in progress from now on; its first sequence waits for a row."""
@@ -101,8 +74,6 @@ class ActiveRequests:
         """End a sequence with an error. After a numerics error its KV is not used again."""
         if isinstance(error, NumericsError) and seq.prefix_keys is not None:
             self._executor.prefixes.forget(seq.prefix_keys)  # the KV of such logits may be wrong as well
-            if self._prefix_restore is not None:
-                quietly(partial(self._prefix_restore.discard, seq), None)
         self.end(seq, "error", error)
 
     # Preemption.
@@ -117,9 +88,8 @@ class ActiveRequests:
 
     def preempt(self, seq: SequenceState) -> None:
         """Give the pages of a sequence back; the scheduler has put it among the waiting ones."""
-        self._forget_loads(seq)
-        if seq.blending is not None:
-            seq.blending.close()
+        for feature in self._features:
+            feature.forget(seq, "preempted")
         if not seq.job.request.background:
             self._counters.preempted(seq)
         if seq.kv is not None:
@@ -127,10 +97,6 @@ class ActiveRequests:
         seq.kv = None
         if seq.prefix_keys is not None:
             seq.prefix_keys.rewind()
-
-    def _forget_loads(self, seq: SequenceState) -> None:
-        for queue in self._load_queues:
-            queue.forget(seq)
 
     # Tokens.
 
@@ -180,6 +146,8 @@ class ActiveRequests:
         seq = fork_sequence(parent, sample, self._executor)
         seq.job.live.append(seq)
         seq.job.unforked -= 1
+        if seq.prefix_keys is not None:
+            self._scheduler.set_keys(sample, seq.prefix_keys.keys)
         self._seqs[sample] = seq
         self._counters.forked()
 
@@ -209,22 +177,19 @@ class ActiveRequests:
         job.live.remove(seq)
         self._seqs.pop(seq.sample, None)
         self._scheduler.drop(seq.sample)
-        quietly(partial(self._forget_loads, seq), None)
         blended = quietly(partial(blend_report, seq), None) if seq.sample.index == 0 else None
-        if seq.blending is not None:
-            quietly(seq.blending.close, None)
+        why: Forgotten = "unsound" if isinstance(error, NumericsError) else "ended"
+        for feature in self._features:
+            quietly(partial(feature.forget, seq, why), None)
         keeps = job.request.keep_kv and reason != "error"
         kv = quietly(partial(detach_kv, seq, self._executor), None) if keeps else None
         if kv is None and seq.kv is not None:
             seq.kv.close()
         seq.kv = None
         unforked, job.unforked = (job.unforked, 0) if seq.sample.index == 0 else (0, job.unforked)
-        cached, drafts = seq.cached or 0, DraftCounts()
-        if seq.draft_state is not None and self._drafting is not None:
-            drafts = seq.draft_state.counts
-            self._drafting.forget(seq.draft_state)
+        cached = seq.cached or 0
         computed = max(0, seq.prompt_ready - cached)
-        notify(job, Ended(seq.sample.index, reason, cached, computed, error, kv, drafts, blended))
+        notify(job, Ended(seq.sample.index, reason, cached, computed, error, kv, seq.drafts, blended))
         for index in range(job.request.samples - unforked, job.request.samples):
             notify(job, Ended(index, reason, error=error))
         if not job.live:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ..batch import Adapted
 from ..blend.blender import Blending
 from ..blend.chunk import ChunkCache
-from ..blend.quality_gate import GateDecision, QualityGate
 from ..blend.recipe import BlendPrompt
 from ..errors import InputError, ParamError, TruncateError
 from ..executor.lora import check_maker
@@ -16,6 +15,7 @@ from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys, PrefixScope
 from ..sampling.sampler import SamplingState
+from .blend_decision import BlendDecision, BlendJudge, OnLogits
 from .discovery import discovered, wants_discovery
 from .event import Listener
 from .plan import BlendProgress, Sample
@@ -38,19 +38,25 @@ def make_job(
     listener: Listener,
     borrowed: BorrowedKV | None = None,
     chunks: ChunkCache | None = None,
-    gate: QualityGate | None = None,
+    judge: BlendJudge | None = None,
+    on_first_logits: OnLogits | None = None,
 ) -> Job:
-    """A checked job; closes the borrowed cache only if the job does not use it."""
+    """A checked job; closes the borrowed cache only if the job does not use it.
+
+    `judge` decides how documents are blended; without one that is done as the request asks.
+    """
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
     adapter_lease = executor.adapters.hold(request.adapter)
     try:
-        job = _job(executor, request, listener, borrowed, chunks, gate)
+        job = _job(executor, request, listener, borrowed, chunks, judge)
     except BaseException:
         if adapter_lease is not None:
             adapter_lease.release()
         raise
     job.adapter_lease = adapter_lease
+    if on_first_logits is not None:
+        job.first.on_first_logits = on_first_logits
     return job
 
 
@@ -60,18 +66,18 @@ def _job(
     listener: Listener,
     borrowed: BorrowedKV | None,
     chunks: ChunkCache | None,
-    gate: QualityGate | None,
+    judge: BlendJudge | None,
 ) -> Job:
     scoring = _scoring(request, borrowed)
     capacity, reused, history = _room(executor, request, borrowed)
     state = _sampling_state(executor, request, history)
     if chunks is not None and borrowed is None and wants_discovery(request):
         request = discovered(executor, request, chunks, _indexed_tokens(executor, request))
-    gate_decision = _gate_decision(executor, request, borrowed, chunks, gate)
+    decision = _decision(executor, request, borrowed, chunks, judge)
     blending = None
-    if gate_decision is not None and gate_decision.recipe is not None and chunks is not None:
+    if decision is not None and decision.recipe is not None and chunks is not None:
         blend_prompt = BlendPrompt(tuple(request.prompt), request.documents)
-        blending = Blending(executor, chunks, blend_prompt, gate_decision.recipe, request.tenant, request.adapter)
+        blending = Blending(executor, chunks, blend_prompt, decision.recipe, request.tenant, request.adapter)
     prefix_keys = None
     if request.reuse and (borrowed is None or borrowed.exact):
         prefix_keys = _prefix_keys(executor, request)
@@ -80,15 +86,11 @@ def _job(
     if borrowed is not None and not reused:
         borrowed.kv.close()
     base = borrowed.kv if borrowed is not None and reused else None
-    first = SequenceState(
-        _sample(request, state, prefix_keys, capacity), list(request.prompt), state, prefix_keys, scoring
-    )
-    if blending is not None:
-        first.blending = blending
-        first.sample.blend_progress = BlendProgress(
-            blending.blend_prompt.exact, len(request.prompt), blending.scratch_tokens
-        )
-    job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, gate_decision=gate_decision)
+    sample = _sample(request, state, prefix_keys, capacity, blending)
+    first = SequenceState(sample, list(request.prompt), state, prefix_keys, scoring, blending=blending)
+    if decision is not None:
+        first.on_first_logits = decision.on_first_logits
+    job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, blend_decision=decision)
     first.job = job
     return job
 
@@ -118,13 +120,13 @@ def _indexed_tokens(executor: Executor, request: Request) -> int:
     return executor.prefixes.match(prefix_keys, len(request.prompt) - 1).tokens
 
 
-def _gate_decision(
+def _decision(
     executor: Executor,
     request: Request,
     borrowed: BorrowedKV | None,
     chunks: ChunkCache | None,
-    gate: QualityGate | None,
-) -> GateDecision | None:
+    judge: BlendJudge | None,
+) -> BlendDecision | None:
     """How the documents of a prompt are blended; None where there are none, or where that is not worth it."""
     if not request.documents:
         return None
@@ -137,15 +139,11 @@ def _gate_decision(
     blend_prompt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
     if not blend_prompt.worth(request.recipe, layers):
         return None
-    if gate is None:
-        return GateDecision(request.recipe)
+    if judge is None:
+        return BlendDecision(request.recipe)
+    adapter = executor.adapters.identity(request.adapter)
     draws = request.params is not None and request.params.max_tokens != 0
-    return gate.judge(
-        request.recipe,
-        executor.adapters.identity(request.adapter),
-        lambda recipe: blend_prompt.worth(recipe, layers),
-        draws,
-    )
+    return judge.judge(request, adapter, lambda recipe: blend_prompt.worth(recipe, layers), draws)
 
 
 def _scoring(request: Request, borrowed: BorrowedKV | None) -> Scoring | None:
@@ -182,7 +180,13 @@ def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> 
     return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
 
 
-def _sample(request: Request, state: SamplingState | None, prefix_keys: PrefixKeys | None, capacity: int) -> Sample:
+def _sample(
+    request: Request,
+    state: SamplingState | None,
+    prefix_keys: PrefixKeys | None,
+    capacity: int,
+    blending: Blending | None,
+) -> Sample:
     """A request's first sample in counts."""
     prompt = len(request.prompt)
     limit = prompt + 1 if state is None else capacity + 1
@@ -199,6 +203,10 @@ def _sample(request: Request, state: SamplingState | None, prefix_keys: PrefixKe
         keys=prefix_keys.keys if prefix_keys is not None and not request.background else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
+        max_step_tokens=request.max_step_tokens,
         # The next token is drawn from the last token's logits, so that token has a row of its own.
         scored=(prompt if state is None else prompt - 1) if wants_scores else 0,
+        blend_progress=None
+        if blending is None
+        else BlendProgress(blending.blend_prompt.exact, prompt, blending.scratch_tokens),
     )

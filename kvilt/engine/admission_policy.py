@@ -84,7 +84,7 @@ class AdmissionPolicy:
         left.room -= need
         left.held[owner] += need
         if state.pages.loads_prefix(sample, hit):
-            left.loads_prefix = True
+            left.loads_prefix = sample.waits_for_store = True
         else:
             self._start(builder, sample, hit)
         return "done"

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
-from .drafting import DRAFT_METRICS
 from .event import Reason
-from .quality_checks import GATE_METRICS
+from .features.quality_checks import GATE_METRICS
 from .scheduler import Scheduler
 from .sequence import Job, SequenceState
 
@@ -34,6 +33,12 @@ PREEMPTIONS = Counter("kvilt_num_preemptions_total", "Samples that gave their pa
 FORKS = Counter("kvilt_kv_forks_total", "Samples forked off a prompt's KV.")
 HANDLES = Gauge("kvilt_kv_handles", "Named handles on KV.")
 KV_BYTES = Gauge("kvilt_kv_bytes", "KV that is held, by tier.", ("tier",))
+DRAFTS = Counter("kvilt_spec_decode_num_drafts_total", "Drafts that were computed, of one token or more.")
+DRAFTED = Counter("kvilt_spec_decode_num_draft_tokens_total", "Tokens of these drafts.")
+ACCEPTED = Counter("kvilt_spec_decode_num_accepted_tokens_total", "Those that were drawn.")
+ACCEPTED_AT = Counter(
+    "kvilt_spec_decode_num_accepted_tokens_per_pos_total", "The same by their place in a draft.", ("position",)
+)
 
 ENGINE_METRICS = (
     RUNNING,
@@ -53,7 +58,10 @@ ENGINE_METRICS = (
     FORKS,
     HANDLES,
     KV_BYTES,
-    *DRAFT_METRICS,
+    DRAFTS,
+    DRAFTED,
+    ACCEPTED,
+    ACCEPTED_AT,
     *GATE_METRICS,
 )
 
@@ -100,6 +108,14 @@ class Counters:
     def generated(self, tokens: int) -> None:
         """So many tokens were drawn in a step."""
         self.metrics.add(GENERATED, tokens)
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """The drafts of one row were verified."""
+        for place in range(accepted):
+            self.metrics.add(ACCEPTED_AT, position=str(place))
+        self.metrics.add(DRAFTS)
+        self.metrics.add(DRAFTED, drafted)
+        self.metrics.add(ACCEPTED, accepted)
 
     def forked(self) -> None:
         self.metrics.add(FORKS)

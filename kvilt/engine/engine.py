@@ -8,32 +8,32 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..blend.certificate import Certificate
 from ..blend.chunk import ChunkCache
-from ..blend.quality_gate import QualityGate
 from ..config import EngineConfig
 from ..errors import Cancelled, PoolExhausted
 from ..executor.protocol import Executor
 from ..metrics import Metrics
 from ..store.store import Store
-from .active import ActiveRequests, LoadQueue
+from .active import ActiveRequests
 from .admission import BorrowedKV, make_job
-from .blending import BlendQueue
+from .blend_decision import BlendJudge, OnLogits
 from .counters import ENGINE_METRICS, Counters
 from .discovery import wants_discovery
-from .drafting import Drafting
-from .event import Listener
+from .event import Ended, Listener
+from .features.blending import BlendQueue
+from .features.feature import Abort, Fail, Feature, FinishedStep, MakeRow, Proposal, Requeue, Submit
+from .features.prefix_restore import PrefixRestore
 from .forward import Result, RowDone, RowFailed, RowTask, forward
 from .handles import HandleInfo
-from .isolation import quietly
+from .isolation import contained
 from .notify import notify
+from .page_counts import reached
 from .plan import Admission, Sample, StepPlan, Work
-from .prefix_restore import PrefixRestore
-from .quality_checks import QualityChecks
+from .proposals import HoldRows
 from .request import Request
 from .rows import row_task
 from .schedule_state import StepLimits
@@ -52,13 +52,15 @@ class Engine:
         config: EngineConfig | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
-        drafting: Drafting | None = None,
+        features: Sequence[Feature] = (),
+        judge: BlendJudge | None = None,
         chunks: Callable[[], ChunkCache] | None = None,
-        gate: QualityGate | None = None,
         store: Store | None = None,
         reclaim: ReclaimPages | None = None,
     ) -> None:
-        """`chunks` gives what documents of prompts are found in; without it such requests are refused.
+        """`features` plug in beside blending and stored prefixes; `judge` decides how documents are blended.
+
+        `chunks` gives what documents of prompts are found in; without it such requests are refused.
 
         `reclaim` is asked for pages before a request is preempted or fails.
 
@@ -68,24 +70,20 @@ class Engine:
         config = config or EngineConfig()
         limits = StepLimits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
         self._executor, self._clock = executor, clock
-        self._drafting, self._chunks, self._discover = drafting, chunks, config.discover
+        self._judge, self._chunks, self._discover = judge, chunks, config.discover
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self.wakeup = threading.Event()  # set, from any thread, when there may be something to do
         self._inbox: deque[Callable[[], None]] = deque()  # calls from other threads, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
         self._seqs: dict[Sample, SequenceState] = {}
-        self._blends = BlendQueue(self.wakeup.set, self._requeue, self._fail)
-        self._prefix_restore = _prefix_restore(executor, store, config, self.metrics, self.wakeup.set)
-        restore = self._prefix_restore
-        self._load_queues: tuple[LoadQueue, ...] = (self._blends,) if restore is None else (self._blends, restore)
+        restore = self._prefix_restore = _prefix_restore(executor, store, config, self.metrics, self.wakeup.set)
+        own = (BlendQueue(self.wakeup.set), *(() if restore is None else (restore,)))
+        self._features: tuple[Feature, ...] = (*features, *own)
         load_prefix = None if restore is None else restore.load_prefix
         self._accounting = PoolAccounting(executor, self._seqs, reclaim or _nothing_to_reclaim, load_prefix)
         self._scheduler = Scheduler(limits, self._accounting, config.owner_weights)
         self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
-        self._active = ActiveRequests(
-            executor, self._scheduler, self._counters, clock, self._seqs, self._load_queues, drafting, restore
-        )
-        self._quality_checks = QualityChecks(gate, executor, self.metrics, self._seqs) if gate is not None else None
+        self._active = ActiveRequests(executor, self._scheduler, self._counters, clock, self._seqs, self._features)
 
     # The spine.
 
@@ -99,15 +97,12 @@ class Engine:
         if not plan.work:
             return False
         try:
-            if self._drafting is not None:
-                self._drafting.propose(plan, self._seqs, self._executor.spec.vocab_size)
-            tasks = [self._task(work) for work in plan.work]
-            results = self._forward(tasks)
-            if self._drafting is not None:
-                quietly(partial(self._drafting.record_step, plan, tasks, results), None)
-            drawn = [self._commit(work, result) for work, result in zip(plan.work, results, strict=True)]
+            step = self._forward(plan, self._tasks(plan))
+            for feature in self._features:
+                self._apply(feature.after_step(step, self._seqs))
+            drawn = [self._commit(*row) for row in zip(plan.work, step.tasks, step.results, strict=True)]
             advances = self._scheduler.commit(plan, drawn)
-            done = [result for result, tokens in zip(results, drawn, strict=True) if tokens is not None]
+            done = [result for result, tokens in zip(step.results, drawn, strict=True) if tokens is not None]
             self._active.notify_advances(advances, done)
         except Cancelled:
             raise
@@ -121,32 +116,33 @@ class Engine:
 
     # From any thread.
 
-    def prepare(self, request: Request, listener: Listener, borrowed: BorrowedKV | None = None) -> Job:
+    def prepare(
+        self,
+        request: Request,
+        listener: Listener,
+        borrowed: BorrowedKV | None = None,
+        on_first_logits: OnLogits | None = None,
+    ) -> Job:
         """Check a request and make the job to add; raises for everything that is wrong with the request.
 
         The engine owns the borrowed cache from here on, also if this raises.
         """
-        checks = self._quality_checks
         if request.discover is None and self._discover:
             request = replace(request, discover=True)
         try:
-            job = make_job(
-                self._executor, request, listener, borrowed, self.chunks_for(request), checks.gate if checks else None
-            )
+            chunks = self._chunks_for(request)
+            return make_job(self._executor, request, listener, borrowed, chunks, self._judge, on_first_logits)
         except BaseException:
             if borrowed is not None:
                 borrowed.kv.close()
             raise
-        if checks is not None:
-            checks.watch(job)
-        return job
 
     def add(self, job: Job, held: bool = False) -> None:
         """Admit a request at the next step; if `held`, it gets no row until `resume`."""
-        job.first.sample.held = held
+        self._scheduler.apply(HoldRows(job.first.sample, held))
         job.arrived_s = self._clock()
         self._arriving[job] = None
-        self._inbox.append(partial(self.admit_now, job))
+        self._inbox.append(partial(self._admit, job))
 
     def abort(self, which: Job | str) -> None:
         """End a request before the next step, unless it has ended already; a job also if it was never added."""
@@ -160,26 +156,15 @@ class Engine:
         """Give a request rows again."""
         self._inbox.append(partial(self._hold, which, False))
 
-    def chunks_for(self, request: Request) -> ChunkCache | None:
-        """What the documents of a request are found in; None where it has none and looks for none."""
-        if self._chunks is None or not (request.documents or wants_discovery(request)):
-            return None
-        return self._chunks()
-
     def view(self, tenant: str, handles: Sequence[HandleInfo] = (), most: int | None = None) -> EngineView:
         """What a tenant has here at this moment; its handles are given, since they are kept elsewhere."""
         seqs = [*self._seqs.values(), *[job.first for job in list(self._arriving)]]
         return look(self._executor, [one for one in seqs if not one.job.request.background], tenant, handles, most)
 
-    def certificates(self) -> list[Certificate]:
-        """What a quality gate has learnt of blending, if there is one."""
-        return self._quality_checks.gate.certificates() if self._quality_checks is not None else []
-
     @property
     def requests(self) -> int:
-        """Requests in progress, those not yet admitted included."""
-        own = self._quality_checks.running if self._quality_checks is not None else 0
-        return len(self._active.jobs) + len(self._arriving) - own
+        """Requests in progress for which callers wait, those not yet admitted included."""
+        return sum(not job.request.background for job in (*list(self._active.jobs.values()), *list(self._arriving)))
 
     @property
     def waiting(self) -> int:
@@ -205,20 +190,19 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        compares = self._quality_checks is not None and self._quality_checks.has_work
-        return self.has_inbox or self._scheduler.ready or compares or any(one.has_ready for one in self._load_queues)
+        return self.has_inbox or self._scheduler.ready or any(feature.has_ready for feature in self._features)
 
     @property
     def wait_timeout_s(self) -> float | None:
         """Seconds after which the driver asks again, if nothing wakes it; None where no sequence waits for a store."""
-        timeouts = [timeout_s for one in self._load_queues if (timeout_s := one.wait_timeout_s) is not None]
-        return min(timeouts, default=None)
+        timeouts = [feature.wait_timeout_s for feature in self._features]
+        return min((timeout_s for timeout_s in timeouts if timeout_s is not None), default=None)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests."""
         self.drain_inbox()
-        if self._quality_checks is not None:
-            self._quality_checks.close(self)
+        for feature in self._features:
+            self._apply(feature.stop())
         for job in list(self._active.jobs.values()):
             for seq in list(job.live):
                 self._active.end(seq, "error", error)
@@ -228,27 +212,46 @@ class Engine:
         if self._prefix_restore is not None:
             self._prefix_restore.close()
 
-    # For quality checks, in the thread that steps.
+    # What other threads and features ask for.
 
-    def admit_now(self, job: Job) -> None:
-        """Admit a request without waiting for the next step."""
+    def _admit(self, job: Job) -> None:
         self._arriving.pop(job, None)
         self._active.add(job)
-
-    def abort_now(self, job: Job) -> None:
-        """End a request without waiting for the next step."""
-        self._active.abort(job)
 
     def _hold(self, which: Job | str, held: bool) -> None:
         job = self._active.find(which)
         for seq in job.live if job is not None else ():
-            seq.sample.held = held
+            self._scheduler.apply(HoldRows(seq.sample, held))
 
-    def _requeue(self, seq: SequenceState, error: PoolExhausted) -> None:
-        self._active.requeue(seq, error)
+    def _apply(self, proposals: Iterable[Proposal]) -> None:
+        """Carry out what a feature proposes."""
+        for proposal in proposals:
+            match proposal:
+                case Requeue(seq, error):
+                    self._active.requeue(seq, error)
+                case Fail(seq, failure):
+                    self._active.fail(seq, failure)
+                case Submit():
+                    self._submit(proposal)
+                case Abort(request):
+                    self._active.abort(request)
+                case _:
+                    self._scheduler.apply(proposal)
 
-    def _fail(self, seq: SequenceState, error: Exception) -> None:
-        self._active.fail(seq, error)
+    def _submit(self, own: Submit) -> None:
+        """Admit a request of a feature, or tell its listener why not."""
+        try:
+            job = self.prepare(own.request, own.listener, on_first_logits=own.on_first_logits)
+        except BaseException as error:
+            own.listener.on_event(Ended(0, "error", error=contained(error)))
+        else:
+            self._active.add(job)
+
+    def _chunks_for(self, request: Request) -> ChunkCache | None:
+        """What the documents of a request are found in; None where it has none and looks for none."""
+        if self._chunks is None or not (request.documents or wants_discovery(request)):
+            return None
+        return self._chunks()
 
     # Planning.
 
@@ -257,14 +260,10 @@ class Engine:
         try:
             self.drain_inbox()
             while True:
-                if self._quality_checks is not None:
-                    self._quality_checks.before_plan(self)
-                for one in self._load_queues:
-                    one.before_plan()
-                if self._drafting is not None:
-                    self._drafting.request_drafts(self._seqs)
+                for feature in self._features:
+                    self._apply(feature.before_plan(self._seqs))
                 plan = self._scheduler.plan()
-                self._accounting.end_failed(self._fail)
+                self._accounting.end_failed(self._active.fail)
                 plan = self._apply_plan(plan)
                 if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):
                     return plan
@@ -289,13 +288,11 @@ class Engine:
 
     def _place(self, seq: SequenceState, new: Admission) -> None:
         """Give a sample the cache it starts with."""
-        if seq.blending is not None:
-            seq.blending.open()
         seq.kv = cache_for(seq, new.hit.tokens, self._executor)
         found = seq.kv.num_entries
         self._scheduler.set_cached(new.sample, found)  # another thread may have taken pages since they were counted
-        if new.sample.is_blending:
-            self._blends.add(seq)
+        for feature in self._features:
+            self._apply(feature.begin(seq))
         if seq.cached is None:
             seq.cached = min(found, new.sample.prompt)
             if not seq.job.request.background:
@@ -303,55 +300,69 @@ class Engine:
 
     # Running.
 
-    def _task(self, work: Work) -> RowTask | None:
-        seq = self._seqs[work.sample]
-        return self._active.guarded(seq, partial(row_task, seq, work), None)
+    def _tasks(self, plan: StepPlan) -> list[RowTask | None]:
+        """The rows of a plan: those that features make, and the next tokens of all other samples."""
+        makers: dict[Sample, MakeRow] = {}
+        for feature in self._features:
+            makers.update(feature.rows(plan, self._seqs))
+        return [self._task(work, makers) for work in plan.work]
 
-    def _forward(self, tasks: Sequence[RowTask | None]) -> list[Result | None]:
+    def _task(self, work: Work, makers: Mapping[Sample, MakeRow]) -> RowTask | None:
+        seq = self._seqs[work.sample]
+        if work.start != work.sample.computed:  # it found fewer tokens than it was promised
+            return None
+        return self._active.guarded(seq, makers.get(work.sample) or partial(row_task, seq, work), None)
+
+    def _forward(self, plan: StepPlan, tasks: Sequence[RowTask | None]) -> FinishedStep:
         there = [i for i, task in enumerate(tasks) if task is not None]
         results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
         by_place = dict(zip(there, results, strict=True))
-        return [by_place.get(i) for i in range(len(tasks))]
+        return FinishedStep(plan, tasks, [by_place.get(i) for i in range(len(tasks))])
 
-    def _commit(self, work: Work, result: Result | None) -> Sequence[int] | None:
+    def _commit(self, work: Work, task: RowTask | None, result: Result | None) -> Sequence[int] | None:
         """Advance a sample's cache; the tokens it drew, or None if its row was not done."""
-        if result is None or (seq := self._seqs.get(work.sample)) is None:
+        if task is None or result is None or (seq := self._seqs.get(work.sample)) is None:
             return None
         match result:
             case RowFailed(PoolExhausted() as error) if work.sample.is_blending:  # a document is not there after all
-                self._requeue(seq, error)
+                self._active.requeue(seq, error)
                 return None
             case RowFailed(error):
-                self._fail(seq, error)
+                self._active.fail(seq, error)
                 return None
             case RowDone():
-                return self._active.guarded(seq, partial(self._row_done, seq, work, result), None)
+                return self._active.guarded(seq, partial(self._row_done, seq, work, task, result), None)
 
-    def _row_done(self, seq: SequenceState, work: Work, result: RowDone) -> Sequence[int] | None:
-        """A row was computed: its cache grows, and the features and the listener are notified."""
-        tokens, scores = result.tokens, result.scores
-        assert seq.kv is not None
-        if work.sample.is_blending:
-            if (ready := self._blends.row_done(seq)) is not None:
-                self._active.prompt_progress(seq, ready)
-            return tokens
-        accepted = tokens[:-1] if work.drafts else ()
-        stop, size, filled = work.start + work.count + len(accepted), self._executor.layout.page_tokens, None
-        leaves = None if seq.job.request.background else seq.prefix_keys
-        if leaves is not None and work.start // size < stop // size:
-            filled = partial(self._executor.prefixes.insert, prefix_keys=leaves)
-        seq.kv.commit([[*seq.ids[work.start : stop], *accepted]], filled=filled)
-        if seq.draft_state is not None and self._drafting is not None:
-            self._drafting.record_accepted(seq.draft_state, len(accepted), self.metrics)
-            if seq.kv.row(0).reserved - stop >= size:  # pages of drafts that were not accepted
-                seq.kv.truncate(stop)
-        if work.sample.blend_progress is not None and stop == work.sample.blend_progress.start:
-            self._blends.add(seq)
-        if work.start < work.sample.prompt:
+    def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone) -> Sequence[int]:
+        """A row was computed: its cache grows, and its listener is notified."""
+        accepted = result.tokens[:-1] if work.drafts else ()
+        stop = reached(work) + len(accepted)
+        if stop > work.start:
+            self._grow(seq, work.start, stop, accepted)
+        if task.drafts:
+            self._verified(seq, stop, len(task.drafts), len(accepted))
+        if stop > work.start and work.start < work.sample.prompt:
             self._active.prompt_progress(seq, min(stop, work.sample.prompt))
-        if scores is not None and seq.scoring is not None:
-            notify(seq.job, seq.scoring.event(seq.ids, work.start, scores))
-        return tokens
+        if result.scores is not None and seq.scoring is not None:
+            notify(seq.job, seq.scoring.event(seq.ids, work.start, result.scores))
+        return result.tokens
+
+    def _grow(self, seq: SequenceState, start: int, stop: int, accepted: Sequence[int]) -> None:
+        """Positions [start, stop) of a cache are computed, the last of them from accepted drafts."""
+        assert seq.kv is not None
+        size, filled = self._executor.layout.page_tokens, None
+        keys = None if seq.job.request.background else seq.prefix_keys
+        if keys is not None and start // size < stop // size:
+            filled = partial(self._executor.prefixes.insert, prefix_keys=keys)
+        seq.kv.commit([[*seq.ids[start:stop], *accepted]], filled=filled)
+
+    def _verified(self, seq: SequenceState, stop: int, drafted: int, accepted: int) -> None:
+        """Count the drafts of a row, and free the pages of those that were not accepted."""
+        assert seq.kv is not None
+        seq.drafts = seq.drafts.plus(drafted, accepted)
+        self._counters.verified(drafted, accepted)
+        if seq.kv.row(0).reserved - stop >= self._executor.layout.page_tokens:
+            seq.kv.truncate(stop)
 
 
 def _prefix_restore(

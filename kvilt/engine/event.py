@@ -33,6 +33,12 @@ class DraftCounts:
     accepted: int = 0
     places: tuple[int, ...] = ()  # how many were accepted as the first, second, ... of their draft
 
+    def plus(self, drafted: int, accepted: int) -> DraftCounts:
+        """These, and one more draft."""
+        before = [*self.places, *[0] * (drafted - len(self.places))]
+        places = tuple(count + (place < accepted) for place, count in enumerate(before))
+        return DraftCounts(self.drafted + drafted, self.accepted + accepted, places)
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:

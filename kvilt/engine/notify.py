@@ -40,6 +40,6 @@ def blend_report(seq: SequenceState) -> BlendReport | None:
     """Where the KV of a prompt with documents came from."""
     if seq.blending is not None:
         return seq.blending.report()
-    if seq.job.gate_decision is None or seq.job.gate_decision.recipe is not None:
+    if seq.job.blend_decision is None or seq.job.blend_decision.recipe is not None:
         return None
     return BlendReport(seq.prompt_ready, 0, 0, 0, f"full/1 instead of {seq.job.request.recipe.name}")

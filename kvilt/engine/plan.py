@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 Return = Literal["recompute"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class BlendProgress:
-    """A stretch of a prompt that is blended: counts of what is left of it. The blend queue writes them."""
+    """A stretch of a prompt that is blended: counts of what is left of it."""
 
     start: int  # the first position of the stretch
     stop: int  # the position after its last; all of it counts as computed at once, at its end
@@ -21,10 +21,15 @@ class BlendProgress:
     left: int = 0  # tokens of the next rows, as far as is known
     ends: bool = False  # the last of them is the last of the stretch
 
+    @property
+    def restarted(self) -> BlendProgress:
+        """The same stretch before its beginning."""
+        return BlendProgress(self.start, self.stop, self.scratch)
+
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sequence in progress. The fields after `draws` are the scheduler's own to change."""
+    """One sequence in progress, in counts. Only the scheduler writes its fields; features propose."""
 
     request: str
     prompt: int  # tokens it began with
@@ -41,7 +46,6 @@ class Sample:
     known: int = 0  # tokens there are, prompt and drawn
     computed: int = 0  # of them, those whose KV is there
     shared_tail: bool = False  # its last page, partly filled, may be shared, so that the next write copies it
-    drafts: int = 0  # tokens it would like to have drafted in the next step
     blend_progress: BlendProgress | None = None  # a part of the prompt that is blended
     held: bool = False  # its reader is behind or gone: it gets no row until it is resumed
     waits_for_store: bool = False  # and not long: it gets no row until the store has answered

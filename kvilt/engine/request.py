@@ -39,6 +39,7 @@ class Request:
     adapter: Adapter = field(default_factory=Base)  # the base model or an adapter
     discover: bool | None = None  # blend also known documents that it does not name; None: the engine's default
     background: bool = False  # no caller waits for it: no metric counts it, and it adds no KV to the prefix index
+    max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", self.owner or owner_of(self.tenant))

@@ -5,23 +5,18 @@ Refuses to know how samples are scheduled, and what the result of a row is used 
 
 from __future__ import annotations
 
-from ..batch import Ids, Last, Nothing, Row, Want
+from collections.abc import Callable, Sequence
+
+from ..batch import Ids, Last, Logits, Nothing, Row, Want
 from ..errors import PoolExhausted
-from .blending import blend_task
 from .forward import RowTask
 from .plan import Work
-from .quality_checks import with_watcher
 from .sequence import SequenceState
 
 
-def row_task(seq: SequenceState, work: Work) -> RowTask | None:
-    """A planned row; None where another thread has taken the pages for it."""
+def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowTask | None:
+    """A planned row, with drafts after its tokens; None where another thread has taken the pages for it."""
     stop = work.start + work.count
-    if work.start != work.sample.computed:
-        return None
-    if work.sample.is_blending:
-        return blend_task(seq, work)
-    drafts = seq.draft_state.draft.tokens if seq.draft_state is not None and work.drafts else ()
     if not _reserve(seq, work, len(drafts)):
         return None
     assert seq.kv is not None
@@ -31,6 +26,23 @@ def row_task(seq: SequenceState, work: Work) -> RowTask | None:
         return RowTask(row, (), stop, on_result=with_watcher(seq))
     drawing = [seq.state, *(seq.state.fork(i) for i in range(1, work.forks + 1))]
     return RowTask(row, drawing, stop, drafts, with_watcher(seq))
+
+
+def with_watcher(
+    seq: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
+) -> Callable[[Row, Logits, int], None] | None:
+    """The callback of a sequence's row. If the row has the logits after the prompt, their watcher gets them as well."""
+    if (on_first_logits := seq.on_first_logits) is None:
+        return then
+
+    def on_result(row: Row, logits: Logits, index: int) -> None:
+        if isinstance(row.want, Last):
+            seq.on_first_logits = None
+            on_first_logits(logits.of_row(index)[0].clone())
+        if then is not None:
+            then(row, logits, index)
+
+    return on_result
 
 
 def _reserve(seq: SequenceState, work: Work, drafts: int) -> bool:

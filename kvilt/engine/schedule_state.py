@@ -58,6 +58,7 @@ class ScheduleState:
         self.waiting: list[Sample] = []  # by rank
         self.running: list[Sample] = []  # by rank
         self.computing: dict[bytes, Sample] = {}  # pages that a running sample is going to compute, by key
+        self.drafts: Mapping[Sample, int] = {}  # tokens that samples would like to have drafted in the next step
         self.plan_number = 0
 
     # Queues.
@@ -76,8 +77,8 @@ class ScheduleState:
         self.running.remove(sample)
         self.stop_computing(sample)
         sample.computed, sample.waits_for_store = 0, False
-        if (progress := sample.blend_progress) is not None:
-            progress.begun, progress.left, progress.ends = False, 0, False
+        if sample.blend_progress is not None:
+            sample.blend_progress = sample.blend_progress.restarted
         self.enqueue(sample)
 
     def preempt(self, builder: PlanBuilder, victim: Sample) -> None:

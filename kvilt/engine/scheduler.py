@@ -15,6 +15,7 @@ from typing import Literal
 from .admission_policy import AdmissionPolicy
 from .page_counts import reached, usable
 from .plan import PageAccounting, Sample, StepPlan, Work
+from .proposals import AdvanceBlend, HoldRows, ScheduleProposal, WaitForStore, WantDrafts
 from .schedule_state import PlanBuilder, ScheduleState, StepLimits
 
 # One level of priority is worth arriving this many steps earlier. A sample that waits longer than that goes first.
@@ -86,6 +87,22 @@ class Scheduler:
     def requeue(self, sample: Sample) -> None:
         """A running sample gives its pages up and waits; it starts again from nothing."""
         self._state.requeue(sample)
+
+    def set_keys(self, sample: Sample, keys: Sequence[bytes]) -> None:
+        """What the prefix index knows the pages of a forked sample by."""
+        sample.keys = keys
+
+    def apply(self, proposal: ScheduleProposal) -> None:
+        """Write what a feature proposes."""
+        match proposal:
+            case WantDrafts(counts):
+                self._state.drafts = counts
+            case WaitForStore(sample, waits):
+                sample.waits_for_store = waits
+            case AdvanceBlend(sample, progress):
+                sample.blend_progress = progress
+            case HoldRows(sample, held):
+                sample.held = held
 
     # A step.
 
@@ -227,14 +244,16 @@ class Scheduler:
 
     def _add_drafts(self, builder: PlanBuilder) -> None:
         """Give what is left of a step to drafts. No sample is preempted for drafts, or waits for them."""
-        counts = self._state.counts
-        places = [at for at, work in enumerate(builder.work) if work.sample.drafts and work.draws and not work.forks]
+        counts, asked = self._state.counts, self._state.drafts
+        if not asked:
+            return
+        places = [at for at, work in enumerate(builder.work) if work.draws and not work.forks and work.sample in asked]
         if not places:
             return
         room = builder.pages - self._state.promised_pages(builder)
         for at in places:
             work, sample = builder.work[at], builder.work[at].sample
-            count = min(sample.drafts, builder.tokens, sample.limit - sample.known - 1)
+            count = min(asked[sample], builder.tokens, sample.limit - sample.known - 1)
             need = counts.need(sample, work.count)
             while count > 0 and counts.need(sample, work.count + count) - need > room:
                 count -= 1
@@ -256,4 +275,6 @@ def _forked(parent: Sample, index: int) -> Sample:
     )
     fork.known, fork.computed = parent.known, parent.computed
     fork.rank = (*parent.rank[:2], index)
+    if parent.blend_progress is not None:  # in case it is preempted and starts again
+        fork.blend_progress = parent.blend_progress.restarted
     return fork

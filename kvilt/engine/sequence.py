@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torch import Tensor
-
 from ..blend.blender import Blending
-from ..blend.quality_gate import GateDecision
 from ..executor.lora import AdapterLease
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys
 from ..sampling.sampler import SamplingState
-from .drafting import DraftState
-from .event import Listener
+from .blend_decision import BlendDecision, OnLogits
+from .event import DraftCounts, Listener
 from .isolation import contained
 from .plan import PrefixHit, Sample
 from .request import Request
@@ -42,7 +39,7 @@ class Job:
     live: list[SequenceState] = field(default_factory=list)
     arrived_s: float = 0.0
     adapter_lease: AdapterLease | None = None
-    gate_decision: GateDecision | None = None  # of a quality gate on its recipe
+    blend_decision: BlendDecision | None = None  # None where it has no documents, or where that is not worth it
 
     def release_resources(self) -> None:
         """Release the borrowed cache and the adapter; may be called twice."""
@@ -64,12 +61,10 @@ class SequenceState:
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
     blending: Blending | None = None  # what blends its prompt, if anything does
-    store_checked: bool = False  # what a store has of its prefix is here
     prompt_ready: int = 0  # the most tokens of the prompt whose KV was there so far
     last_token_s: float = 0.0  # when it drew its latest token
-    draft_state: DraftState | None = None  # its drafts, once it wants some
-    without_drafts: bool = False  # it wants no drafts, or its drafter failed
-    on_first_logits: Callable[[Tensor], None] | None = None  # called once with the logits [vocab] of the first token
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of its drafts so far
+    on_first_logits: OnLogits | None = None  # until they are there
     job: Job = field(init=False)
 
 

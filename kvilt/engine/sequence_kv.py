@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..errors import PoolExhausted
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
-from .blending import fork_blending
 from .plan import Sample
 from .sequence import SequenceState
 
@@ -27,10 +26,10 @@ def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> 
     if parent.prefix_keys is not None and parent.blending is None:
         prefix_keys = parent.prefix_keys.twin()
         prefix_keys.extend(ids, executor.layout.page_tokens)
-        sample.keys = prefix_keys.keys
     seq = SequenceState(sample, ids, parent.state.fork(sample.index), prefix_keys, cached=sample.prompt)
     seq.job = parent.job
-    fork_blending(seq, parent)
+    if parent.blending is not None:  # its own one, in case it is preempted and starts again
+        seq.blending = parent.blending.twin()
     seq.kv = parent.kv.fork()  # last: a failure before it leaves no page held
     return seq
 

@@ -22,7 +22,6 @@ from ..blend.certificate import Certificate
 from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
 from ..engine.counters import ENGINE_METRICS
-from ..engine.drafting import Drafting
 from ..engine.driver import Driver
 from ..engine.engine import Engine
 from ..engine.handle import check_loan
@@ -43,6 +42,7 @@ from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
+from .features import plugins_for
 from .generation import SamplingDefaults
 from .model import AdapterChoice, Chat, ContextPrefix, DiscoveryChoice, Model, Prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
@@ -85,17 +85,17 @@ class AsyncLLM(Model):
         super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
         self._gate = gate_for(gate, executor, store)
         self.config = config or EngineConfig()
-        drafting = None if drafter is None else Drafting(drafter)
         metrics = metrics or Metrics(ENGINE_METRICS)
         notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
         self._handles = Handles(executor, self.config, metrics, notes=notes)
+        plugins = plugins_for(drafter, self._gate, executor, metrics)
         self.engine = Engine(
             executor,
             self.config,
             metrics,
-            drafting=drafting,
+            features=plugins.features,
+            judge=plugins.judge,
             chunks=self._chunks,
-            gate=self._gate,
             store=store,
             reclaim=self._handles.evict_one,
         )
@@ -221,7 +221,7 @@ class AsyncLLM(Model):
 
     def certificates(self) -> list[Certificate]:
         """What a quality gate has learnt of each recipe; nothing without one."""
-        return self.engine.certificates()
+        return [] if self._gate is None else self._gate.certificates()
 
     # The end.
 

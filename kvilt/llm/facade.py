@@ -14,7 +14,7 @@ from ..blend.certificate import Certificate
 from ..blend.recipe import Recipe
 from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
-from ..engine.drafting import Drafting
+from ..engine.counters import ENGINE_METRICS
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.view import EngineView
@@ -29,6 +29,7 @@ from ..text.tokenizer import Tokenizer
 from .answer import Answer, AnswerConfig
 from .blend import PromptParts, listed
 from .completion import Completion, Stream
+from .features import plugins_for
 from .generation import SamplingDefaults
 from .model import AdapterChoice, ContextPrefix, DiscoveryChoice, Message, Model, Prompt, after_cache, is_one, shared
 from .quality import gate_for
@@ -57,9 +58,16 @@ class LLM(Model):
     ) -> None:
         super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
         self._gate = gate_for(gate, executor, store)
-        drafting = None if drafter is None else Drafting(drafter)
+        metrics = metrics or Metrics(ENGINE_METRICS)
+        plugins = plugins_for(drafter, self._gate, executor, metrics)
         self.engine = Engine(
-            executor, config, metrics, drafting=drafting, chunks=self._chunks, gate=self._gate, store=store
+            executor,
+            config,
+            metrics,
+            features=plugins.features,
+            judge=plugins.judge,
+            chunks=self._chunks,
+            store=store,
         )
         self._drafter = drafter
         self._runner = SyncRunner(self.engine, executor)
@@ -278,7 +286,7 @@ class LLM(Model):
 
     def certificates(self) -> list[Certificate]:
         """What a quality gate has learnt of each recipe; nothing without one."""
-        return self.engine.certificates()
+        return [] if self._gate is None else self._gate.certificates()
 
     def close(self) -> None:
         self.grammars.close()

@@ -14,7 +14,7 @@ from kvilt.blend.recipe import Recipe
 from kvilt.cli.options import SERVER
 from kvilt.cli.serve import gate_of
 from kvilt.config import EngineConfig, GateConfig, RunConfig
-from kvilt.engine.quality_checks import DROPPED
+from kvilt.engine.features.quality_checks import DROPPED
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.llm import LLM, AsyncLLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,29 @@ from small import start as ask_start
 from stores import always
 
 from kvilt.batch import Base, Batch
-from kvilt.blend.certificate import CertificateFile
+from kvilt.blend.certificate import Certificate, CertificateFile
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.quality_gate import QualityGate, compare
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig, GateConfig
-from kvilt.engine.counters import PROMPT_TOKENS, SUCCESS
-from kvilt.engine.drafting import Drafting
+from kvilt.engine.counters import ENGINE_METRICS, PROMPT_TOKENS, SUCCESS
 from kvilt.engine.engine import Engine
-from kvilt.engine.quality_checks import AGREEMENTS, DROPPED, FALLBACKS, KL, MAX_STEP_TOKENS, RATIO, SAMPLED
+from kvilt.engine.features.drafting import Drafting
+from kvilt.engine.features.feature import Feature
+from kvilt.engine.features.quality_checks import (
+    AGREEMENTS,
+    DROPPED,
+    FALLBACKS,
+    KL,
+    MAX_STEP_TOKENS,
+    RATIO,
+    SAMPLED,
+    QualityChecks,
+)
 from kvilt.engine.request import Request
 from kvilt.errors import Draining
 from kvilt.executor.protocol import Executor
-from kvilt.metrics import Counter, Gauge
+from kvilt.metrics import Counter, Gauge, Metrics
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store
 
@@ -50,6 +60,17 @@ def store() -> Iterator[Store]:
         yield made
 
 
+class Checked(Engine):
+    """An engine whose blended prompts are compared, and the gate that learns from that."""
+
+    gate: QualityGate
+
+
+def certificates(engine: Engine) -> list[Certificate]:
+    assert isinstance(engine, Checked)
+    return engine.gate.certificates()
+
+
 def make(
     executor: Executor,
     store: Store,
@@ -59,11 +80,22 @@ def make(
     **own: Any,
 ) -> Engine:
     executor.prefixes.clear()
-    gate = None
-    if config is not None:
-        file = CertificateFile(path) if path is not None else None
-        gate = QualityGate(config, lambda: executor.pool.identity().model, file)
-    return Engine(executor, EngineConfig(**own), chunks=always(ChunkCache(executor, store)), gate=gate, reclaim=reclaim)
+    chunks = always(ChunkCache(executor, store))
+    if config is None:
+        return Engine(executor, EngineConfig(**own), chunks=chunks, reclaim=reclaim)
+    file = CertificateFile(path) if path is not None else None
+    gate = QualityGate(config, lambda: executor.pool.identity().model, file)
+    return checked(gate, executor, EngineConfig(**own), chunks=chunks, reclaim=reclaim)
+
+
+def checked(
+    gate: QualityGate, executor: Executor, config: EngineConfig, features: Sequence[Feature] = (), **own: Any
+) -> Checked:
+    metrics = Metrics(ENGINE_METRICS)
+    checks = QualityChecks(gate, executor, metrics)
+    engine = Checked(executor, config, metrics, features=[checks, *features], judge=checks, **own)
+    engine.gate = gate
+    return engine
 
 
 def recipe(ratio: float = 0.3, strategy: str = "head", **fields: Any) -> Recipe:
@@ -85,8 +117,8 @@ def settle(engine: Engine) -> None:
 
 
 def close(engine: Engine) -> None:
-    assert engine._quality_checks is not None
-    engine._quality_checks.gate.close()
+    assert isinstance(engine, Checked)
+    engine.gate.close()
 
 
 def value(engine: Engine, metric: Counter | Gauge, **labels: str) -> float:
@@ -119,7 +151,7 @@ def test_what_is_compared_is_what_it_is_by_hand(
     for _ in range(3):
         put(engine, QUILT, made)
         settle(engine)
-    (known,) = engine.certificates()
+    (known,) = certificates(engine)
     assert known.recent == (expected,) * 3
     assert expected is not None
     assert expected.kl > 0
@@ -136,7 +168,7 @@ def test_ratio_1_is_right_to_the_bit(executor: Executor, store: Store) -> None:
     engine = make(executor, store, LOOK)
     put(engine, QUILT, recipe(1.0))
     settle(engine)
-    (known,) = engine.certificates()
+    (known,) = certificates(engine)
     assert (known.mean_kl, known.agreement) == (0.0, 1.0)
 
 
@@ -161,7 +193,7 @@ def test_comparing_changes_no_answer_and_leaves_nothing(executor: Executor, stor
     assert left[0] == left[1]  # nobody finds a prefix that only a comparison had
     assert counted[0] == counted[1]  # nor is it a request of anybody's
     assert value(engine, SAMPLED) == 3
-    assert sum(known.count for known in engine.certificates()) + value(engine, DROPPED) == 3
+    assert sum(known.count for known in certificates(engine)) + value(engine, DROPPED) == 3
 
 
 def test_with_window_layers(tmp_path: Path, store: Store) -> None:
@@ -170,7 +202,7 @@ def test_with_window_layers(tmp_path: Path, store: Store) -> None:
     for ratio in (0.2, 1.0):
         put(engine, QUILT, recipe(ratio))
         settle(engine)
-    assert [(known.count, known.mean_kl == 0.0) for known in engine.certificates()][1] == (1, True)
+    assert [(known.count, known.mean_kl == 0.0) for known in certificates(engine)][1] == (1, True)
     executor.prefixes.clear()
     assert executor.pool.usage().used == 0
 
@@ -180,14 +212,14 @@ def test_beside_drafts(executor: Executor, store: Store) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0)
     expected = put(engine := make(executor, store, None), QUILT, recipe(0.2), params=params)
     settle(engine)
-    drafting = Drafting(Oracle({QUILT.ids: expected.tokens[0]}, 0.8, 61), Free())
+    drafting = Drafting(Oracle({QUILT.ids: expected.tokens[0]}, 0.8, 61), executor.spec.vocab_size, Free())
     gate, chunks = QualityGate(LOOK, lambda: "m"), ChunkCache(executor, store)
-    engine = Engine(executor, EngineConfig(max_rows=8), chunks=always(chunks), gate=gate, drafting=drafting)
+    engine = checked(gate, executor, EngineConfig(max_rows=8), [drafting], chunks=always(chunks))
     ears = [put(engine, QUILT, recipe(0.2), params=params) for _ in range(2)]
     settle(engine)
     assert [ear.tokens for ear in ears] == [expected.tokens] * 2
     assert all(end is not None and end.drafts.accepted > 0 for ear in ears for end in ear.ends)
-    assert sum(known.count for known in engine.certificates()) == 2
+    assert sum(known.count for known in certificates(engine)) == 2
 
 
 # What follows.
@@ -227,7 +259,7 @@ def test_a_ratio_that_is_too_low_is_raised_until_it_falls_back(executor: Executo
     settle(engine)
     assert ear.tokens == [whole_prompt(executor, QUILT)]
     assert served(engine, QUILT, recipe(0.0, gate=False)) == reuse.name  # who keeps out gets what is asked for
-    (known,) = engine.certificates()
+    (known,) = certificates(engine)
     assert known.falls_back
     assert known.mean_kl > 1e-3
 
@@ -262,7 +294,7 @@ def test_adapters_have_certificates_of_their_own(tmp_path: Path, store: Store) -
     for each in (Base(), adapter):
         put(engine, QUILT, recipe(1.0), adapter=each)
         settle(engine)
-    known = engine.certificates()
+    known = certificates(engine)
     assert [each.adapter for each in known] == ["base", executor.adapters.identity(adapter)]
     assert [each.mean_kl for each in known] == [0.0, 0.0]
     ear = put(engine, QUILT, recipe(0.2), adapter=adapter)
@@ -309,7 +341,7 @@ def test_comparisons_wait_for_prompts_and_go_on_beside_decodes(executor: Executo
         settle(engine)
     finally:
         executor.run = run  # type: ignore[method-assign]
-    assert sum(known.count for known in engine.certificates()) == 1
+    assert sum(known.count for known in certificates(engine)) == 1
     assert value(engine, DROPPED) == 0
 
 
@@ -323,7 +355,7 @@ def test_who_waits_too_long_is_dropped(executor: Executor, store: Store) -> None
     settle(engine)
     assert late.over
     assert value(engine, DROPPED, reason="busy") == 1
-    assert engine.certificates()[0].count == 0
+    assert certificates(engine)[0].count == 0
     executor.prefixes.clear()
     assert executor.pool.usage().used == 0
 
@@ -333,7 +365,7 @@ def test_no_more_than_two_wait(executor: Executor, store: Store) -> None:
     ears = [put(engine, QUILT, recipe()) for _ in range(6)]
     settle(engine)
     assert all(ear.over for ear in ears)
-    (known,) = engine.certificates()
+    (known,) = certificates(engine)
     dropped = value(engine, DROPPED, reason="full")
     assert (known.count + dropped, known.count >= 2, dropped > 0) == (6, True, True)
 
@@ -419,7 +451,7 @@ def test_whatever_happens_nobody_notices(tmp_path: Path, seed: int) -> None:
         assert executor.pool.usage().used == 0
         heard.append({name: (ear.tokens, ear.reasons) for name, ear in ears.items() if name not in aborted})
     assert heard[0] == heard[1]
-    compared = engine.certificates()
+    compared = certificates(engine)
     assert sum(one.count for one in compared) + value(engine, DROPPED) == value(engine, SAMPLED)
     assert all(one.mean_kl == 0.0 for one in compared if one.asked_ratio == 1.0 and one.count)
 

@@ -24,8 +24,8 @@ from kvilt.blend.blender import Blending
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
-from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
+from kvilt.engine.features.drafting import Drafting
 from kvilt.engine.request import Request
 from kvilt.engine.scoring import Scoring
 from kvilt.engine.sequence import Job
@@ -68,6 +68,7 @@ class Faults:
     """Wraps the methods of OWNED: counts calls for the victim inside steps, and raises at one of them."""
 
     victim: Job | None = None
+    drafting: Drafting | None = None
     stepping: bool = False
     calls: Counter[str] = field(default_factory=Counter)
     method: str = ""
@@ -111,7 +112,7 @@ class Faults:
                 seq.prefix_keys,
                 seq.blending,
                 seq.scoring,
-                seq.draft_state and seq.draft_state.draft_context,
+                (state := self.drafting and self.drafting.state_of(seq)) and state.draft_context,
             ]
             if seq.state is not None:
                 own += [seq.state, seq.state.matcher, seq.state.history]
@@ -189,8 +190,9 @@ class Day:
 
 def begin(executor: Executor, kind: str, faults: Faults, chunks: ChunkCache) -> Day:
     executor.prefixes.clear()
-    drafting = Drafting(NgramDrafter(), clock=partial(next, count(1.0))) if kind == "drafts" else None
-    engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8), drafting=drafting, chunks=always(chunks))
+    faults.drafting = Drafting(NgramDrafter(), VOCAB, clock=partial(next, count(1.0)))
+    features = [faults.drafting] if kind == "drafts" else []
+    engine = Engine(executor, EngineConfig(step_tokens=48, max_rows=8), features=features, chunks=always(chunks))
     request = victim(kind)
     asked, others = Keeper(request.samples), [Ear() for _ in neighbours()]
     for one, ear in zip(neighbours(), others, strict=True):

@@ -16,8 +16,8 @@ from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import Recipe, Span
 from kvilt.config import EngineConfig
 from kvilt.engine.admission import BorrowedKV
-from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
+from kvilt.engine.features.drafting import Drafting
 from kvilt.engine.handle import check_loan
 from kvilt.engine.handles import Handles
 from kvilt.engine.request import Request
@@ -226,7 +226,7 @@ def test_drafts_change_no_token_of_an_adapter(executor: Executor) -> None:
     loop = (TEXT[:9] * 8)[:70]
     every = [executor.adapters.choose("lora1"), Base(), executor.adapters.choose("lora2", 0.25)]
     wanted = [alone(executor, loop, adapter) for adapter in every]
-    engine = Engine(executor, drafting=Drafting(NgramDrafter()))
+    engine = Engine(executor, features=[Drafting(NgramDrafter(), executor.spec.vocab_size)])
     ears = [ask(engine, loop, adapter, params={"draft_tokens": 4}) for adapter in every]
     finish(engine, *ears)
     assert [ear.tokens[0] for ear in ears] == wanted

@@ -13,10 +13,10 @@ from small import Ask, Ear, asks, finish, load_small, start
 from tiny import VOCAB
 
 from kvilt.config import EngineConfig
-from kvilt.engine.counters import PREEMPTIONS
-from kvilt.engine.drafting import ACCEPTED, ACCEPTED_AT, DRAFTED, Drafting
+from kvilt.engine.counters import ACCEPTED, ACCEPTED_AT, DRAFTED, PREEMPTIONS
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Event, TokenEvent
+from kvilt.engine.features.drafting import Drafting
 from kvilt.executor.protocol import Executor
 from kvilt.metrics import Metrics
 from kvilt.sampling.params import SamplingParams
@@ -57,7 +57,7 @@ def count(metrics: Metrics, name: str) -> int:
 
 
 def with_drafts(executor: Executor, drafter: Drafter, config: EngineConfig | None = None) -> Engine:
-    return Engine(executor, config, drafting=Drafting(drafter, Free()))
+    return Engine(executor, config, features=[Drafting(drafter, VOCAB, Free())])
 
 
 def crowd(executor: Executor, name: str, seed: int, size: int = 10) -> list[tuple[Ask, list[int]]]:
@@ -203,15 +203,15 @@ def test_logprobs_are_those_of_plain_decoding(executor: Executor) -> None:
             return super().on_event(event)
 
     results = []
-    for drafting in (None, Drafting(NgramDrafter(6), Free()), None):
+    for features in ([], [Drafting(NgramDrafter(6), VOCAB, Free())], []):
         noted: list[object] = []
-        engine = Engine(executor, drafting=drafting)
+        engine = Engine(executor, features=features)
         ear = start(engine, ask, ear=Noting())
         finish(engine)
         results.append((ear.tokens, noted))
-        if drafting is None:
-            drafting = Drafting(Oracle({ask.prompt: ear.tokens[0]}, 0.8, VOCAB), Free())
-            engine = Engine(executor, drafting=drafting)
+        if not features:
+            features = [Drafting(Oracle({ask.prompt: ear.tokens[0]}, 0.8, VOCAB), VOCAB, Free())]
+            engine = Engine(executor, features=features)
             noted = []
             ear = start(engine, ask, ear=Noting())
             finish(engine)

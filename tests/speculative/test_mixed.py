@@ -21,9 +21,9 @@ from kvilt.batch import Adapter, Base, Batch, Logits
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig
-from kvilt.engine.counters import PREEMPTIONS
-from kvilt.engine.drafting import ACCEPTED, DRAFTED, Drafting
+from kvilt.engine.counters import ACCEPTED, DRAFTED, PREEMPTIONS
 from kvilt.engine.engine import Engine
+from kvilt.engine.features.drafting import Drafting
 from kvilt.engine.request import Request
 from kvilt.executor.protocol import Executor
 from kvilt.metrics import Metrics
@@ -187,7 +187,10 @@ def test_everybody_says_what_they_say_alone(
             drafter = drafters(kinds, twin)[name]
             config = EngineConfig(step_tokens=step_tokens, max_rows=16)
             engine = Engine(
-                executor, config, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store))
+                executor,
+                config,
+                features=[Drafting(drafter, VOCAB, Free())],
+                chunks=always(ChunkCache(executor, store)),
             )
             ears = [put(engine, kind.request) for kind in kinds]
             while engine.step():
@@ -208,7 +211,9 @@ def test_the_truth_about_rows_on_adapters_and_documents_is_accepted(
 ) -> None:
     for kinds in crowds.values():
         drafter = Oracle({tuple(kind.request.prompt): kind.said for kind in kinds}, 1.0, VOCAB)
-        engine = Engine(executor, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store)))
+        engine = Engine(
+            executor, features=[Drafting(drafter, VOCAB, Free())], chunks=always(ChunkCache(executor, store))
+        )
         for kind in kinds:
             ear = put(engine, kind.request)
             while engine.step():
@@ -237,7 +242,9 @@ def day(tmp_path: Path, twin: Executor, store: Store, seed: int, crowds: dict[in
     dice, kinds = random.Random(seed), crowds[seed % 3]
     drafter = drafters(kinds, twin)[["lies", "ngram", "model"][seed % 3]]
     config = EngineConfig(step_tokens=dice.choice([30, 200]), max_rows=dice.choice([4, 12]))
-    engine = Engine(executor, config, drafting=Drafting(drafter, Free()), chunks=always(ChunkCache(executor, store)))
+    engine = Engine(
+        executor, config, features=[Drafting(drafter, VOCAB, Free())], chunks=always(ChunkCache(executor, store))
+    )
     order, ears = dice.sample(range(len(kinds)), len(kinds)), dict[int, Ear]()
     while order or engine.ready:
         for at in [order.pop() for _ in range(min(len(order), dice.choice([0, 1, 4])))]:
@@ -267,7 +274,7 @@ def test_unloading_an_adapter_under_drafts(tmp_path: Path, twin: Executor) -> No
     prompt = tokens(random.Random(1), 30)
     request = Request(prompt, SamplingParams(max_tokens=30), adapter=executor.adapters.choose("lora2"))
     kind = alone(executor, request)
-    engine = Engine(executor, drafting=Drafting(drafters([kind], twin)["lies"], Free()))
+    engine = Engine(executor, features=[Drafting(drafters([kind], twin)["lies"], VOCAB, Free())])
     ear = put(engine, request)
     for _ in range(3):
         engine.step()

@@ -13,9 +13,9 @@ from tiny import VOCAB
 
 from kvilt.batch import Batch, Logits
 from kvilt.config import EngineConfig
-from kvilt.engine.drafting import Drafting
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event
+from kvilt.engine.features.drafting import Drafting
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.speculative.drafter import Draft, DraftContext
@@ -108,13 +108,13 @@ def ends(
 ) -> list[float]:
     """When each request is over; without drafts if there are no good ones to know."""
     machines.append(machine)
-    drafting = None
+    features: list[Drafting] = []
     if good is not None:
         answers: dict[tuple[int, ...], Sequence[int]] = {ask.prompt: said for ask, said in many}
         drafter = Mixed(answers, {many[i][0].prompt for i in good})
         drafter.machine, drafter.token_s = machine, drafting_s
-        drafting = Drafting(drafter, clock=lambda: machine.now_s)
-    engine = Engine(executor, EngineConfig(step_tokens=512, max_rows=8), drafting=drafting)
+        features.append(Drafting(drafter, VOCAB, clock=lambda: machine.now_s))
+    engine = Engine(executor, EngineConfig(step_tokens=512, max_rows=8), features=features)
     ears = [start(engine, ask, ear=Timed(machine=machine)) for ask, _ in many]
     finish(engine)
     assert [ear.tokens[0] for ear in ears] == [said for _, said in many]

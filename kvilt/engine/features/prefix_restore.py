@@ -8,24 +8,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from ..errors import StoreMiss
-from ..executor.protocol import Executor
-from ..kv.identity import Identity
-from ..kv.prefix import EvictedPage
-from ..kv.row import RowImage
-from ..metrics import Metrics
-from ..store.address import Address, page_addresses
-from ..store.loading import Loading
-from ..store.store import Store
-from .counters import RESTORED
-from .isolation import contained, quietly
-from .plan import PrefixHit
-from .sequence import SequenceState
+from ...errors import StoreMiss
+from ...executor.protocol import Executor
+from ...kv.identity import Identity
+from ...kv.prefix import EvictedPage
+from ...kv.row import RowImage
+from ...metrics import Metrics
+from ...store.address import Address, page_addresses
+from ...store.loading import Loading
+from ...store.store import Store
+from ..counters import RESTORED
+from ..isolation import contained, quietly
+from ..plan import PrefixHit
+from ..proposals import WaitForStore
+from ..sequence import SequenceState
+from .feature import Feature, Forgotten, Proposal, Sequences
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class PrefixLoad:
     found: bool = False  # the first page was found, so further pages may be
 
 
-class PrefixRestore:
+class PrefixRestore(Feature):
     """Prefixes of one executor in a store that outlives it. The engine calls it from its stepping thread."""
 
     def __init__(
@@ -72,6 +74,8 @@ class PrefixRestore:
         self._identity: Identity | None = executor.pool.identity()
         self._loads: dict[SequenceState, PrefixLoad] = {}
         self._queue: dict[SequenceState, None] = {}  # those that wait until another load ends
+        self._checked: set[SequenceState] = set()  # what the store has of their prefixes is here; only asked
+        self._released: list[SequenceState] = []  # those that the next plan may start
         executor.prefixes.on_evict = self._store_page
 
     # Loading.
@@ -86,11 +90,12 @@ class PrefixRestore:
         except BaseException as error:
             contained(error)
             self._loads.pop(seq, None)
-            seq.sample.waits_for_store, seq.store_checked = False, True
+            self._queue.pop(seq, None)
+            self._checked.add(seq)
             return False
 
     def _try_load(self, seq: SequenceState, hit: PrefixHit) -> bool:
-        if seq.store_checked or self._identity is None or seq.prefix_keys is None or seq.job.base is not None:
+        if seq in self._checked or self._identity is None or seq.prefix_keys is None or seq.job.base is not None:
             return False
         if seq.sample.scored or seq.job.request.background:  # computed as a whole, or not shared
             return False
@@ -102,7 +107,6 @@ class PrefixRestore:
         first = self._executor.prefixes.missing(seq.prefix_keys, most)
         if (stop - first) * size < self._least:
             return False
-        sample.waits_for_store = True
         if len(self._loads) < MAX_LOADS and not any(keys[first] in load.claims for load in self._loads.values()):
             self._begin(seq, first, stop)
         else:
@@ -111,29 +115,37 @@ class PrefixRestore:
 
     @property
     def has_ready(self) -> bool:
-        """Whether a page was loaded, or a load is past its deadline."""
-        return any(quietly(partial(self._is_ready, load), True) for load in self._loads.values())
+        """Whether a page was loaded, a load is past its deadline, or a prompt need not wait any more."""
+        return bool(self._released) or any(
+            quietly(partial(self._is_ready, load), True) for load in self._loads.values()
+        )
 
     @property
     def wait_timeout_s(self) -> float | None:
         """Seconds after which that is so in any case; None where nothing is loaded."""
         return min((quietly(partial(self._timeout_s, load), 0.0) for load in self._loads.values()), default=None)
 
-    def before_plan(self) -> None:
+    def before_plan(self, seqs: Sequences) -> Iterable[Proposal]:
         """Write loaded pages into the prefix index. Prompts whose load has ended, or took too long, continue."""
         for load in list(self._loads.values()):
             if not quietly(partial(self._advance, load), False):  # if the store fails, the rest is computed
                 self._end(load)
-                load.seq.store_checked = True
+                self._checked.add(load.seq)
+        released, self._released = self._released, []
+        return [WaitForStore(seq.sample, False) for seq in released]
 
-    def forget(self, seq: SequenceState) -> None:
+    def forget(self, seq: SequenceState, why: Forgotten) -> None:
         """A sequence has ended, or gives its pages up; if it starts again, it may load again."""
-        seq.store_checked = False
+        self._checked.discard(seq)
         self._queue.pop(seq, None)
         if (load := self._loads.get(seq)) is not None:
             self._end(load)
+        if seq in self._released:
+            self._released.remove(seq)
+        if why == "unsound":
+            self._discard(seq)
 
-    def discard(self, seq: SequenceState) -> None:
+    def _discard(self, seq: SequenceState) -> None:
         """A prompt's KV is not sound: remove it from the store as well."""
         if self._identity is not None and seq.prefix_keys is not None:
             for address in self._addresses(seq, 0, len(seq.prefix_keys.keys)):
@@ -198,12 +210,11 @@ class PrefixRestore:
         return min(load.pending[0].patience_s(self._layers), max(0.0, load.deadline_s - self._clock()))
 
     def _end(self, load: PrefixLoad) -> None:
+        """End a load. The prompts that waited for it are asked for again by the next plan."""
         del self._loads[load.seq]
-        load.seq.sample.waits_for_store = False
         for loading in load.pending:
             quietly(loading.cancel, None)
-        for seq in self._queue:
-            seq.sample.waits_for_store = False  # the next plan asks again
+        self._released += [load.seq, *self._queue]
         self._queue.clear()
 
     # Storing.

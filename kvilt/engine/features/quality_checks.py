@@ -1,4 +1,4 @@
-"""Comparisons of blended prompts with whole prefills, in the background of an engine's steps.
+"""Comparisons of blended prompts with whole prefills, by background requests of their own.
 
 No request waits for a comparison. One runs at a time, and only while no other prompt wants rows; if it is in the way of
 other requests, it is dropped. Refuses to know what follows from a comparison.
@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
-from ..batch import Last, Logits, Row
-from ..blend.quality_gate import QualityGate, Trial, compare, strategy_of
-from ..executor.lora import AdapterLease
-from ..metrics import Counter, Gauge, Histogram, Metrics
-from .admission import make_job
-from .event import Ended, Event
-from .isolation import contained
-from .plan import Sample
-from .request import Request
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..blend.chunk import ChunkCache
-    from ..executor.protocol import Executor
-    from .sequence import Job, SequenceState
+from ...blend.quality_gate import QualityGate, Trial, compare, strategy_of
+from ...blend.recipe import Recipe
+from ...executor.lora import AdapterLease
+from ...executor.protocol import Executor
+from ...metrics import Counter, Gauge, Histogram, Metrics
+from ..blend_decision import BlendDecision
+from ..event import Ended, Event
+from ..isolation import contained
+from ..proposals import HoldRows
+from ..request import Request
+from ..sequence import SequenceState
+from .feature import Abort, Feature, Proposal, Sequences, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -53,22 +51,6 @@ Part = Literal["whole", "blended"]
 Why = Literal["full", "busy", "closing", "failed"]
 
 
-class EngineAPI(Protocol):
-    """The methods of the engine that comparisons call, in the thread that steps."""
-
-    def chunks_for(self, request: Request) -> ChunkCache | None:
-        """What the documents of a request are found in."""
-        ...
-
-    def admit_now(self, job: Job) -> None:
-        """Admit a request without waiting for the next step."""
-        ...
-
-    def abort_now(self, job: Job) -> None:
-        """End a request without waiting for the next step."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Comparison:
     """The logits of one prompt's first token, blended and from a whole prefill, as far as they are computed."""
@@ -91,28 +73,12 @@ class Comparison:
         """The background request that computes a part."""
         own = self.request
         plain = Request(own.prompt, None, priority=PRIORITY, tenant=own.tenant, owner=own.owner)
-        plain = replace(plain, adapter=own.adapter)
+        plain = replace(plain, adapter=own.adapter, discover=False, background=True, max_step_tokens=MAX_STEP_TOKENS)
         if part == "whole":
-            return replace(plain, background=True)
-        recipe = replace(self.trial.recipe, min_gain=0.0)
-        return replace(plain, background=True, documents=own.documents, recipe=recipe)
-
-
-def with_watcher(
-    seq: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
-) -> Callable[[Row, Logits, int], None] | None:
-    """The callback of a sequence's row. A comparison also gets the logits after the prompt, if the row has them."""
-    if (on_first_logits := seq.on_first_logits) is None:
-        return then
-
-    def on_result(row: Row, logits: Logits, index: int) -> None:
-        if isinstance(row.want, Last):
-            seq.on_first_logits = None
-            on_first_logits(logits.of_row(index)[0].clone())
-        if then is not None:
-            then(row, logits, index)
-
-    return on_result
+            return plain
+        # As it is: neither too small a gain nor the gate itself changes what is compared.
+        recipe = replace(self.trial.recipe, min_gain=0.0, gate=False)
+        return replace(plain, documents=own.documents, recipe=recipe)
 
 
 def _decodes(seq: SequenceState) -> bool:
@@ -120,41 +86,33 @@ def _decodes(seq: SequenceState) -> bool:
     return seq.sample.held or seq.sample.waits_for_store or (seq.kv is not None and seq.sample.uncomputed <= 1)
 
 
-class QualityChecks:
-    """The comparisons of one engine."""
+class QualityChecks(Feature):
+    """The comparisons of one engine, which gets this both as a feature and as the judge of its blended prompts."""
 
-    def __init__(
-        self, gate: QualityGate, executor: Executor, metrics: Metrics, seqs: Mapping[Sample, SequenceState]
-    ) -> None:
-        self.gate = gate
+    def __init__(self, gate: QualityGate, executor: Executor, metrics: Metrics) -> None:
+        self._gate = gate
         self._executor = executor
         self._metrics = metrics
-        self._seqs = seqs
         self._queue: deque[Comparison] = deque()  # the first may be running
-        self._job: Job | None = None
+        self._running: str | None = None  # the id of the background request in progress
 
     @property
-    def has_work(self) -> bool:
+    def has_ready(self) -> bool:
         """Whether there is something to compare."""
         return bool(self._queue)
 
-    @property
-    def running(self) -> int:
-        """Background requests in progress."""
-        return int(self._job is not None)
-
     # A request that is compared.
 
-    def watch(self, job: Job) -> None:
-        """A request was prepared. If the gate chose it, its first logits will be compared."""
-        if (gate_decision := job.gate_decision) is None:
-            return
-        if gate_decision.recipe is None:
+    def judge(self, request: Request, adapter: str, worth: Callable[[Recipe], bool], draws: bool) -> BlendDecision:
+        """How the gate wants a prompt to be blended. If it chose the prompt, its first logits will be compared."""
+        made = self._gate.judge(request.recipe, adapter, worth, draws)
+        if made.recipe is None:
             self._metrics.add(FALLBACKS)
-        if gate_decision.trial is not None:
-            same = gate_decision.recipe is not None and gate_decision.recipe.ratio == gate_decision.trial.recipe.ratio
-            part: Part | None = "whole" if gate_decision.recipe is None else "blended" if same else None
-            job.first.on_first_logits = partial(self._add, job.request, gate_decision.trial, part)
+        if made.trial is None:
+            return BlendDecision(made.recipe)
+        same = made.recipe is not None and made.recipe.ratio == made.trial.recipe.ratio
+        part: Part | None = "whole" if made.recipe is None else "blended" if same else None
+        return BlendDecision(made.recipe, partial(self._add, request, made.trial, part))
 
     def _add(self, request: Request, trial: Trial, part: Part | None, logits: Tensor) -> None:
         """The first logits of a request were computed. A failure here does not fail the request."""
@@ -174,51 +132,49 @@ class QualityChecks:
 
     # Between steps, in the thread that steps.
 
-    def before_plan(self, engine: EngineAPI) -> None:
-        """Before a plan: the first comparison continues, waits, starts or ends. A failure ends only the comparison."""
+    def before_plan(self, seqs: Sequences) -> Iterable[Proposal]:
+        """The first comparison continues, waits, starts or ends. A failure ends only the comparison."""
         if not self._queue:
-            return
+            return ()
         try:
-            self._advance(engine)
+            return self._advance(self._queue[0], seqs)
         except BaseException as error:
             contained(error)
-            if self._queue:
-                self._drop(engine, "failed")
+            return self._drop("failed") if self._queue else ()
 
-    def _advance(self, engine: EngineAPI) -> None:
-        first, job = self._queue[0], self._job
-        others = [seq for seq in self._seqs.values() if not seq.job.request.background]
+    def stop(self) -> Iterable[Proposal]:
+        """End all comparisons."""
+        proposals: list[Proposal] = []
+        while self._queue:
+            proposals += self._drop("closing")
+        return proposals
+
+    def _advance(self, first: Comparison, seqs: Sequences) -> list[Proposal]:
+        others = [seq for seq in seqs.values() if not seq.job.request.background]
+        own = next((seq for seq in seqs.values() if seq.sample.request == self._running), None)
         if not all(map(_decodes, others)):
-            self._wait(engine, first, job, others)
-        elif job is not None and (job.first.kv is None or not self._fits(first, job, others)):
-            self._drop(engine, "busy")  # it was preempted, or other requests need its pages
-        elif job is not None:
-            job.first.sample.held = False
-        elif self._fits(first, job, others):
-            self._begin(engine, first)
-        else:
-            self._wait(engine, first, job, others)
+            return self._wait(first, own, others)
+        if own is not None and (own.kv is None or not self._fits(first, own, others)):
+            return self._drop("busy")  # it was preempted, or other requests need its pages
+        if own is not None:
+            return [HoldRows(own.sample, False)]
+        return self._begin(first) if self._fits(first, None, others) else self._wait(first, None, others)
 
-    def _wait(self, engine: EngineAPI, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> None:
+    def _wait(self, first: Comparison, own: SequenceState | None, others: Sequence[SequenceState]) -> list[Proposal]:
         """Other requests go first; if they need the pages of the comparison, it is dropped."""
         first.waited += 1
-        if job is not None:
-            job.first.sample.held = True
-        in_the_way = job is not None and self._needed(others) > min(self._executor.pool.free_pages())
-        if in_the_way or first.waited > self.gate.config.patience:
-            self._drop(engine, "busy")
+        held: list[Proposal] = [] if own is None else [HoldRows(own.sample, True)]
+        in_the_way = own is not None and self._needed(others) > min(self._executor.pool.free_pages())
+        if in_the_way or first.waited > self._gate.config.patience:
+            return self._drop("busy")
+        return held
 
-    def close(self, engine: EngineAPI) -> None:
-        """End all comparisons."""
-        while self._queue:
-            self._drop(engine, "closing")
-
-    def _fits(self, first: Comparison, job: Job | None, others: Sequence[SequenceState]) -> bool:
+    def _fits(self, first: Comparison, own: SequenceState | None, others: Sequence[SequenceState]) -> bool:
         """Whether the rest of it fits without preempting other requests."""
         layout = self._executor.layout
-        there = job.first.kv.row(0).reserved if job is not None and job.first.kv is not None else 0
+        there = own.kv.row(0).reserved if own is not None and own.kv is not None else 0
         need = layout.pages_for(len(first.request.prompt)) - layout.pages_for(there) + 1
-        if job is None and first.missing == "blended":
+        if own is None and first.missing == "blended":
             need += layout.pages_for(max(map(len, first.request.documents))) + 1  # to compute one that is not stored
         return need + self._needed(others) <= min(self._executor.pool.free_pages())
 
@@ -235,31 +191,22 @@ class QualityChecks:
             if not one.sample.held
         )
 
-    def _begin(self, engine: EngineAPI, first: Comparison) -> None:
+    def _begin(self, first: Comparison) -> list[Proposal]:
+        """The background request for what is missing."""
         part = first.missing
         assert part is not None
         request = first.request_for(part)
-        try:
-            job = make_job(
-                self._executor, request, _EndListener(partial(self._ended, engine)), chunks=engine.chunks_for(request)
-            )
-        except Exception:
-            _log.exception("a blended prompt cannot be compared")
-            self._drop(engine, "failed")
-            return
-        job.first.on_first_logits = partial(first.set_logits, part)
-        job.first.sample.max_step_tokens = MAX_STEP_TOKENS
-        self._job = job
-        engine.admit_now(job)
+        self._running = request.id
+        return [Submit(request, _EndListener(partial(self._ended, part)), partial(first.set_logits, part))]
 
-    def _ended(self, engine: EngineAPI, ended: Ended) -> None:
-        """The request of a part has ended."""
-        if self._job is None:
+    def _ended(self, part: Part, ended: Ended) -> None:
+        """The request of a part has ended, or was refused."""
+        if self._running is None:
             return  # it was dropped
-        before, self._job = self._job, None
+        self._running = None
         first = self._queue[0]
-        if ended.reason != "length" or before.first.on_first_logits is not None:
-            self._drop(engine, "failed")
+        if ended.reason != "length" or first.missing == part:
+            self._drop("failed")
         elif first.missing is None:
             self._learn(first)
 
@@ -274,16 +221,16 @@ class QualityChecks:
         self._metrics.observe(KL, compared.kl, strategy=strategy)
         if compared.agrees:
             self._metrics.add(AGREEMENTS, strategy=strategy)
-        if (known := self.gate.learn(first.trial, compared)) is not None:
+        if (known := self._gate.learn(first.trial, compared)) is not None:
             ratio = 1.0 if known.falls_back else known.ratio
             self._metrics.set(RATIO, ratio, strategy=strategy, asked=f"{known.asked_ratio:.4g}")
 
-    def _drop(self, engine: EngineAPI, why: Why) -> None:
-        job, self._job = self._job, None
+    def _drop(self, why: Why) -> list[Proposal]:
+        """Give the first comparison up, and its request if there is one."""
+        running, self._running = self._running, None
         self._release(self._queue[0])
         self._metrics.add(DROPPED, reason=why)
-        if job is not None:
-            engine.abort_now(job)
+        return [] if running is None else [Abort(running)]
 
     def _release(self, first: Comparison) -> None:
         self._queue.remove(first)
