@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging
+from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
 from kvilt.ops.native.backend import NativeOps
 
 PAGE_TOKENS = 32
@@ -91,7 +91,8 @@ def _written(ops: NativeOps, shape: PageShape, tokens: int, rows: int, asking: i
     positions = torch.arange(tokens - asking, tokens).repeat(rows)
     starts = tuple(range(0, rows * asking + 1, asking))
     tables = torch.arange(rows * each).view(rows, each)
-    return store, Paging(tables, torch.empty(0, dtype=torch.int64), starts, positions)
+    lengths = RowLengths.of(starts, positions.tolist())
+    return store, Paging(tables, torch.empty(0, dtype=torch.int64), lengths, positions)
 
 
 def _median(work: Callable[[], object], seconds: float = 0.4) -> float:

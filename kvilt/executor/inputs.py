@@ -135,8 +135,10 @@ def _id(token: object, vocab_size: int) -> int:
     return value
 
 
-def check_row(row: Row, vocab_size: int, hidden_size: int) -> None:
+def check_row(row: Row, vocab_size: int, hidden_size: int, axes: int = 0) -> None:
     """Raise unless a model of these sizes can run the row; a backend would fail late, on a device past repair."""
+    if row.rope_positions and len(row.rope_positions) != axes:
+        raise InputError(f"this model rotates by {axes or 1} axes of a position, not by {len(row.rope_positions)}")
     match row.source:
         case Ids(ids):
             _check_ids(ids, vocab_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..batch import Adapted, Adapter, Base, Row
+from ..batch import Adapted, Adapter, Base, Embeds, Hidden, Row, Source, token_count
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
 from ..kv.row import BASE, CacheRow, made_by
 from ..models.adapters import FittedAdapter, fit, map_shapes
@@ -247,7 +247,7 @@ class Adapters:
     def _adapting(self, rows: Sequence[Row], starts: Sequence[int], used: dict[int, _Loaded]) -> StepAdapters:
         slots = torch.full((starts[-1],), -1, dtype=torch.int64)
         scales = torch.zeros(starts[-1], dtype=torch.float32)
-        embedded: dict[int, RowEmbedding] = {}
+        embedded: list[RowEmbedding] = []
         for index, (row, start) in enumerate(zip(rows, starts, strict=False)):
             if not isinstance(row.adapter, Adapted):
                 continue
@@ -256,13 +256,14 @@ class Adapters:
             first = bisect_left(row.positions, row.adapter.begins)
             slots[start + first : starts[index + 1]] = one.slot
             scales[start + first : starts[index + 1]] = row.adapter.scale
-            if one.facts.embedded is not None:
-                embedded[index] = RowEmbedding(one.facts.embedded, row.adapter.scale, first)
+            if one.facts.embedded is not None and (looked_up := _looked_up(row.source, first)):
+                tokens = start + torch.tensor(looked_up)
+                embedded.append(RowEmbedding(one.facts.embedded, row.adapter.scale, tokens))
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
         adapter_slots = AdapterSlots(slots, scales)
-        return StepAdapters(parts, tables, adapter_slots, embedded, self._gain(used.values(), adapter_slots))
+        return StepAdapters(parts, tables, adapter_slots, tuple(embedded), self._gain(used.values(), adapter_slots))
 
     def _gain(self, used: Iterable[_Loaded], adapter_slots: AdapterSlots) -> MagnitudeGain | None:
         """The gains of those of the adapters that have magnitudes (DoRA)."""
@@ -367,6 +368,14 @@ def check_maker(row: CacheRow, adapter: Adapter, adapters: Adapters) -> None:
             f"this cache holds KV of {row.maker[:80]!r} and that of {wanted[:80]!r} is needed; "
             "compute it again, or give the adapter and scale it was made with"
         )
+
+
+def _looked_up(source: Source, first: int) -> list[int]:
+    """Which of a row's tokens, from `first` on, enter as ids."""
+    if isinstance(source, Hidden):
+        return []
+    vectors = set(source.at) if isinstance(source, Embeds) else set()
+    return [i for i in range(first, token_count(source)) if i not in vectors]
 
 
 def _begins(adapter: Adapter) -> int:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from ..batch import Batch, Ids, Last, Logits, Segment
+from ..batch import Batch, Last, Logits, StepInput
 from ..kv.pool import PagePool
 from ..models.decoder import Decoder
 from ..models.step_adapters import StepAdapters
-from ..ops.contract import Paging, Recorded, Recorder
+from ..ops.contract import Recorded, Recorder
 from ..ops.lowrank import AdapterSlots
 
 MAX_ROWS = 64  # larger steps spend their time in products, not in Python
@@ -27,15 +26,13 @@ MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 class Recording:
     """A recorded step and the tensors it reads."""
 
-    ids: Tensor  # [rows]
-    segment: Segment
+    buffers: StepInput
     step_adapters: StepAdapters | None
     step: Recorded
 
-    def fill(self, ids: Sequence[int], segment: Segment, step_adapters: StepAdapters | None) -> None:
+    def fill(self, step: StepInput, step_adapters: StepAdapters | None) -> None:
         """Put in the tokens, positions, pages and adapters of another step."""
-        self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
-        copy_segment(segment, self.segment)
+        self.buffers.copy_from(step)
         if self.step_adapters is not None and step_adapters is not None:
             copy_picks(step_adapters.adapter_slots, self.step_adapters.adapter_slots)
 
@@ -58,18 +55,14 @@ class Replay:
 
         `observe` raises if the call was cancelled.
         """
-        if (
-            self._recorder is None
-            or (ids := decoded_ids(batch) or run_ids(batch)) is None
-            or not recordable(step_adapters)
-        ):
+        if self._recorder is None or not (is_decode(batch) or is_verification(batch)) or not recordable(step_adapters):
             return None
         recording = self._known(self._steps, batch.starts, step_adapters)
         if recording is None:
-            if (recording := self._record(ids, batch.segments[0], self._steps, step_adapters, greedy=False)) is None:
+            if (recording := self._record(batch.step, self._steps, step_adapters, greedy=False)) is None:
                 return None
         else:
-            recording.fill(ids, batch.segments[0], step_adapters)
+            recording.fill(batch.step, step_adapters)
             self._go(observe)
             while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
                 self._go(observe)
@@ -88,17 +81,16 @@ class Replay:
         There must be room for all of them. Stops after the first step in which a row draws one of its `ends`; a
         step without a likeliest token in some row is left out, for the caller to meet it again.
         """
-        if self._recorder is None or (ids := decoded_ids(batch)) is None or not recordable(step_adapters):
+        if self._recorder is None or not is_decode(batch) or not recordable(step_adapters):
             return None
-        segment = batch.segments[0]
         recording = self._known(self._greedy, batch.starts, step_adapters)
         if recording is None:
-            recording = self._record(ids, segment, self._greedy, step_adapters, greedy=True)
+            recording = self._record(batch.step, self._greedy, step_adapters, greedy=True)
         if recording is None:
             return None
-        recording.fill(ids, segment, step_adapters)
+        recording.fill(batch.step, step_adapters)
         self._go(observe)
-        drawn = recording.step.loop(steps, recording.ids, ends)
+        drawn = recording.step.loop(steps, recording.buffers.ids, ends)
         return drawn[:-1] if len(drawn) and bool((drawn[-1] < 0).any()) else drawn
 
     def stop(self) -> None:
@@ -123,53 +115,52 @@ class Replay:
 
     def _record(
         self,
-        ids: Sequence[int],
-        segment: Segment,
+        step: StepInput,
         recordings: dict[Shape, Recording],
         step_adapters: StepAdapters | None,
         greedy: bool,
     ) -> Recording | None:
         assert self._recorder is not None
         recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
-        own_ids, own = torch.tensor(ids, dtype=torch.int64), blank_segment(segment, self._width)
-        copy_segment(segment, own)
-        picked = own_picks(step_adapters)
+        own, picked = step.blank(self._width), own_picks(step_adapters)
+        own.copy_from(step)
 
-        def step() -> Tensor:
-            logits = self._decoder.decode(own_ids, own, stores, picked)
+        def recordable_step() -> Tensor:
+            logits = self._decoder.decode(own, stores, picked)
             if greedy:
-                recorder.advance_greedy(logits, own_ids, own.paging, size)
+                recorder.advance_greedy(logits, own.ids, own.segments[0].paging, size)
             return logits
 
-        recorded = recorder.record(step)
+        recorded = recorder.record(recordable_step)
         if recorded is None:
             self._recorder = None  # this model does something that cannot be recorded
             return None
-        shape = shape_of(segment.paging[0].starts, step_adapters)
-        recording = recordings[shape] = Recording(own_ids, own, picked, recorded)
+        shape = shape_of(step.segments[0].lengths.starts, step_adapters)
+        recording = recordings[shape] = Recording(own, picked, recorded)
         return recording
 
 
-def decoded_ids(batch: Batch) -> list[int] | None:
-    """The token of each row if every row is one token through the whole model to its logits."""
-    if len(batch.rows) > MAX_ROWS or batch.num_tokens != len(batch.rows) or len(batch.segments) != 1:
-        return None
-    ids = []
-    for row in batch.rows:
-        source, want = row.source, row.want
-        if not (isinstance(source, Ids) and isinstance(want, Last)) or row.repairs:
-            return None
-        ids.append(source.ids[0])
-    return ids
+def is_decode(batch: Batch) -> bool:
+    """Whether every row is one token through the whole model to its logits."""
+    if len(batch.rows) > MAX_ROWS or batch.num_tokens != len(batch.rows) or not is_plain(batch):
+        return False
+    return all(isinstance(row.want, Last) for row in batch.rows)
 
 
-def run_ids(batch: Batch) -> list[int] | None:
-    """The tokens of a single row that wants the logits after each of them."""
-    if len(batch.rows) > 1 or batch.num_tokens > MAX_RUN or len(batch.segments) != 1:
-        return None
-    source, want, repairs = batch.rows[0].source, batch.rows[0].want, batch.rows[0].repairs
-    wants_all = isinstance(want, Last) and want.k == batch.num_tokens and not repairs
-    return list(source.ids) if isinstance(source, Ids) and wants_all else None
+def is_verification(batch: Batch) -> bool:
+    """Whether a single row wants the logits after each of its tokens: one and its drafts."""
+    if len(batch.rows) > 1 or batch.num_tokens > MAX_RUN or not is_plain(batch):
+        return False
+    want = batch.rows[0].want
+    return isinstance(want, Last) and want.k == batch.num_tokens
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether ids go through the whole model, and nothing is repaired beside them."""
+    segments = batch.step.segments
+    if len(segments) > 1 or batch.step.vectors is not None or segments[0].repairs:
+        return False
+    return segments[0].rope_positions is None
 
 
 Shape = tuple[tuple[int, ...], frozenset[str]]  # where rows start, and the kinds of maps that adapters change
@@ -201,21 +192,3 @@ def copy_picks(source: AdapterSlots, target: AdapterSlots) -> None:
     """The adapters of one step into another of the same shape."""
     target.slots.copy_(source.slots)
     target.scales.copy_(source.scales)
-
-
-def blank_segment(like: Segment, width: int) -> Segment:
-    """A segment of the same shape with page tables as wide as they can get."""
-    positions = torch.zeros_like(like.positions)
-    paging = tuple(
-        Paging(torch.full((len(one.tables), width), -1), torch.zeros_like(one.slots), one.starts, positions)
-        for one in like.paging
-    )
-    return Segment(like.start, like.stop, None, positions, paging)
-
-
-def copy_segment(source: Segment, target: Segment) -> None:
-    """The positions and pages of one segment into another of the same shape."""
-    target.positions.copy_(source.positions)
-    for one, other in zip(source.paging, target.paging, strict=True):
-        other.slots.copy_(one.slots)
-        other.tables[:, : one.tables.shape[1]] = one.tables

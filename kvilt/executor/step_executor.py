@@ -23,7 +23,7 @@ from ..kv.pool import PagePool
 from ..kv.prefix import PrefixIndex
 from ..metrics import Metrics
 from ..models.decoder import Decoder
-from ..models.spec import ModelSpec
+from ..models.spec import ModelSpec, rope_axes
 from ..models.step_adapters import StepAdapters
 from ..sampling.sampler import SamplerOutput, SamplingState, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
@@ -55,6 +55,7 @@ class StepExecutor:
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
+        self._axes = rope_axes(decoder.spec)
         self._on_close = on_close
         self._closed = False
         self._running: threading.Event | None = None  # set to stop the call in progress
@@ -93,7 +94,7 @@ class StepExecutor:
         if batch.pool is not self._pool:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
-            check_row(row, self.spec.vocab_size, self.spec.hidden_size)
+            check_row(row, self.spec.vocab_size, self.spec.hidden_size, self._axes)
         with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
             logits = self._replay.run(batch, lambda: observe(stop), step_adapters)
             if logits is None:

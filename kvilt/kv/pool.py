@@ -55,7 +55,9 @@ class PagePool:
         self._identity: Callable[[], Identity] | None = identity
         self.token_limit = token_limit  # ids at or past it are no tokens; loaded KV is checked against it
         self.device = device or torch.device("cpu")
-        self.stores = tuple(ops.new_pages(group.shape, pages, self.device) for group in layout.groups)
+        # One page more than there is room for: rows that only pad a step to a shape write there.
+        self.stores = tuple(ops.new_pages(group.shape, pages + 1, self.device) for group in layout.groups)
+        self.dummy_pages = (pages,) * len(layout.groups)
         self._refs = [array("I", bytes(4 * pages)) for _ in layout.groups]
         # A stack with the lowest id on top: pages touched before are used again before fresh memory is.
         self._free = [list(range(pages - 1, -1, -1)) for _ in layout.groups]

@@ -5,14 +5,14 @@ Prefill, decode, verification and blending are batches with different rows; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Embeds, Hidden, HiddenOut, Ids, Last, Logits, SampledIds, Score, Scores, Segment, Source
+from ..batch import Batch, HiddenOut, Last, Logits, Score, Scores, Segment, StepInput
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
@@ -68,29 +68,36 @@ class Decoder:
         self, batch: Batch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
     ) -> Logits:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
-        x = torch.cat([self._enter(row.source, batch.pool.device) for row in batch.rows])
-        if step_adapters is not None:
-            self._adapt_embedding(batch, x, step_adapters)
         seen = TapResults()
-        for segment in batch.segments:
+        taps = layer_taps(batch, len(self.layers), seen)
+        states = self.forward(batch.step, batch.pool.stores, before_layer, taps, step_adapters)
+        return self._outputs(batch, states, seen, step_adapters)
+
+    def forward(
+        self,
+        step: StepInput,
+        stores: tuple[PageStore, ...],
+        before_layer: Callable[[int], None],
+        taps: Sequence[Mapping[int, LayerTap]] = (),
+        step_adapters: StepAdapters | None = None,
+    ) -> Tensor:
+        """The hidden states of all tokens after their last layers [tokens, hidden]; writes their KV."""
+        x = self._embed(step, step_adapters)
+        for index, segment in enumerate(step.segments):
             part = x if segment.tokens is None else x[segment.tokens]
-            taps = layer_taps(batch, segment, len(self.layers), seen)
             own = step_adapters.of(segment.tokens) if step_adapters is not None else None
-            part = self._through(part, segment, batch.pool.stores, before_layer, taps, own)
+            part = self._through(part, segment, stores, before_layer, taps[index] if taps else NO_TAPS, own)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
-        return self._leave(batch, x, seen, step_adapters)
+        return x
 
     def decode(
-        self, ids: Tensor, segment: Segment, stores: tuple[PageStore, ...], step_adapters: StepAdapters | None = None
+        self, step: StepInput, stores: tuple[PageStore, ...], step_adapters: StepAdapters | None = None
     ) -> Tensor:
-        """Logits after each of `ids` through all layers, by operations of the backend alone: a step to be recorded."""
-        x = self.ops.embed(self.embedding, ids, self.spec.embed_scale)
-        return self.logits(
-            self._through(x, segment, stores, lambda _: None, step_adapters=step_adapters), step_adapters
-        )
+        """Logits after every token of a step, by operations of the backend alone: a step to be recorded or captured."""
+        return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters), step_adapters)
 
     @property
     def weight_bytes(self) -> int:
@@ -112,7 +119,7 @@ class Decoder:
     ) -> Tensor:
         """The layers of a segment."""
         context = LayerContext(
-            self.ops, stores, segment.paging, self._rotations(segment.positions), step_adapters=step_adapters
+            self.ops, stores, segment.paging, self._rotations(segment.rotated_by), step_adapters=step_adapters
         )
         repairs = [(one, self._rotations(one.positions)) for one in segment.repairs]
         for index in range(segment.start, segment.stop):
@@ -127,57 +134,39 @@ class Decoder:
     def _rotations(self, positions: Tensor) -> dict[RopeSpec, Rotation]:
         return {rope: rotation(rope, at, positions, self.ops) for rope, at in self.frequencies.items()}
 
-    def _enter(self, source: Source, device: torch.device) -> Tensor:
-        """The hidden states a row starts with, [tokens, hidden]."""
-        match source:
-            case Hidden(states):
-                return states.to(device)
-            case SampledIds(ids):
-                return self._embed(ids)
-            case Ids(ids):
-                return self._embed(torch.tensor(ids, dtype=torch.int64, device=device))
-            case Embeds(ids, at, vectors):
-                states = self._embed(torch.tensor(ids, dtype=torch.int64, device=device))
-                states[torch.tensor(at, device=device)] = vectors.to(device, states.dtype)
-                return states
+    def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
+        """What all tokens start with: their embeddings, or the vectors they come as."""
+        vectors = step.vectors
+        if vectors is not None and vectors.at is None:
+            return vectors.values.to(self.ops.dtype)
+        x = self.ops.embed(self.embedding, step.ids, self.spec.embed_scale)
+        if vectors is not None:
+            x[vectors.at] = vectors.values.to(x.dtype)
+        for own in () if step_adapters is None else step_adapters.embedded:
+            x[own.tokens] += own.rows.of(step.ids[own.tokens], own.scale * self.spec.embed_scale)
+        return x
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
-
-    def _adapt_embedding(self, batch: Batch, x: Tensor, step_adapters: StepAdapters) -> None:
-        """Add what adapters of the embedding have for tokens that were embedded, not for those that came as vectors."""
-        for index, own in step_adapters.embedded.items():
-            start, source = batch.starts[index], batch.rows[index].source
-            if isinstance(source, Hidden):
-                continue
-            ids = torch.as_tensor(source.ids, dtype=torch.int64, device=x.device)
-            vectors = set(source.at) if isinstance(source, Embeds) else set()
-            places = torch.tensor([i for i in range(own.first, len(ids)) if i not in vectors], dtype=torch.int64)
-            x[start + places] += own.rows.of(ids[places], own.scale * self.spec.embed_scale)
-
-    def _leave(self, batch: Batch, x: Tensor, seen: TapResults, step_adapters: StepAdapters | None) -> Logits:
+    def _outputs(self, batch: Batch, x: Tensor, seen: TapResults, step_adapters: StepAdapters | None) -> Logits:
         """What each row wants of its last hidden states."""
-        wanted: list[Tensor] = []
-        places: list[Tensor] = []
         starts, scores, hidden = [0], {}, {}
         for index, row in enumerate(batch.rows):
-            start, stop = batch.starts[index], batch.starts[index + 1]
-            states = x[start:stop]
-            kept = 0
+            span = slice(batch.starts[index], batch.starts[index + 1])
             match row.want:
-                case Last(k):
-                    wanted.append(states[-k:])
-                    places.append(torch.arange(stop - k, stop))
-                    kept = k
                 case Score():
-                    own = step_adapters.of(torch.arange(start, stop)) if step_adapters is not None else None
-                    scores[index] = self._score(states, row.want, own)
+                    own = step_adapters.of(torch.arange(span.start, span.stop)) if step_adapters is not None else None
+                    scores[index] = self._score(x[span], row.want, own)
                 case HiddenOut():
-                    hidden[index] = states
-            starts.append(starts[-1] + kept)
-        last = step_adapters.of(torch.cat(places)) if step_adapters is not None and places else None
-        values = self.logits(torch.cat(wanted), last) if wanted else x.new_empty((0, self.spec.vocab_size))
-        return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass)
+                    hidden[index] = x[span]
+            starts.append(starts[-1] + (row.want.k if isinstance(row.want, Last) else 0))
+        return Logits(self._wanted(batch.step, x, step_adapters), tuple(starts), scores, hidden, seen.kv, seen.mass)
+
+    def _wanted(self, step: StepInput, x: Tensor, step_adapters: StepAdapters | None) -> Tensor:
+        """The logits that the rows want [n, vocab]."""
+        if step.wanted is None:
+            return self.logits(x, step_adapters)
+        if not len(step.wanted):
+            return x.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+        return self.logits(x[step.wanted], step_adapters.of(step.wanted) if step_adapters is not None else None)
 
     def logits(self, states: Tensor, step_adapters: StepAdapters | None = None) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -66,5 +67,14 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def rotation(spec: RopeSpec, inv_freq: Tensor, positions: Tensor, ops: Ops) -> Rotation:
-    """Cosines and sines for `positions` [tokens]; computed once a step and shared by layers with the same rope."""
-    return ops.rotation(positions, inv_freq, magnitude(spec), spec.pairing)
+    """Cosines and sines for `positions` [tokens]; computed once a step and shared by layers with the same rope.
+
+    With [axes, tokens] each pair of dimensions turns by the axis that `sections` gives it to.
+    """
+    if positions.dim() == 1:
+        return ops.rotation(positions, inv_freq, magnitude(spec), spec.pairing)
+    each = [ops.rotation(axis.contiguous(), inv_freq, magnitude(spec), spec.pairing) for axis in positions]
+    spans = list(pairwise([0, *accumulate(spec.sections)]))
+    cos = torch.cat([one.cos[:, a:b] for one, (a, b) in zip(each, spans, strict=True)], dim=1)
+    sin = torch.cat([one.sin[:, a:b] for one, (a, b) in zip(each, spans, strict=True)], dim=1)
+    return Rotation(cos, sin, spec.pairing)

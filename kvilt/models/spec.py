@@ -6,7 +6,7 @@ Never holds devices, storage dtypes or file names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,8 +84,17 @@ class RopeSpec:
     dims: int
     pairing: Pairing = "half"
     scaling: Scaling = NoScaling()
+    # Pairs that turn by each axis of a position, in order; empty: a position has one axis. Part of what a spec shows of
+    # itself only where there are some, since the identity of saved KV is made of that.
+    sections: tuple[int, ...] = field(default=(), repr=False)
+
+    def __repr__(self) -> str:
+        own = f"theta={self.theta!r}, dims={self.dims!r}, pairing={self.pairing!r}, scaling={self.scaling!r}"
+        return f"RopeSpec({own}, sections={self.sections!r})" if self.sections else f"RopeSpec({own})"
 
     def __post_init__(self) -> None:
+        if self.sections and 2 * sum(self.sections) != self.dims:
+            raise WeightError("rope sections", f"must share out {self.dims // 2} pairs, not {sum(self.sections)}")
         match self.scaling:
             case YarnScaling() if self.theta <= 1:
                 raise WeightError("rope_theta", f"must be above 1 for YaRN, not {self.theta:g}")
@@ -150,6 +159,12 @@ class ModelSpec:
     tied_head: bool
     embed_scale: float = 1.0
     final_soft_cap: float = 0.0  # 0: none
+
+
+def rope_axes(spec: ModelSpec) -> int:
+    """Axes that a position has, where it has more than one."""
+    ropes = (layer.attention.rope for layer in spec.layers)
+    return max((len(rope.sections) for rope in ropes if isinstance(rope, RopeSpec)), default=0)
 
 
 def each_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ class EmbeddedRows:
     def of(self, ids: Tensor, scale: float) -> Tensor:
         """[tokens, hidden]. One rank after the other, number by number: no sum depends on how many tokens there are."""
         numbers, up = self.numbers[ids].to(torch.float32), self.up.to(torch.float32)
-        added = torch.zeros(len(ids), up.shape[1])
+        added = torch.zeros(len(ids), up.shape[1], device=ids.device)
         for rank in range(up.shape[0]):
             added += numbers[:, rank, None] * up[rank]
         return added * (self.scale * scale)
@@ -39,11 +39,11 @@ class EmbeddedRows:
 
 @dataclass(frozen=True, slots=True)
 class RowEmbedding:
-    """What one row's adapter adds to its embedded tokens, from its token number `first` on."""
+    """What one row's adapter adds to those of its tokens that enter as ids."""
 
     rows: EmbeddedRows
     scale: float
-    first: int
+    tokens: Tensor  # [n] int64, indices into the step's tokens
 
 
 class LinearModule(Protocol):
@@ -97,7 +97,7 @@ class StepAdapters:
     parts: frozenset[str]  # kinds of maps that some row of the step changes: q, gate, head, ...
     tables: Mapping[str, LowRankTable]  # by the name of a linear map, all of those kinds
     adapter_slots: AdapterSlots  # of all tokens of the step
-    embedded: Mapping[int, RowEmbedding] = field(default_factory=dict)  # by row
+    embedded: tuple[RowEmbedding, ...] = ()  # of rows whose adapters change the embedding
     gain: MagnitudeGain | None = None  # of those that have some
 
     def touches(self, *names: str) -> bool:

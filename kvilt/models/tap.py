@@ -56,22 +56,26 @@ class LayerTap:
             self.seen.mass[one.row] = self.seen.mass[one.row] + mass if one.row in self.seen.mass else mass
 
 
-def layer_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults) -> dict[int, LayerTap]:
-    """For each layer of a segment, the rows that want to see it; layers without such rows are left out."""
+def layer_taps(batch: Batch, layers: int, seen: TapResults) -> list[dict[int, LayerTap]]:
+    """For each layer of each segment, the rows that want to see it; layers without such rows are left out."""
+    if not any(isinstance(row.want, HiddenOut | KeyMass) for row in batch.rows):
+        return []
+    return [_segment_taps(batch, segment, layers, seen) for segment in batch.step.segments]
+
+
+def _segment_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults) -> dict[int, LayerTap]:
     inside = [
         i
         for i, row in enumerate(batch.rows)
         if row.layers.start <= segment.start and segment.stop <= min(row.layers.stop, layers)
     ]
-    if not any(isinstance(batch.rows[i].want, HiddenOut | KeyMass) for i in inside):
-        return {}
     taps = {}
     for layer in range(segment.start, segment.stop):
         writing = [TappedRow(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
         wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
         attending = [TappedRow(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
         if writing or attending:
-            taps[layer] = LayerTap(layer, writing, attending, segment.paging[0].starts, seen)
+            taps[layer] = LayerTap(layer, writing, attending, segment.lengths.starts, seen)
     return taps
 
 

@@ -77,13 +77,55 @@ class PageStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RowLengths:
+    """How the tokens of a step divide into rows, and how many keys each row has, its new ones included."""
+
+    starts: tuple[int, ...]  # rows + 1 offsets: the tokens of row r are starts[r]:starts[r + 1]
+    cu_seqlens: Tensor  # [rows + 1] int32, the same on the device
+    seq_lens: Tensor  # [rows] int32
+    max_query: int  # the most tokens of a row
+    max_seq: int  # the most keys of a row
+
+    @staticmethod
+    def of(starts: tuple[int, ...], positions: Sequence[int], device: torch.device | None = None) -> RowLengths:
+        """From the plain positions of all tokens, which ascend in each row."""
+        seq_lens = [positions[stop - 1] + 1 for stop in starts[1:]]
+        return RowLengths(
+            starts,
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            max(map(int.__sub__, starts[1:], starts)),
+            max(seq_lens),
+        )
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts) - 1
+
+    def padded(self, more: int) -> RowLengths:
+        """The same with `more` rows behind them, of one token and one key each."""
+        last, ones = self.starts[-1], self.seq_lens.new_ones(more)
+        return RowLengths(
+            self.starts + tuple(range(last + 1, last + more + 1)),
+            torch.cat([self.cu_seqlens, last + torch.cumsum(ones, 0, dtype=torch.int32)]),
+            torch.cat([self.seq_lens, ones]),
+            self.max_query,
+            self.max_seq,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Paging:
     """Where the rows of a step find and put their KV in one layer group."""
 
     tables: Tensor  # [rows, pages] int64, -1 where a window gave the page back
     slots: Tensor  # [tokens] int64: page * page_tokens + offset that each token writes
-    starts: tuple[int, ...]  # rows + 1 offsets: the tokens of row r are starts[r]:starts[r + 1]
+    lengths: RowLengths
     positions: Tensor  # [tokens] int64, each token's own position
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return self.lengths.starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +193,10 @@ class Recorder(Protocol):
         ...
 
     def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
-        """Inside a step: put the likeliest token of each row into `ids` and move each row one position on."""
+        """Inside a step: put the likeliest token of each row into `ids` and move each row one position on.
+
+        That is its position and its slots, and its length (`seq_lens`) where the backend's kernels read it.
+        """
         ...
 
     def stop(self, stopped: bool) -> None:
@@ -211,6 +256,11 @@ class Ops(Protocol):
     @property
     def numerics(self) -> str:
         """Names everything that decides the bits of a result: backend, instruction set, revision."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations are kept in between two operations."""
         ...
 
     @property

@@ -60,6 +60,7 @@ class ReferenceOps:
     """Plain torch on any device."""
 
     name = "reference"
+    dtype = torch.float32
     kv_dtype = torch.float32  # an oracle rounds nothing
 
     @property

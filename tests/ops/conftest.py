@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvilt.ops.contract import Ops, PageShape, PageStore, Paging
+from kvilt.ops.contract import Ops, PageShape, PageStore, Paging, RowLengths
 from kvilt.ops.select import BACKENDS
 
 # How far a float32 result may be from the float64 truth, relative to the largest number around it.
@@ -98,6 +98,7 @@ def paging_of() -> Callable[..., Paging]:
         for _, positions in rows:
             starts.append(starts[-1] + len(positions))
         everywhere = [p for _, positions in rows for p in positions]
-        return Paging(tables, torch.tensor(slots), tuple(starts), torch.tensor(everywhere))
+        lengths = RowLengths.of(tuple(starts), everywhere)
+        return Paging(tables, torch.tensor(slots), lengths, torch.tensor(everywhere))
 
     return make

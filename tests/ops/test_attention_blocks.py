@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging
+from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 
@@ -38,7 +38,7 @@ class Drawn:
         for _, positions in rows:
             starts.append(starts[-1] + len(positions))
         at = torch.tensor([p for _, positions in rows for p in positions])
-        return Paging(tables, torch.empty(0, dtype=torch.int64), tuple(starts), at)
+        return Paging(tables, torch.empty(0, dtype=torch.int64), RowLengths.of(tuple(starts), at.tolist()), at)
 
     def seen(self) -> list[int]:
         """The slots that some query sees."""
@@ -142,7 +142,8 @@ def test_pages_that_are_not_there_are_refused() -> None:
     query, mask = torch.zeros(1, 1, 8), AttentionMask(1.0)
 
     def ask(table: list[int], position: int) -> Tensor:
-        paging = Paging(torch.tensor([table]), torch.empty(0, dtype=torch.int64), (0, 1), torch.tensor([position]))
+        at = torch.tensor([position])
+        paging = Paging(torch.tensor([table]), torch.empty(0, dtype=torch.int64), RowLengths.of((0, 1), [position]), at)
         return ops.attention(query, store, 0, paging, mask)
 
     for table, position in (([0, 1], 8), ([0, 1], -1), ([0, 3], 5), ([0, -1], 5), ([-1, 1], 5)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvilt.errors import InputError
-from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation
+from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation, RowLengths
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.border import checked, f32, floats, i64
@@ -39,7 +39,11 @@ def longs(*values: int) -> Tensor:
 
 
 def paging(t: Tensors) -> Paging:
-    return Paging(t["tables"], longs(0, 1), (0, 2), t["positions"])
+    return Paging(t["tables"], longs(0, 1), RowLengths.of((0, 2), [0, 1]), t["positions"])
+
+
+def cut(paging: Paging, starts: tuple[int, ...]) -> Paging:
+    return replace(paging, lengths=replace(paging.lengths, starts=starts))
 
 
 def rotation(t: Tensors) -> Rotation:
@@ -70,9 +74,8 @@ def write_slots(c: Any, t: Tensors) -> None:
 
 
 def recorded(c: Any, t: Tensors) -> None:
-    c.ops.recorder().advance_greedy(
-        t["logits"], t["ids"], [Paging(t["tables"], t["slots"], (0, 1, 2), t["positions"])], 4
-    )
+    paging = Paging(t["tables"], t["slots"], RowLengths.of((0, 1, 2), [0, 0]), t["positions"])
+    c.ops.recorder().advance_greedy(t["logits"], t["ids"], [paging], 4)
 
 
 def loop(c: Any, t: Tensors) -> None:
@@ -286,7 +289,7 @@ def test_sizes_that_must_fit_each_other(border: Border) -> None:
     for starts in ((0, 1), (0, 2, 2), (1, 2), (0, 3), (0,)):
         with pytest.raises(InputError):
             border.ops.attention(
-                attention["query"], border.pages, 0, replace(paging(attention), starts=starts), AttentionMask(1.0)
+                attention["query"], border.pages, 0, cut(paging(attention), starts), AttentionMask(1.0)
             )
     with pytest.raises(InputError):
         border.ops.attention(torch.ones(2, 3, 8), border.pages, 0, paging(attention), AttentionMask(1.0))

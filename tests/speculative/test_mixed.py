@@ -177,7 +177,7 @@ def test_everybody_says_what_they_say_alone(
         adapted = {row.adapter for row in batch.rows}
         drafted = any(len(row.positions) > 1 and getattr(row.want, "k", 0) > 1 for row in batch.rows)
         widths["adapters beside each other, with drafts"] += drafted and len(adapted) > 2
-        widths["a part of a model, with drafts"] += drafted and len(batch.segments) > 1
+        widths["a part of a model, with drafts"] += drafted and len(batch.step.segments) > 1
         return run(batch)
 
     executor.run = watched  # type: ignore[method-assign]

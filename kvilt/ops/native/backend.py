@@ -45,6 +45,7 @@ class NativeOps:
     """C++ kernels on the CPU."""
 
     name = "native"
+    dtype = torch.float32
     kv_dtype = torch.float16  # half the bytes of a long context, which is what decoding it waits for
 
     def __init__(self, threads: int | None = None, isa: str = "auto") -> None:

@@ -1,0 +1,137 @@
+"""Batch: the rows of one step, checked against each other and their caches, and laid out for the device.
+
+`Batch.of(rows)` is the only constructor and leaves nothing to fill in later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..kv.pool import PagePool
+from ..kv.row import CacheRow
+from .row import Embeds, Hidden, HiddenOut, KeyMass, Last, Nothing, Repair, Row, SampledIds, Score, Source, token_count
+from .step_input import StepInput, row_starts, step_input
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """A cache row as it was when the batch was made."""
+
+    row: CacheRow
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one step, and `step`, their tensors."""
+
+    rows: tuple[Row, ...]
+    starts: tuple[int, ...]  # rows + 1 offsets into the token axis
+    step: StepInput
+    pool: PagePool
+    held: tuple[CacheSnapshot, ...]  # what the page tables above were read from
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Batch:
+        """Check the rows against each other and their caches, and lay out the step."""
+        if not rows:
+            raise InputError("a batch needs at least one row")
+        pool = rows[0].cache.pool
+        layers = pool.layout.num_layers
+        with pool.lock:  # what is checked here must still be so when the tables are read
+            seen: dict[tuple[int, int], None] = {}
+            for row in rows:
+                _check_row(row, pool, layers)
+                if (key := (id(row.cache), row.cache_row)) in seen:
+                    raise InputError("two rows of a batch write to the same row of a cache")
+                seen[key] = None
+            held = tuple(
+                CacheSnapshot(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows)
+            )
+            starts = row_starts(rows)
+            return Batch(tuple(rows), starts, step_input(rows, starts, pool), pool, held)
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """For the length of a step: the pages of this batch go to no other cache, whatever happens to its own."""
+        with self.pool.lease():
+            if any(held.row.version != held.version for held in self.held):
+                raise InputError("a cache was changed after this batch was made; make it again with Batch.of")
+            yield
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+
+def _check_tensors(source: Source) -> None:
+    """Tensors that a caller brings: their kinds and dimensions. How wide they must be, the model knows."""
+    match source:
+        case Hidden(states):
+            _check_vectors("hidden states", states)
+        case Embeds(vectors=vectors):
+            _check_vectors("embedding rows", vectors)
+        case SampledIds(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
+            raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
+
+
+def _check_vectors(what: str, vectors: Tensor) -> None:
+    if vectors.dim() != 2 or not vectors.is_floating_point():
+        raise InputError(f"{what} are floats [tokens, hidden], not {vectors.dtype} {list(vectors.shape)}")
+
+
+def _check_row(row: Row, pool: PagePool, layers: int) -> None:
+    if row.cache.pool is not pool:
+        raise InputError("the caches of a batch must belong to one executor")
+    _check_tensors(row.source)
+    tokens = token_count(row.source)
+    if tokens == 0 or tokens != len(row.positions):
+        raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")
+    if isinstance(row.source, Embeds) and len(row.source.at) != len(row.source.vectors):
+        raise InputError(f"{len(row.source.vectors)} embedding rows were given for {len(row.source.at)} places")
+    if isinstance(row.source, Embeds) and any(not 0 <= i < tokens for i in row.source.at):
+        raise InputError("the places of embedding rows must lie inside the ids")
+    if tokens > 1 and any(b <= a for a, b in pairwise(row.positions)):
+        raise InputError("the positions of a row must ascend")
+    if not row.cache.row(row.cache_row).writable(row.positions):
+        raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
+    if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
+        raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
+    span = row.layers
+    if not 0 <= span.start < min(span.stop, layers):
+        raise InputError(f"layers {span.start} to {span.stop} are not a span of this model's {layers} layers")
+    if isinstance(row.source, Hidden) != (span.start > 0):
+        raise InputError("a row that starts at a later layer needs Hidden states, and only such a row takes them")
+    if span.stop < layers and not isinstance(row.want, Nothing | HiddenOut | KeyMass):
+        raise InputError("a row that ends before the last layer has no logits; want HiddenOut, KeyMass or Nothing")
+    match row.want:
+        case Last(k) if not 0 < k <= tokens:
+            raise InputError(f"the last {k} of {tokens} positions do not exist")
+        case Score(targets) if len(targets) != tokens:
+            raise InputError(f"{len(targets)} targets were given for {tokens} positions")
+        case HiddenOut(wanted) | KeyMass(wanted) if any(not span.start <= i < min(span.stop, layers) for i in wanted):
+            raise InputError(f"a row through layers {span.start} to {span.stop} sees nothing of layers {list(wanted)}")
+    for repair in row.repairs:
+        _check_repair(repair, row, layers)
+
+
+def _check_repair(repair: Repair, row: Row, layers: int) -> None:
+    if not 0 <= repair.first < repair.stop <= len(row.positions):
+        raise InputError(f"tokens {repair.first} to {repair.stop} are no part of a row of {len(row.positions)} tokens")
+    tokens, anchors = len(repair.positions), repair.stop - repair.first
+    if len(repair.interpolation.tokens) != tokens or repair.interpolation.weights.shape != (tokens, anchors):
+        raise InputError(f"a repair of {tokens} tokens by {anchors} needs a weight for each pair of them")
+    if any(b <= a for a, b in pairwise(repair.positions)) or not set(repair.positions).isdisjoint(row.positions):
+        raise InputError("the positions of repaired tokens must ascend, and be none of the row's own")
+    if not row.cache.row(row.cache_row).writable(repair.positions):
+        raise InputError("a row may repair only at or above its cache's length, in room that reserve() has made")
+    missing = [i for i in range(row.layers.start, min(row.layers.stop, layers)) if i not in repair.stored]
+    if missing:
+        raise InputError(f"a repair needs the stored KV of every layer of its row; layers {missing} are missing")

@@ -1,0 +1,260 @@
+"""StepInput: a step as the device needs it, and nothing else.
+
+Tensors on the pool's device, and plain ints where a kernel's launch depends on them. It knows no cache and no row's
+owner; a captured graph reads only these buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..kv.pool import PagePool
+from ..ops.contract import Interpolation, Paging, RowLengths
+from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, Source, UnrotatedKV, token_count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputVectors:
+    """Tokens that enter as vectors instead of ids: embedding rows, and hidden states of rows that start later."""
+
+    at: Tensor | None  # [n] int64, indices into the step's tokens; None: all of them
+    values: Tensor  # [n, hidden]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedRepair:
+    """A row's repair on the device: where its anchors stand in the segment, and where its tokens go."""
+
+    first: int  # of the anchors, among the segment's tokens
+    stop: int
+    positions: Tensor  # [tokens] int64
+    slots: tuple[Tensor, ...]  # [tokens] int64, one per layer group
+    interpolation: Interpolation
+    stored: Mapping[int, UnrotatedKV]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of layers through which the same rows go together."""
+
+    start: int
+    stop: int
+    tokens: Tensor | None  # [n] indices into the step's tokens; None: all of them
+    positions: Tensor  # [n] int64
+    paging: tuple[Paging, ...]  # one per layer group
+    repairs: tuple[PlacedRepair, ...] = ()
+    rope_positions: Tensor | None = None  # [axes, n] int64, where some row rotates by several axes
+
+    @property
+    def rotated_by(self) -> Tensor:
+        """The positions that rotation takes: [n], or [axes, n]."""
+        return self.positions if self.rope_positions is None else self.rope_positions
+
+    @property
+    def lengths(self) -> RowLengths:
+        """How the tokens divide into rows; the same in every group."""
+        return self.paging[0].lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInput:
+    """All rows of a step, one after the other."""
+
+    ids: Tensor  # [tokens] int64; 0 where a vector enters
+    vectors: InputVectors | None
+    segments: tuple[Segment, ...]
+    wanted: Tensor | None  # [n] int64: tokens whose logits are wanted; None: all of them
+
+    def blank(self, width: int) -> StepInput:
+        """Buffers for steps of this shape, with page tables of `width` pages. For one segment, without vectors."""
+        (segment,) = self.segments
+        positions = torch.zeros_like(segment.positions)
+        lengths = replace(segment.lengths, **{name: getattr(segment.lengths, name).clone() for name in _DEVICE_LENGTHS})
+        paging = tuple(
+            Paging(one.tables.new_full((len(one.tables), width), -1), torch.zeros_like(one.slots), lengths, positions)
+            for one in segment.paging
+        )
+        return StepInput(self.ids.clone(), None, (Segment(segment.start, segment.stop, None, positions, paging),), None)
+
+    def copy_from(self, other: StepInput) -> None:
+        """Fill these buffers with another step of the same shape."""
+        (own,), (theirs,) = self.segments, other.segments
+        self.ids.copy_(other.ids)
+        own.positions.copy_(theirs.positions)
+        for name in _DEVICE_LENGTHS:
+            getattr(own.lengths, name).copy_(getattr(theirs.lengths, name))
+        for mine, one in zip(own.paging, theirs.paging, strict=True):
+            mine.slots.copy_(one.slots)
+            mine.tables[:, : one.tables.shape[1]] = one.tables
+
+    def padded(self, rows: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
+        """The same step with one-token rows behind it, `rows` in all, so that few shapes of graphs serve all steps.
+
+        They stand at position 0 of a page of each group that no cache owns. Results of the own rows do not change.
+        For steps of one segment in which every token's logits are wanted.
+        """
+        (segment,) = self.segments
+        more = rows - segment.lengths.rows
+        if more < 0 or self.vectors is not None or self.wanted is not None or segment.repairs:
+            raise InputError(f"this step cannot be padded to {rows} rows")
+        positions = _longer(segment.positions, more)
+        lengths = segment.lengths.padded(more)
+        slots = [
+            _longer(one.slots, more, page * page_tokens) for one, page in zip(segment.paging, dummy_pages, strict=True)
+        ]
+        tables = [_dummy_rows(one.tables, more, page) for one, page in zip(segment.paging, dummy_pages, strict=True)]
+        paging = tuple(Paging(*each, lengths, positions) for each in zip(tables, slots, strict=True))
+        axes = None if segment.rope_positions is None else _longer(segment.rope_positions, more)
+        padded = Segment(segment.start, segment.stop, None, positions, paging, (), axes)
+        return StepInput(_longer(self.ids, more), None, (padded,), None)
+
+
+_DEVICE_LENGTHS = ("cu_seqlens", "seq_lens")
+
+
+def _longer(x: Tensor, more: int, value: int = 0) -> Tensor:
+    """More places at the end of the last axis."""
+    return torch.cat([x, x.new_full((*x.shape[:-1], more), value)], dim=-1)
+
+
+def _dummy_rows(tables: Tensor, more: int, page: int) -> Tensor:
+    """More rows, each with one page."""
+    extra = tables.new_full((more, tables.shape[1]), -1)
+    extra[:, 0] = page
+    return torch.cat([tables, extra])
+
+
+# From rows to tensors.
+
+
+def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> StepInput:
+    """Lay out a step; the caller holds the pool's lock, so that the page tables are those it has checked."""
+    layers = pool.layout.num_layers
+    spans = [(row.layers.start, min(row.layers.stop, layers)) for row in rows]
+    segments = []
+    for start, stop in pairwise(sorted({cut for span in spans for cut in span})):
+        # Between two cuts, where some row enters or leaves, the set of rows is fixed.
+        inside = [i for i, (a, b) in enumerate(spans) if a <= start and stop <= b]
+        if inside:
+            segments.append(_segment(start, stop, inside, rows, starts, pool))
+    device = pool.device
+    return StepInput(_ids(rows, device), _vectors(rows, starts, device), tuple(segments), _wanted(rows, starts, device))
+
+
+def _ids(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """All ids in one tensor; those that are on the device already are not read."""
+    flat: list[int] = []
+    sampled: list[tuple[int, Tensor]] = []
+    for row in rows:
+        source = row.source
+        if type(source) is SampledIds:
+            sampled.append((len(flat), source.ids))
+        flat += source.ids if type(source) is Ids else _plain_ids(source)
+    ids = torch.tensor(flat, dtype=torch.int64, device=device)
+    for start, own in sampled:
+        ids[start : start + len(own)] = own.to(device)
+    return ids
+
+
+def _plain_ids(source: Source) -> Sequence[int]:
+    match source:
+        case Ids(ids):
+            return ids
+        case Embeds(ids, at):
+            vectors = set(at)
+            return [0 if i in vectors else token for i, token in enumerate(ids)]
+        case Hidden() | SampledIds():
+            return [0] * token_count(source)
+
+
+def _vectors(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> InputVectors | None:
+    if all(type(row.source) is Ids for row in rows):
+        return None
+    at: list[int] = []
+    values: list[Tensor] = []
+    for row, start, stop in zip(rows, starts, starts[1:], strict=False):
+        match row.source:
+            case Hidden(states):
+                at += range(start, stop)
+                values.append(states.to(device))
+            case Embeds(at=places, vectors=vectors):
+                at += (start + place for place in places)
+                values.append(vectors.to(device))
+    if not values:
+        return None
+    return InputVectors(None if at == list(range(starts[-1])) else torch.tensor(at, device=device), torch.cat(values))
+
+
+def _wanted(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> Tensor | None:
+    if all(type(row.want) is Last and row.want.k == len(row.positions) for row in rows):
+        return None
+    wanted: list[int] = []
+    for row, stop in zip(rows, starts[1:], strict=True):
+        if isinstance(row.want, Last):
+            wanted += range(stop - row.want.k, stop)
+    return torch.tensor(wanted, dtype=torch.int64, device=device)
+
+
+def _segment(
+    start: int, stop: int, inside: list[int], rows: Sequence[Row], offsets: tuple[int, ...], pool: PagePool
+) -> Segment:
+    chosen, device = [rows[i] for i in inside], pool.device
+    tokens, starts = None, offsets
+    if len(inside) < len(rows):
+        tokens = torch.tensor([t for i in inside for t in range(offsets[i], offsets[i + 1])], device=device)
+        starts = row_starts(chosen)
+    everywhere = [p for row in chosen for p in row.positions]
+    positions = torch.tensor(everywhere, dtype=torch.int64, device=device)
+    lengths = RowLengths.of(starts, everywhere, device)
+    paging = tuple(_paging(g, chosen, lengths, positions, pool) for g in range(len(pool.layout.groups)))
+    repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
+    return Segment(start, stop, tokens, positions, paging, repairs, _rope_positions(chosen, device))
+
+
+def row_starts(rows: Sequence[Row]) -> tuple[int, ...]:
+    """rows + 1 offsets into the tokens of a step."""
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.positions))
+    return tuple(starts)
+
+
+def _rope_positions(rows: Sequence[Row], device: torch.device) -> Tensor | None:
+    """A row without axes of its own stands at its positions on each of them."""
+    if not any(row.rope_positions for row in rows):
+        return None
+    axes = max(len(row.rope_positions) for row in rows)
+    each = [[p for row in rows for p in (row.rope_positions or [row.positions] * axes)[axis]] for axis in range(axes)]
+    return torch.tensor(each, dtype=torch.int64, device=device)
+
+
+def _paging(group: int, rows: list[Row], lengths: RowLengths, positions: Tensor, pool: PagePool) -> Paging:
+    tables, size = [row.cache.row(row.cache_row).tables[group] for row in rows], pool.layout.page_tokens
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], device=pool.device)
+    # In Python rather than in torch: a decode step has a few numbers here, and a dozen operations would take longer.
+    slots: list[int] = []
+    for row, table in zip(rows, tables, strict=True):
+        slots += _slots(table, row.positions, size)
+    return Paging(padded, torch.tensor(slots, device=pool.device), lengths, positions)
+
+
+def _placed(repair: Repair, row: Row, start: int, pool: PagePool) -> PlacedRepair:
+    tables, device = row.cache.row(row.cache_row).tables, pool.device
+    size = pool.layout.page_tokens
+    slots = tuple(torch.tensor(_slots(table, repair.positions, size), device=device) for table in tables)
+    positions = torch.tensor(repair.positions, dtype=torch.int64, device=device)
+    own = repair.interpolation
+    moved = Interpolation(own.tokens.to(device), own.anchors.to(device), own.weights.to(device))
+    return PlacedRepair(start + repair.first, start + repair.stop, positions, slots, moved, repair.stored)
+
+
+def _slots(table: Sequence[int], positions: Sequence[int], page_tokens: int) -> list[int]:
+    """Where the tokens of one row are kept, by a page table of it."""
+    return [table[p // page_tokens] * page_tokens + p % page_tokens for p in positions]
