@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
+from kvilt.ops.kv_dtypes import KV_DTYPES
 from kvilt.ops.native.backend import NativeOps
 
 PAGE_TOKENS = 32
@@ -27,7 +28,7 @@ def main() -> None:
     for isa in options.isa or NativeOps(1)._module.available_isas():
         for dtype in options.dtype:
             ops = NativeOps(options.threads, isa)
-            shape = PageShape(options.layers, PAGE_TOKENS, kv_heads, options.dim, options.dim, getattr(torch, dtype))
+            shape = PageShape(options.layers, PAGE_TOKENS, kv_heads, options.dim, options.dim, KV_DTYPES[dtype])
             with ops.alone():
                 for context in CONTEXTS:
                     _decode(ops, shape, heads, context, options.rows)
@@ -106,7 +107,7 @@ def _median(work: Callable[[], object], seconds: float = 0.4) -> float:
 
 
 def _name(shape: PageShape) -> str:
-    return str(shape.dtype).removeprefix("torch.")
+    return shape.dtype.name
 
 
 if __name__ == "__main__":

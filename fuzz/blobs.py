@@ -23,6 +23,7 @@ from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.kv.pool import PagePool
 from kvilt.kv.row import RowImage
 from kvilt.ops.contract import KeysValues, PageShape
+from kvilt.ops.kv_dtypes import FLOAT16, INT8, KVDtype
 from kvilt.ops.reference import ReferenceOps
 
 from .driver import main
@@ -34,7 +35,7 @@ _IDENTITY = Identity("weights-1", "reference-1")
 _CAPACITY = 40
 
 
-def _layout(dtype: torch.dtype) -> KVLayout:
+def _layout(dtype: KVDtype) -> KVLayout:
     return KVLayout(
         (
             LayerGroup(Full(), (1,), PageShape(1, 4, 1, 4, 4, dtype)),
@@ -43,7 +44,7 @@ def _layout(dtype: torch.dtype) -> KVLayout:
     )
 
 
-_LAYOUTS = tuple(map(_layout, (torch.float16, torch.int8)))
+_LAYOUTS = tuple(map(_layout, (FLOAT16, INT8)))
 _POOLS = tuple(PagePool(layout, 32, ReferenceOps(), lambda: _IDENTITY) for layout in _LAYOUTS)
 
 
@@ -56,7 +57,8 @@ def _image(layout: KVLayout, ids: list[int], embeds: dict[int, bytes], seed: int
     for group in layout.groups:
         first, shape = group.first_needed(len(ids)), group.shape
         heads = (shape.layers, len(ids) - first, shape.kv_heads)
-        kv = [torch.randn(*heads, dim, generator=made).to(shape.dtype) for dim in (shape.key_dim, shape.value_dim)]
+        dims, storage = (shape.key_dim, shape.value_dim), shape.dtype.storage
+        kv = [torch.randn(*heads, dim, generator=made).to(storage) for dim in dims]
         scales = [torch.rand(*heads, generator=made) if shape.scales else torch.empty(0) for _ in range(2)]
         groups.append(KeysValues(*kv, *scales))
         firsts.append(first)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvilt.cli.options import RUNTIME, STORE
-from kvilt.config import KV_DTYPES
-from kvilt.kv.dtypes import DTYPES
 from kvilt.models.families.registry import FAMILIES, pairs_qk
+from kvilt.ops.kv_dtypes import KV_DTYPES
 from kvilt.store.codec_registry import CODECS, codec_named
 from kvilt.weights.source import WEIGHT_FORMATS
 
@@ -22,7 +21,7 @@ def test_a_codec_is_what_the_registry_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", KV_DTYPES)
 def test_a_kv_dtype_is_torchs(name: str) -> None:
-    assert DTYPES[name] is getattr(torch, name)
+    assert (KV_DTYPES[name].name, KV_DTYPES[name].storage) == (name, getattr(torch, name))
     assert name in RUNTIME.options["kv_dtype"].help
 
 

@@ -32,8 +32,8 @@ class ChunkCache:
         self._executor = executor
         self._store = store
         dtype = executor.layout.groups[0].shape.dtype
-        # int8 pages round keys after rotation, so chunks for them are kept as two-byte floats, which lose little.
-        self.dtype = torch.float16 if dtype == torch.int8 else dtype
+        # Pages with scales round keys after rotation, so their chunks are kept as two-byte floats, which lose little.
+        self.dtype = torch.float16 if dtype.scales else dtype.storage
         self.form = form_of(executor.layout, self.dtype)
         self._finder = DocumentFinder(self._stored, self._there)
 

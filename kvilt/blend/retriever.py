@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, StoreMiss
-from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
+from ..ops.kv_dtypes import KV_DTYPES
 from ..store.address import Form
 from ..store.loading import Loading
 from ..store.store import Store
@@ -56,7 +56,7 @@ class StoredTask(BlendRetrieverTask):
         return BlendRetrieverResult(k, v, valid, origins)
 
     def _room(self, heads: int, dim: int, dtype: str) -> Tensor:
-        return torch.empty((self._total, heads, dim), dtype=DTYPES[dtype], device=self._device)
+        return torch.empty((self._total, heads, dim), dtype=KV_DTYPES[dtype].storage, device=self._device)
 
     def _found(self, layer_id: int) -> list[_Piece]:
         """The segments that are there; settled by the first layer that is asked for."""

@@ -11,9 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..config import KV_DTYPES
 from ..errors import TokenizerError, Unsupported
 from ..executor.load import PAGE_TOKENS
 from ..kv.codec import MAGIC, VERSION, describe
@@ -32,6 +29,7 @@ from ..models.spec import (
     YarnScaling,
     kv_layout,
 )
+from ..ops.kv_dtypes import KV_DTYPES, KVDtype
 from ..ops.select import select
 from ..quant.formats import FORMATS
 from ..quant.unpack import UNPACKED_FORMATS
@@ -209,8 +207,8 @@ def cache_facts(path: Path) -> CacheFacts:
 
 def _group_facts(group: LayerGroup) -> GroupFacts:
     shape = group.shape
-    dtype = str(shape.dtype).removeprefix("torch.")
-    return GroupFacts(shape.layers, _reach(group.reach), shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
+    sizes = (shape.kv_heads, shape.key_dim, shape.value_dim)
+    return GroupFacts(shape.layers, _reach(group.reach), *sizes, shape.dtype.name)
 
 
 def checkpoint_facts(path: Path) -> CheckpointFacts:
@@ -230,7 +228,7 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
             parameters=sum(prod(tensor.shape) for tensor in tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
             formats=_format_facts(tensors),
-            kv=tuple(_kv_facts(spec, dtype) for dtype in KV_DTYPES) if spec else (),
+            kv=tuple(_kv_facts(spec, dtype) for dtype in KV_DTYPES.values()) if spec else (),
             tokenizer=_tokenizer_facts(checkpoint),
             tensors=tensors,
         )
@@ -329,10 +327,12 @@ def _scaling(scaling: Scaling) -> str:
             return f", {len(factors)} divisors"
 
 
-def _kv_facts(spec: ModelSpec, dtype: str) -> KVFacts:
-    layout = kv_layout(spec, PAGE_TOKENS, getattr(torch, dtype))
+def _kv_facts(spec: ModelSpec, dtype: KVDtype) -> KVFacts:
+    layout = kv_layout(spec, PAGE_TOKENS, dtype)
     token_bytes = layout.page_bytes // PAGE_TOKENS
-    return KVFacts(dtype, token_bytes, _GIB // layout.page_bytes * PAGE_TOKENS, _context_bytes(layout, spec.context))
+    return KVFacts(
+        dtype.name, token_bytes, _GIB // layout.page_bytes * PAGE_TOKENS, _context_bytes(layout, spec.context)
+    )
 
 
 def _context_bytes(layout: KVLayout, context: int) -> int:

@@ -119,7 +119,7 @@ class LlmExecutor:
             backend=pool.ops.name,
             numerics=pool.ops.numerics,
             device=str(pool.device),
-            kv_dtype=str(groups[0].shape.dtype).removeprefix("torch."),
+            kv_dtype=groups[0].shape.dtype.name,
             max_context=executor.max_context,
             page_tokens=pool.layout.page_tokens,
             layer_groups=tuple(type(group.reach).__name__.lower() for group in groups),

@@ -10,12 +10,12 @@ import torch
 
 from ..config import RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
-from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
 from ..models.assemble import Progress, assemble, read_spec
 from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
+from ..ops.kv_dtypes import KV_DTYPES, check_kv_dtype
 from ..ops.select import check_name as check_backend
 from ..ops.select import select
 from ..quant.formats import FORMATS
@@ -41,11 +41,12 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     if threads:
         torch.set_num_threads(threads)
     check_backend(config.backend)
+    check_kv_dtype(config.kv_dtype)
     ops = select(config.backend, threads)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
-    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
     decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or available_memory_bytes() // 4

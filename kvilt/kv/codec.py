@@ -3,7 +3,7 @@
     magic 8 | version u32 | header length u64 | header (JSON) | payload | sha256 of all before
 
 Payload, row by row: token ids (int64), hashes of embedding rows (32 bytes each), then per layer group the keys and the
-values as [layer, token, head, dim] in the layout's dtype and, where that is int8, the scales of both as float32
+values as [layer, token, head, dim] in the layout's dtype and, where that has scales, the scales of both as float32
 [layer, token, head], all little endian. Refuses to know pages and pools.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import BlobError
 from ..ops.contract import KeysValues, PageShape
-from .dtypes import DTYPES
+from ..ops.kv_dtypes import KV_DTYPES
 from .identity import Identity
 from .layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
 from .row import EMBEDDED, HASH_BYTES, RowImage, maker_parts
@@ -195,9 +195,9 @@ def _read_layout(found: Any) -> KVLayout:
 def _read_group(found: Any) -> LayerGroup:
     if not isinstance(found, dict):
         raise BlobError("layout", "a layer group is not an object")
-    layers, dtype = _list(found, "layers", "layout."), DTYPES.get(str(found.get("dtype")))
+    layers, dtype = _list(found, "layers", "layout."), KV_DTYPES.get(str(found.get("dtype")))
     if dtype is None:
-        raise BlobError("layout.dtype", f"not one of {', '.join(DTYPES)}")
+        raise BlobError("layout.dtype", f"not one of {', '.join(KV_DTYPES)}")
     if not layers or not all(_count(layer, _MAX_EXTENT) for layer in layers):
         raise BlobError("layout.layers", "not numbers of layers")
     heads, key_dim, value_dim = (_extent(found, name) for name in ("kv_heads", "key_dim", "value_dim"))
@@ -274,7 +274,7 @@ def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:
 def _part_bytes(shape: PageShape, tokens: int) -> tuple[int, int, int, int]:
     """Of keys, values, scales of keys, scales of values."""
     heads = shape.layers * tokens * shape.kv_heads
-    numbers, scales = heads * shape.dtype.itemsize, heads * shape.scales * torch.float32.itemsize
+    numbers, scales = heads * shape.dtype.storage.itemsize, heads * shape.scales * torch.float32.itemsize
     return numbers * shape.key_dim, numbers * shape.value_dim, scales, scales
 
 
@@ -282,7 +282,7 @@ def _keys_values(data: memoryview, shape: PageShape, tokens: int) -> KeysValues:
     heads, at, parts = (shape.layers, tokens, shape.kv_heads), 0, []
     extents: list[tuple[int, ...]] = [(*heads, shape.key_dim), (*heads, shape.value_dim)]
     extents += [heads if shape.scales else (0,)] * 2
-    dtypes = (shape.dtype, shape.dtype, torch.float32, torch.float32)
+    dtypes = (shape.dtype.storage, shape.dtype.storage, torch.float32, torch.float32)
     for size, dtype, extent in zip(_part_bytes(shape, tokens), dtypes, extents, strict=True):
         parts.append(_from_bytes(data[at : at + size], dtype, extent))
         at += size

@@ -81,7 +81,7 @@ class LayerGroup:
             "kv_heads": self.shape.kv_heads,
             "key_dim": self.shape.key_dim,
             "value_dim": self.shape.value_dim,
-            "dtype": str(self.shape.dtype).removeprefix("torch."),
+            "dtype": self.shape.dtype.name,
         }
 
 

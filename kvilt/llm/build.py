@@ -14,6 +14,7 @@ from ..errors import ParamError, warn_renamed
 from ..executor.load import build_executor
 from ..executor.protocol import Executor
 from ..models.families.registry import recognise
+from ..ops.kv_dtypes import check_kv_dtype
 from ..ops.select import check_name as check_backend
 from ..speculative.drafter import Drafter
 from ..store.store import Store
@@ -165,6 +166,7 @@ def run_config(**options: Any) -> RunConfig:
             options[name] = parse_bytes(options[name], name)
     config = RunConfig(**options)
     check_backend(config.backend)  # here and not only at load: a model may have to be fetched before
+    check_kv_dtype(config.kv_dtype)
     return config
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from ..errors import WeightError
 from ..kv.layout import Full, KVLayout, LayerGroup, Reach
 from ..ops.contract import Activation, PageShape, Pairing
+from ..ops.kv_dtypes import KVDtype
 
 # How rope frequencies are stretched.
 
@@ -186,7 +185,7 @@ def at_context(spec: ModelSpec, context: int) -> ModelSpec:
     return each_attention(spec, settle)
 
 
-def kv_layout(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> KVLayout:
+def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
     """The KV layout of a model: layers with the same reach and shape form a group."""
     kinds: dict[tuple[Reach, int, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):

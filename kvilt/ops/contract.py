@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..quant.formats import Format
 from ..quant.tensor import Weight
+from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -35,7 +36,7 @@ class PackedWeight:
         return self.data.numel()
 
 
-_NO_SCALES = torch.empty(0)  # floats need none
+_NO_SCALES = torch.empty(0)  # of dtypes without scales
 
 # What a backend multiplies with, and a map: a weight [out, in] and perhaps a bias [out].
 Prepared: TypeAlias = Weight | PackedWeight
@@ -51,17 +52,17 @@ class PageShape:
     kv_heads: int
     key_dim: int
     value_dim: int  # 0 where values are part of the keys (latent attention)
-    dtype: torch.dtype  # a float, or int8 with a float32 scale per token and head
+    dtype: KVDtype
 
     @property
     def scales(self) -> int:
-        """Scales that a token has in each head, for its keys and again for its values: one if they are bytes."""
-        return int(self.dtype == torch.int8)
+        """Scales that a token has in each head, for its keys and again for its values."""
+        return self.dtype.scales
 
     @property
     def token_bytes(self) -> int:
         """Bytes one token takes in all layers of the group."""
-        numbers = (self.key_dim + self.value_dim) * self.dtype.itemsize
+        numbers = (self.key_dim + self.value_dim) * self.dtype.storage.itemsize
         return self.layers * self.kv_heads * (numbers + 2 * self.scales * torch.float32.itemsize)
 
     @property
@@ -161,7 +162,7 @@ class KeysValues:
 
     keys: Tensor  # [layers, tokens, kv_heads, key_dim]
     values: Tensor  # [layers, tokens, kv_heads, value_dim]
-    key_scales: Tensor = _NO_SCALES  # float32 [layers, tokens, kv_heads], where keys are bytes
+    key_scales: Tensor = _NO_SCALES  # float32 [layers, tokens, kv_heads], where the dtype has scales
     value_scales: Tensor = _NO_SCALES
 
 
@@ -264,7 +265,7 @@ class Ops(Protocol):
         ...
 
     @property
-    def kv_dtype(self) -> torch.dtype:
+    def kv_dtype(self) -> KVDtype:
         """What this backend keeps KV in unless it is told otherwise."""
         ...
 

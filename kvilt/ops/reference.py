@@ -31,6 +31,7 @@ from .contract import (
     Prepared,
     Rotation,
 )
+from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass
 
@@ -61,7 +62,7 @@ class ReferenceOps:
 
     name = "reference"
     dtype = torch.float32
-    kv_dtype = torch.float32  # an oracle rounds nothing
+    kv_dtype = FLOAT32  # an oracle rounds nothing
 
     @property
     def numerics(self) -> str:
@@ -169,8 +170,8 @@ class ReferenceOps:
         # Not zeroed: the system hands memory out when a page is first written, so unused room costs nothing.
         return ReferencePages(
             shape,
-            torch.empty((*slots, shape.key_dim), dtype=shape.dtype, device=device),
-            torch.empty((*slots, shape.value_dim), dtype=shape.dtype, device=device),
+            torch.empty((*slots, shape.key_dim), dtype=shape.dtype.storage, device=device),
+            torch.empty((*slots, shape.value_dim), dtype=shape.dtype.storage, device=device),
             torch.empty((*slots, shape.scales), device=device),
             torch.empty((*slots, shape.scales), device=device),
         )
@@ -186,8 +187,9 @@ class ReferenceOps:
     ) -> None:
         pages = _own(store)
         keys = keys if rotation is None else self.rotate(keys.float(), rotation)
-        _put(pages.keys[layer], pages.key_scales[layer], slots, keys)
-        _put(pages.values[layer], pages.value_scales[layer], slots, values)
+        dtype = pages.shape.dtype
+        _put(dtype, pages.keys[layer], pages.key_scales[layer], slots, keys)
+        _put(dtype, pages.values[layer], pages.value_scales[layer], slots, values)
 
     def interpolate(
         self,
@@ -261,23 +263,24 @@ def _plain(weight: Prepared) -> Tensor:
     return dequantize(weight) if isinstance(weight, QuantTensor) else weight
 
 
-def _put(numbers: Tensor, scales: Tensor, slots: Tensor, x: Tensor) -> None:
+def _put(dtype: KVDtype, numbers: Tensor, scales: Tensor, slots: Tensor, x: Tensor) -> None:
     """`x` [tokens, heads, dim] into `slots` of one layer, as the numbers that are kept there."""
-    if scales.shape[-1]:
-        x, scale = _to_bytes(x.float())
+    if dtype.scaled_to is not None:
+        x, scale = _scaled(x.float(), dtype.scaled_to)
         scales.index_copy_(0, slots, scale)
-    numbers.index_copy_(0, slots, x.to(numbers.dtype))
+        x = x if dtype.storage.is_floating_point else x.round()
+    numbers[slots] = x.to(numbers.dtype)  # not index_copy_, which torch lacks for float8
 
 
-def _to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 numbers and the scale [..., 1] that makes the largest of each token and head 127."""
+def _scaled(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The numbers, scaled so that the largest of each token and head is `largest`, and their scales [..., 1]."""
     if not x.shape[-1]:
         return x, torch.zeros((*x.shape[:-1], 1), device=x.device)
-    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = x.abs().amax(-1, keepdim=True) / largest
     scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 0.0)  # one over it would be no number
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     scaled = x * inverse
-    return torch.where(scaled > -127, scaled, -127.0).clamp(max=127).round(), scale
+    return torch.where(scaled > -largest, scaled, -largest).clamp(max=largest), scale
 
 
 def _tensors(pages: ReferencePages) -> tuple[Tensor, ...]:

@@ -14,11 +14,11 @@ from enum import StrEnum
 import torch
 
 from ..errors import InputError
-from ..kv.dtypes import DTYPES
 from ..kv.identity import Identity
 from ..kv.layout import KVLayout
 from ..kv.owner import owner_of, part_of
 from ..kv.row import EMBEDDED, HASH_BYTES, Token
+from ..ops.kv_dtypes import KV_DTYPES, KVDtype, kv_dtype_of
 
 FORMAT = 1  # of records; part of every key, so that a reader never finds records of another format
 KEY_BYTES = 32
@@ -39,11 +39,13 @@ class LayerForm:
     heads: int
     key_dim: int
     value_dim: int  # 0 where values are part of the keys
-    dtype: str  # of keys and values; int8 comes with a float32 scale for each token and head
+    dtype: str  # the name of a KV dtype
 
     @property
     def scaled(self) -> bool:
-        return self.dtype == "int8"
+        """Whether keys and values come with a float32 scale for each token and head."""
+        known = KV_DTYPES.get(self.dtype)
+        return known is not None and known.scales > 0
 
 
 Form = tuple[LayerForm, ...]
@@ -94,15 +96,17 @@ def tenant_of(salt: str) -> str:
 def form_of(layout: KVLayout, dtype: torch.dtype | None = None) -> Form:
     """The form of a model's KV layer by layer, in the layout's own dtype or another."""
     shapes = [layout.groups[place.group].shape for place in layout.places()]
-    name = None if dtype is None else dtype_name(dtype)
-    return tuple(LayerForm(s.kv_heads, s.key_dim, s.value_dim, name or dtype_name(s.dtype)) for s in shapes)
+    name = None if dtype is None else stored_dtype(dtype, scaled=False).name
+    return tuple(LayerForm(s.kv_heads, s.key_dim, s.value_dim, name or s.dtype.name) for s in shapes)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise InputError(f"KV of dtype {name} cannot be stored; use one of {', '.join(DTYPES)}")
-    return name
+def stored_dtype(storage: torch.dtype, scaled: bool) -> KVDtype:
+    """The KV dtype of tensors with or without scales; where there is none, the one that needs what they lack."""
+    found = kv_dtype_of(storage, scaled) or kv_dtype_of(storage, not scaled)
+    if found is None:
+        name = str(storage).removeprefix("torch.")
+        raise InputError(f"KV of dtype {name} cannot be stored; use one of {', '.join(KV_DTYPES)}")
+    return found
 
 
 def chunk_address(identity: Identity, tokens: Sequence[Token], form: Form) -> Address:

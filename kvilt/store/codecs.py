@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import BlobError, StoreError
-from ..kv.dtypes import DTYPES
+from ..ops.kv_dtypes import KV_DTYPES
 from .address import LayerForm
 from .layer import LayerKV, layer_bytes, part_bytes
 
+_NOT_FLOATS = "only finite floats can be rounded; store this KV with the codec raw"
 GROUP = 32  # values of a head that share a step in k8v4
 Data = bytes | bytearray | memoryview
 
@@ -51,7 +52,8 @@ class Raw:
         heads, buffer = (tokens, form.heads), _own(data)
         scales = heads if form.scaled else (0,)
         shapes = ((*heads, form.key_dim), (*heads, form.value_dim), scales, scales)
-        dtypes = (DTYPES[form.dtype], DTYPES[form.dtype], torch.float32, torch.float32)
+        storage = KV_DTYPES[form.dtype].storage
+        dtypes = (storage, storage, torch.float32, torch.float32)
         parts, at = [], 0
         for size, shape, dtype in zip(part_bytes(form, tokens), shapes, dtypes, strict=True):
             parts.append(_tensor(buffer, at, size, shape, dtype))
@@ -66,13 +68,14 @@ class Int8:
     lossy = True
 
     def encode(self, layer: LayerKV) -> bytes:
+        _check_unscaled(layer)
         return b"".join(part for one in (layer.keys, layer.values) for part in _to_int8(one))
 
     def decode(self, data: Data, form: LayerForm, tokens: int) -> LayerKV:
         cells = tokens * form.heads
         check_size(data, cells * (8 + form.key_dim + form.value_dim))
         buffer, split = _own(data), cells * (4 + form.key_dim)
-        shape, dtype = (tokens, form.heads), DTYPES[form.dtype]
+        shape, dtype = (tokens, form.heads), KV_DTYPES[form.dtype].storage
         keys = _from_int8(buffer, 0, (*shape, form.key_dim), dtype)
         return LayerKV(keys, _from_int8(buffer, split, (*shape, form.value_dim), dtype))
 
@@ -84,13 +87,14 @@ class K8V4:
     lossy = True
 
     def encode(self, layer: LayerKV) -> bytes:
+        _check_unscaled(layer)
         return b"".join((*_to_int8(layer.keys), *_to_int4(layer.values)))
 
     def decode(self, data: Data, form: LayerForm, tokens: int) -> LayerKV:
         cells, groups = tokens * form.heads, math.ceil(form.value_dim / GROUP)
         check_size(data, cells * (4 + form.key_dim + groups * (4 + GROUP // 2)))
         buffer, split = _own(data), cells * (4 + form.key_dim)
-        shape, dtype = (tokens, form.heads), DTYPES[form.dtype]
+        shape, dtype = (tokens, form.heads), KV_DTYPES[form.dtype].storage
         keys = _from_int8(buffer, 0, (*shape, form.key_dim), dtype)
         return LayerKV(keys, _from_int4(buffer, split, (*shape, form.value_dim), dtype))
 
@@ -116,9 +120,15 @@ def _tensor(buffer: bytearray, at: int, size: int, shape: tuple[int, ...], dtype
     return torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize, offset=at).view(shape)
 
 
+def _check_unscaled(layer: LayerKV) -> None:
+    """Numbers that have scales were rounded already."""
+    if layer.form.scaled:
+        raise StoreError("nonfinite", _NOT_FLOATS)
+
+
 def _to_int8(x: Tensor) -> tuple[bytes, bytes]:
-    if x.dtype == torch.int8 or not bool(torch.isfinite(x).all()):
-        raise StoreError("nonfinite", "only finite floats can be rounded; store this KV with the codec raw")
+    if not bool(torch.isfinite(x).all()):
+        raise StoreError("nonfinite", _NOT_FLOATS)
     if x.shape[2] == 0:
         return to_bytes(torch.zeros(x.shape[:2])), b""
     x = x.float()
@@ -136,7 +146,7 @@ def _from_int8(buffer: bytearray, at: int, shape: tuple[int, ...], dtype: torch.
 
 def _to_int4(x: Tensor) -> tuple[bytes, bytes]:
     if not bool(torch.isfinite(x).all()):
-        raise StoreError("nonfinite", "only finite floats can be rounded; store this KV with the codec raw")
+        raise StoreError("nonfinite", _NOT_FLOATS)
     tokens, heads, dim = x.shape
     groups = math.ceil(dim / GROUP)
     if groups * GROUP > dim:  # the last value again, so that padding widens no range

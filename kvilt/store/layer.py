@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kv.dtypes import DTYPES
-from .address import Form, LayerForm, dtype_name
+from ..ops.kv_dtypes import KV_DTYPES
+from .address import Form, LayerForm, stored_dtype
 
 _NO_SCALES: Final = torch.empty(0)
 
@@ -22,7 +22,7 @@ class LayerKV:
 
     keys: Tensor  # [tokens, heads, key_dim]
     values: Tensor  # [tokens, heads, value_dim]
-    key_scales: Tensor = _NO_SCALES  # float32 [tokens, heads], where keys are bytes
+    key_scales: Tensor = _NO_SCALES  # float32 [tokens, heads], where the dtype has scales
     value_scales: Tensor = _NO_SCALES
 
     @property
@@ -41,16 +41,17 @@ class LayerKV:
         tokens, heads, key_dim = self.keys.shape
         if self.values.shape[:2] != (tokens, heads) or self.values.dtype != self.keys.dtype:
             raise InputError("keys and values of a layer must have the same tokens, heads and dtype")
-        form = LayerForm(heads, key_dim, self.values.shape[2], dtype_name(self.keys.dtype))
-        scales = (tokens, heads) if form.scaled else (0,)
+        dtype = stored_dtype(self.keys.dtype, self.key_scales.dim() == 2)
+        scales = (tokens, heads) if dtype.scales else (0,)
         if any(tuple(one.shape) != scales or one.dtype != torch.float32 for one in self.parts[2:]):
-            raise InputError("int8 KV comes with float32 scales [tokens, heads], other KV without")
-        return form
+            what = "with float32 scales [tokens, heads]" if dtype.scales else "without scales"
+            raise InputError(f"{dtype.name} KV comes {what}")
+        return LayerForm(heads, key_dim, self.values.shape[2], dtype.name)
 
 
 def part_bytes(form: LayerForm, tokens: int) -> tuple[int, int, int, int]:
     """Bytes of keys, values and both scales."""
-    cells, width = tokens * form.heads, DTYPES[form.dtype].itemsize
+    cells, width = tokens * form.heads, KV_DTYPES[form.dtype].storage.itemsize
     scales = 4 * cells if form.scaled else 0
     return cells * form.key_dim * width, cells * form.value_dim * width, scales, scales
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..kv.dtypes import DTYPES
 from ..kv.layout import KVLayout
 from ..kv.row import RowImage
 from ..ops.contract import KeysValues
+from ..ops.kv_dtypes import KV_DTYPES
 from .address import LayerForm
 from .layer import LayerKV
 
@@ -34,6 +34,6 @@ def layer_slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:
 
 def empty_layer(form: LayerForm) -> LayerKV:
     """A layer without tokens."""
-    dtype, scales = DTYPES[form.dtype], torch.empty((0, form.heads) if form.scaled else (0,))
+    dtype, scales = KV_DTYPES[form.dtype].storage, torch.empty((0, form.heads) if form.scaled else (0,))
     keys, values = (torch.empty(0, form.heads, dim, dtype=dtype) for dim in (form.key_dim, form.value_dim))
     return LayerKV(keys, values, scales, scales)

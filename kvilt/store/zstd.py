@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import BlobError, Unsupported
-from ..kv.dtypes import DTYPES
+from ..ops.kv_dtypes import KV_DTYPES
 from .address import LayerForm
 from .codecs import Data, Raw, check_size, planes, unplanes
 from .layer import LayerKV, layer_bytes
@@ -46,4 +46,4 @@ class Zstd:
         except zstandard.ZstdError:
             raise BlobError("payload", "a frame cannot be unpacked") from None
         check_size(plain, expected)
-        return self._raw.decode(unplanes(plain, DTYPES[form.dtype].itemsize), form, tokens)
+        return self._raw.decode(unplanes(plain, KV_DTYPES[form.dtype].storage.itemsize), form, tokens)

@@ -86,5 +86,5 @@ def standalone(executor: Executor, ids: tuple[int, ...], layers: int) -> list[tu
         kv.reserve(len(ids))
         row = Row(Ids(ids), range(len(ids)), kv, want=HiddenOut(range(layers)))
         seen = executor.run(Batch.of([row])).kv[0]
-        dtype = executor.layout.groups[0].shape.dtype
+        dtype = executor.layout.groups[0].shape.dtype.storage
         return [(seen[i].keys.to(dtype), seen[i].values.to(dtype)) for i in range(layers)]

@@ -18,10 +18,11 @@ from kvilt.kv.identity import Identity
 from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.kv.pool import PagePool
 from kvilt.ops.contract import PageShape
+from kvilt.ops.kv_dtypes import FLOAT32
 from kvilt.ops.reference import ReferenceOps
 
 PAGE, PAGES, WINDOW = 4, 48, 5
-SHAPE = PageShape(layers=2, page_tokens=PAGE, kv_heads=1, key_dim=4, value_dim=4, dtype=torch.float32)
+SHAPE = PageShape(layers=2, page_tokens=PAGE, kv_heads=1, key_dim=4, value_dim=4, dtype=FLOAT32)
 LAYOUT = KVLayout((LayerGroup(Full(), (0, 2), SHAPE), LayerGroup(Window(WINDOW), (1, 3), SHAPE)))
 PROMPT = list(range(10, 23))
 
@@ -394,7 +395,7 @@ def test_fork_shares_until_someone_writes(pool: PagePool) -> None:
 
 def test_fork_costs_the_same_whatever_a_page_weighs() -> None:
     """ "fork is O(pages)": a thousand forks of 64 MiB of KV copy none of it."""
-    heavy = PageShape(layers=2, page_tokens=PAGE, kv_heads=64, key_dim=1024, value_dim=1024, dtype=torch.float32)
+    heavy = PageShape(layers=2, page_tokens=PAGE, kv_heads=64, key_dim=1024, value_dim=1024, dtype=FLOAT32)
     pool = PagePool(KVLayout((LayerGroup(Full(), (0, 1), heavy),)), 16, ReferenceOps(), lambda: Identity("one", "r"))
     with KVCache(pool) as cache:
         cache.reserve(60)

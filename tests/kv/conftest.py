@@ -16,6 +16,7 @@ from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.kv.pool import PagePool
 from kvilt.kv.row import Token, held
 from kvilt.ops.contract import KeysValues, PageShape
+from kvilt.ops.kv_dtypes import KV_DTYPES, KVDtype
 from kvilt.ops.reference import ReferenceOps
 
 IDENTITY = Identity("weights-1", "reference-1")
@@ -33,14 +34,14 @@ class Scribe:
 
     def full(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """Two layers that see everything."""
-        return KVLayout((LayerGroup(Full(), (0, 1), PageShape(2, page_tokens, 2, 4, 4, dtype)),))
+        return KVLayout((LayerGroup(Full(), (0, 1), PageShape(2, page_tokens, 2, 4, 4, _named(dtype))),))
 
     def windowed(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """One layer that sees everything between two that see a window; keys and values of different sizes."""
         return KVLayout(
             (
-                LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, dtype)),
-                LayerGroup(Window(WINDOW), (0, 2), PageShape(2, page_tokens, 2, 4, 2, dtype)),
+                LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, _named(dtype))),
+                LayerGroup(Window(WINDOW), (0, 2), PageShape(2, page_tokens, 2, 4, 2, _named(dtype))),
             )
         )
 
@@ -140,7 +141,7 @@ def _cell_kv(seed: bytes, layout: KVLayout) -> tuple[KeysValues, ...]:
     for group in layout.groups:
         shape, (keys, stream) = group.shape, _cut(stream, group.shape, group.shape.key_dim)
         values, stream = _cut(stream, shape, shape.value_dim)
-        made.append(KeysValues(keys.to(shape.dtype), values.to(shape.dtype)))
+        made.append(KeysValues(keys.to(shape.dtype.storage), values.to(shape.dtype.storage)))
     return tuple(made)
 
 
@@ -158,3 +159,7 @@ def _cut(stream: torch.Tensor, shape: PageShape, dim: int) -> tuple[torch.Tensor
 @pytest.fixture(scope="session")
 def scribe() -> Scribe:
     return Scribe()
+
+
+def _named(dtype: torch.dtype) -> KVDtype:
+    return KV_DTYPES[str(dtype).removeprefix("torch.")]

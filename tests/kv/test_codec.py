@@ -17,6 +17,7 @@ from kvilt.kv.cache import KVCache
 from kvilt.kv.identity import Identity
 from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.ops.contract import PageShape
+from kvilt.ops.kv_dtypes import FLOAT16, FLOAT32
 
 PREFIX = struct.Struct("<8sIQ")
 HUGE = 2**63
@@ -295,14 +296,14 @@ def test_other_numerics_may_be_accepted_and_nothing_else(scribe: Any, cache: KVC
         scribe.check(cache, rows)
 
 
-SHAPE = PageShape(1, 4, 1, 4, 4, torch.float32)
+SHAPE = PageShape(1, 4, 1, 4, 4, FLOAT32)
 OTHER_LAYOUTS = {
     "full": KVLayout((LayerGroup(Full(), (0,), SHAPE),)),
-    "dtype": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 1, 4, 4, torch.float16)),)),
+    "dtype": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 1, 4, 4, FLOAT16)),)),
     "window": KVLayout((LayerGroup(Window(7), (0,), SHAPE),)),
-    "heads": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 2, 4, 4, torch.float32)),)),
-    "dim": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 1, 2, 4, torch.float32)),)),
-    "layers": KVLayout((LayerGroup(Window(6), (0, 1), PageShape(2, 4, 1, 4, 4, torch.float32)),)),
+    "heads": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 2, 4, 4, FLOAT32)),)),
+    "dim": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 1, 2, 4, FLOAT32)),)),
+    "layers": KVLayout((LayerGroup(Window(6), (0, 1), PageShape(2, 4, 1, 4, 4, FLOAT32)),)),
 }
 
 

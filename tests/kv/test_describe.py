@@ -58,7 +58,7 @@ def test_the_dtype_is_the_layouts(scribe: Any, dtype: torch.dtype) -> None:
     cache, _ = scribe.grown(scribe.pool(scribe.full(dtype)), [5, 6])
     with cache:
         said = describe(cache.serialize())
-    assert said.layout.groups[0].shape.dtype == dtype
+    assert said.layout.groups[0].shape.dtype.storage == dtype
 
 
 def test_a_flipped_bit_anywhere_is_refused(cache: KVCache) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from kvilt.kv.layout import Full, KVLayout, Latent, LayerGroup, LayerSlot, Window
 from kvilt.ops.contract import PageShape
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16
 
-SHAPE = PageShape(2, 4, 1, 4, 2, torch.float16)
+SHAPE = PageShape(2, 4, 1, 4, 2, FLOAT16)
 
 
 def test_every_layer_has_one_place(scribe: Any) -> None:
@@ -47,15 +48,15 @@ def test_a_description_tells_all_but_the_page_size() -> None:
         return KVLayout((LayerGroup(reach, (0, 1), shape),)).describe()
 
     same = described(Full(), SHAPE)
-    assert described(Full(), PageShape(2, 16, 1, 4, 2, torch.float16)) == same
+    assert described(Full(), PageShape(2, 16, 1, 4, 2, FLOAT16)) == same
     others = [
         described(Window(4), SHAPE),
         described(Window(5), SHAPE),
         described(Latent(2), SHAPE),
-        described(Full(), PageShape(2, 4, 2, 4, 2, torch.float16)),
-        described(Full(), PageShape(2, 4, 1, 6, 2, torch.float16)),
-        described(Full(), PageShape(2, 4, 1, 4, 4, torch.float16)),
-        described(Full(), PageShape(2, 4, 1, 4, 2, torch.bfloat16)),
+        described(Full(), PageShape(2, 4, 2, 4, 2, FLOAT16)),
+        described(Full(), PageShape(2, 4, 1, 6, 2, FLOAT16)),
+        described(Full(), PageShape(2, 4, 1, 4, 4, FLOAT16)),
+        described(Full(), PageShape(2, 4, 1, 4, 2, BFLOAT16)),
     ]
     assert all(other != same for other in others)
 

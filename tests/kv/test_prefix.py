@@ -31,6 +31,7 @@ from kvilt.kv.prefix import EvictedPage, PrefixMatch
 from kvilt.kv.prefix_keys import PrefixKeys, PrefixScope
 from kvilt.kv.row import GONE, RowImage, held
 from kvilt.ops.contract import PageShape
+from kvilt.ops.kv_dtypes import FLOAT32
 
 
 @pytest.fixture
@@ -380,7 +381,7 @@ def test_pages_let_go_during_a_step_can_be_found_and_come_free_once(desk: Desk) 
 
 def sliding(scribe: Any) -> KVLayout:
     """Every layer has a window."""
-    return KVLayout((LayerGroup(Window(scribe.window), (0, 1), PageShape(2, SIZE, 2, 4, 4, torch.float32)),))
+    return KVLayout((LayerGroup(Window(scribe.window), (0, 1), PageShape(2, SIZE, 2, 4, 4, FLOAT32)),))
 
 
 def test_a_window_needs_only_the_pages_it_sees(scribe: Any) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, Ops, PageShape
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8
 
-SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float32)
+SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=8, value_dim=8, dtype=FLOAT32)
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,22 @@ CASES = {
     "more queries than a block of them": Case([RowCase(list(range(75))[::-1], range(300), range(300))], heads=2),
     "every head its own keys": Case([RowCase([5, 0], range(7), range(7))], heads=2),
     "six heads on one": Case(
-        [RowCase([5, 0], range(7), range(7))], heads=6, shape=PageShape(1, 4, 1, 8, 8, torch.float32), layer=0
+        [RowCase([5, 0], range(7), range(7))], heads=6, shape=PageShape(1, 4, 1, 8, 8, FLOAT32), layer=0
     ),
-    "values narrower than keys": Case(
-        [RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 6, torch.float32)
-    ),
-    "float16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.float16)),
-    "bfloat16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.bfloat16)),
-    "int8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, torch.int8)),
+    "values narrower than keys": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 6, FLOAT32)),
+    "float16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, FLOAT16)),
+    "bfloat16 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, BFLOAT16)),
+    "int8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, INT8)),
     "int8 pages and sparse windows": Case(
-        [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, torch.int8)
+        [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, INT8)
     ),
     "pages that fill no vector": Case(
-        [RowCase([5, 0, 3], range(50), range(50))], shape=PageShape(2, 19, 2, 24, 40, torch.float16)
+        [RowCase([5, 0, 3], range(50), range(50))], shape=PageShape(2, 19, 2, 24, 40, FLOAT16)
     ),
     "pages of more than one vector": Case(
-        [RowCase([2, 0, 3, 1], range(150), range(150))], shape=PageShape(2, 48, 2, 16, 16, torch.float32)
+        [RowCase([2, 0, 3, 1], range(150), range(150))], shape=PageShape(2, 48, 2, 16, 16, FLOAT32)
     ),
-    "pages of one token": Case(
-        [RowCase([5, 0, 3, 2], range(4), range(4))], shape=PageShape(2, 1, 2, 8, 8, torch.float32)
-    ),
+    "pages of one token": Case([RowCase([5, 0, 3, 2], range(4), range(4))], shape=PageShape(2, 1, 2, 8, 8, FLOAT32)),
     "a window over a prompt": Case([RowCase([5, 0, 7, 1], range(14), range(14))], mask=WINDOW),
     "a window longer than the row": Case([RowCase([5], range(4), range(4))], mask=WINDOW),
     "a window of one": Case([RowCase([5, 0], range(7), range(7))], mask=AttentionMask(scale=0.35, window=1)),

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
+from kvilt.ops.kv_dtypes import FLOAT16, FLOAT32, KV_DTYPES, KVDtype
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 
 ISAS = _kvilt_native.available_isas()
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+DTYPES = list(KV_DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ def test_a_query_gathers_the_same_in_any_block(isa: str, case: Drawn, threads: i
             at += 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=list(KV_DTYPES))
 @pytest.mark.parametrize("isa", ISAS)
-def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: torch.dtype) -> None:
+def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: KVDtype) -> None:
     """The same queries with other noise behind them, beside them and between their windows."""
     shape = PageShape(1, 32, 2, 64, 64, dtype)
     rows = [(list(range(9, -1, -1)), list(range(100, 290))), (list(range(10, 20)), [0, 31, 33, 250])]
@@ -126,7 +127,7 @@ def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
-    shape = PageShape(1, 32, 1, 64, 64, torch.float16)
+    shape = PageShape(1, 32, 1, 64, 64, FLOAT16)
     rows = [(list(range(40)), [1234]), (list(range(40, 42)), [40, 41]), (list(range(42, 75)), [1000])]
     case = Drawn(shape, 4, AttentionMask(0.3), rows, 3)
     found = []
@@ -137,7 +138,7 @@ def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
 
 
 def test_pages_that_are_not_there_are_refused() -> None:
-    ops, shape = NativeOps(1), PageShape(1, 4, 1, 8, 8, torch.float32)
+    ops, shape = NativeOps(1), PageShape(1, 4, 1, 8, 8, FLOAT32)
     store = ops.new_pages(shape, 3, torch.device("cpu"))
     query, mask = torch.zeros(1, 1, 8), AttentionMask(1.0)
 

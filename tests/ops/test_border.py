@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvilt.errors import InputError
 from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation, RowLengths
+from kvilt.ops.kv_dtypes import FLOAT16
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.native.border import checked, f32, floats, i64
 from kvilt.ops.native.lora import NativeTable
 from kvilt.ops.native.record import NativeRecorded
 
-SHAPE = PageShape(2, 4, 2, 8, 8, torch.float16)
+SHAPE = PageShape(2, 4, 2, 8, 8, FLOAT16)
 Tensors = dict[str, Tensor]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import Interpolation, Ops, PageShape
+from kvilt.ops.kv_dtypes import FLOAT32, KV_DTYPES
 from kvilt.ops.native.backend import NativeOps
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -37,7 +38,7 @@ def test_followers_take_their_share(
     ops: Ops, noisy_pages: Any, random_of: Any, near: Any, kept_dtype: torch.dtype, text: int, followers: int,
     anchors: int, key_dim: int, value_dim: int,
 ) -> None:  # fmt: skip
-    shape = PageShape(layers=2, page_tokens=16, kv_heads=3, key_dim=key_dim, value_dim=value_dim, dtype=torch.float32)
+    shape = PageShape(layers=2, page_tokens=16, kv_heads=3, key_dim=key_dim, value_dim=value_dim, dtype=FLOAT32)
     store, who = noisy_pages(shape, 6), case(random_of, text, followers, anchors)
     kept = [random_of(text, 3, dim, seed=dim).to(kept_dtype) for dim in (key_dim, value_dim)]
     fresh = [random_of(anchors, 3, dim, seed=9) for dim in (key_dim, value_dim)]
@@ -55,9 +56,9 @@ def test_followers_take_their_share(
     assert torch.isnan(ops.read_slots(store, others).keys).all()
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
-def test_pages_of_any_number_hold_what_write_would_put_there(ops: Ops, random_of: Any, dtype: torch.dtype) -> None:
-    shape = PageShape(layers=1, page_tokens=16, kv_heads=2, key_dim=32, value_dim=16, dtype=dtype)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_pages_of_any_number_hold_what_write_would_put_there(ops: Ops, random_of: Any, dtype: str) -> None:
+    shape = PageShape(layers=1, page_tokens=16, kv_heads=2, key_dim=32, value_dim=16, dtype=KV_DTYPES[dtype])
     store, other = (ops.new_pages(shape, 4, torch.device("cpu")) for _ in range(2))
     who, slots = case(random_of, 60, 40, 12), torch.arange(40)
     kept = (random_of(60, 2, 32, seed=1).half(), random_of(60, 2, 16, seed=2).half())
@@ -66,14 +67,14 @@ def test_pages_of_any_number_hold_what_write_would_put_there(ops: Ops, random_of
     keys, values = (truth(who, old, new).float() for old, new in zip(kept, fresh, strict=True))
     ops.write(other, 0, slots, keys, values)
     found, expected = ops.read_slots(store, slots), ops.read_slots(other, slots)
-    unit = 1 if dtype == torch.int8 else 0.02  # a number between two that pages hold may go to either
+    unit = 1 if dtype == "int8" else 0.02  # a number between two that pages hold may go to either
     torch.testing.assert_close(found.keys.float(), expected.keys.float(), rtol=0.01, atol=unit)
     torch.testing.assert_close(found.values.float(), expected.values.float(), rtol=0.01, atol=unit)
 
 
 @pytest.mark.parametrize("isa", _kvilt_native.available_isas())
 def test_instruction_sets_and_threads_agree(isa: str, random_of: Any) -> None:
-    shape = PageShape(layers=1, page_tokens=16, kv_heads=3, key_dim=40, value_dim=64, dtype=torch.float32)
+    shape = PageShape(layers=1, page_tokens=16, kv_heads=3, key_dim=40, value_dim=64, dtype=FLOAT32)
     who, slots = case(random_of, 400, 300, 32), torch.arange(300)
     kept = (random_of(400, 3, 40, seed=1).half(), random_of(400, 3, 64, seed=2).half())
     fresh = (random_of(32, 3, 40, seed=3), random_of(32, 3, 64, seed=4))
@@ -89,7 +90,7 @@ def test_instruction_sets_and_threads_agree(isa: str, random_of: Any) -> None:
 
 @pytest.mark.parametrize(("tokens", "anchors", "slot"), [([5], [0], 0), ([0], [-1], 0), ([0], [5], 0), ([0], [1], 64)])
 def test_nobody_follows_from_outside(random_of: Any, tokens: list[int], anchors: list[int], slot: int) -> None:
-    shape = PageShape(layers=1, page_tokens=16, kv_heads=1, key_dim=8, value_dim=8, dtype=torch.float32)
+    shape = PageShape(layers=1, page_tokens=16, kv_heads=1, key_dim=8, value_dim=8, dtype=FLOAT32)
     ops = NativeOps(1)
     store = ops.new_pages(shape, 4, torch.device("cpu"))
     who = Interpolation(torch.tensor(tokens), torch.tensor(anchors), torch.ones(1, 1))

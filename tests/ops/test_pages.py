@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import KeysValues, Ops, PageShape, Rotation
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, KV_DTYPES, KVDtype
 from kvilt.ops.reference import ReferenceOps
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-EVERY = [*DTYPES, torch.int8]
+EVERY = list(KV_DTYPES.values())
+DTYPES = [dtype for dtype in EVERY if not dtype.scales]
+TORCH_DTYPES = [dtype.storage for dtype in DTYPES]
 
 
-def shape_of(dtype: torch.dtype, value_dim: int = 6) -> PageShape:
+def shape_of(dtype: KVDtype, value_dim: int = 6) -> PageShape:
     return PageShape(layers=3, page_tokens=4, kv_heads=2, key_dim=8, value_dim=value_dim, dtype=dtype)
 
 
@@ -27,7 +29,7 @@ def random_kv(random_of: Any, shape: PageShape, tokens: int, seed: int = 0) -> K
     heads = (shape.layers, tokens, shape.kv_heads)
     numbers = (20 * random_of(*heads, dim, seed=seed + i) for i, dim in enumerate((shape.key_dim, shape.value_dim)))
     scales = (random_of(*heads, seed=seed + i).abs() for i in range(2)) if shape.scales else ()
-    return KeysValues(*(part.to(shape.dtype) for part in numbers), *scales)
+    return KeysValues(*(part.to(shape.dtype.storage) for part in numbers), *scales)
 
 
 def same_kv(a: KeysValues, b: KeysValues) -> bool:
@@ -41,9 +43,9 @@ def is_noise(kv: KeysValues) -> bool:
     return all(bool(torch.isnan(part).all()) for part in parts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
 def test_what_layers_write_is_read_in_canonical_order(
-    ops: Ops, noisy_pages: Any, random_of: Any, dtype: torch.dtype
+    ops: Ops, noisy_pages: Any, random_of: Any, dtype: KVDtype
 ) -> None:
     shape = shape_of(dtype)
     store, slots = noisy_pages(shape, 5), torch.tensor([17, 2, 3, 8])
@@ -52,14 +54,12 @@ def test_what_layers_write_is_read_in_canonical_order(
         ops.write(store, layer, slots, keys[layer], values[layer])
     for order in (torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0]), torch.tensor([1, 1])):
         found = ops.read_slots(store, slots[order])
-        assert same_bits(found.keys, keys[:, order].to(dtype))
-        assert same_bits(found.values, values[:, order].to(dtype))
+        assert same_bits(found.keys, keys[:, order].to(dtype.storage))
+        assert same_bits(found.values, values[:, order].to(dtype.storage))
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-def test_write_slots_is_the_inverse_of_read_slots(
-    ops: Ops, noisy_pages: Any, random_of: Any, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("dtype", EVERY, ids=lambda one: one.name)
+def test_write_slots_is_the_inverse_of_read_slots(ops: Ops, noisy_pages: Any, random_of: Any, dtype: KVDtype) -> None:
     shape = shape_of(dtype)
     store, kv, slots = noisy_pages(shape, 5), random_kv(random_of, shape, 4), torch.tensor([19, 0, 7, 4])
     ops.write_slots(store, slots, kv)
@@ -67,10 +67,12 @@ def test_write_slots_is_the_inverse_of_read_slots(
     assert is_noise(ops.read_slots(store, torch.tensor([s for s in range(20) if s not in slots.tolist()])))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_awkward_numbers_keep_their_bits(ops: Ops, noisy_pages: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
+def test_awkward_numbers_keep_their_bits(ops: Ops, noisy_pages: Any, dtype: KVDtype) -> None:
     shape = PageShape(1, 4, 1, 8, 8, dtype)
-    numbers = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-7, 1e-40, 60000.0]).to(dtype)
+    numbers = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-7, 1e-40, 60000.0]).to(
+        dtype.storage
+    )
     kv = KeysValues(numbers.view(1, 1, 1, 8), numbers.flip(0).view(1, 1, 1, 8))
     store = noisy_pages(shape, 2)
     ops.write_slots(store, torch.tensor([5]), kv)
@@ -80,7 +82,7 @@ def test_awkward_numbers_keep_their_bits(ops: Ops, noisy_pages: Any, dtype: torc
 
 
 def test_what_was_read_is_a_copy(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
-    shape = shape_of(torch.float32)
+    shape = shape_of(FLOAT32)
     store, kv, slots = noisy_pages(shape, 2), random_kv(random_of, shape, 2), torch.tensor([1, 2])
     ops.write_slots(store, slots, kv)
     found = ops.read_slots(store, slots)
@@ -89,16 +91,16 @@ def test_what_was_read_is_a_copy(ops: Ops, noisy_pages: Any, random_of: Any) -> 
 
 
 def test_reading_no_slot_gives_empty_tensors_of_the_right_shape(ops: Ops, noisy_pages: Any) -> None:
-    found = ops.read_slots(noisy_pages(shape_of(torch.bfloat16), 2), torch.empty(0, dtype=torch.int64))
+    found = ops.read_slots(noisy_pages(shape_of(BFLOAT16), 2), torch.empty(0, dtype=torch.int64))
     assert found.keys.shape == (3, 0, 2, 8)
     assert found.values.shape == (3, 0, 2, 6)
     assert found.keys.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("dtype", EVERY, ids=lambda one: one.name)
 @pytest.mark.parametrize("abroad", [True, False], ids=["to another store", "within a store"])
 def test_pages_are_copied_whole_and_alone(
-    ops: Ops, noisy_pages: Any, random_of: Any, dtype: torch.dtype, abroad: bool
+    ops: Ops, noisy_pages: Any, random_of: Any, dtype: KVDtype, abroad: bool
 ) -> None:
     shape = shape_of(dtype)
     source = noisy_pages(shape, 6)
@@ -113,7 +115,7 @@ def test_pages_are_copied_whole_and_alone(
 
 
 def test_a_copied_page_is_no_longer_tied_to_its_source(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
-    shape = shape_of(torch.float32)
+    shape = shape_of(FLOAT32)
     store, kv = noisy_pages(shape, 3), random_kv(random_of, shape, 4)
     ops.write_slots(store, torch.arange(4), kv)
     ops.copy_pages(store, [0], store, [2])
@@ -122,7 +124,7 @@ def test_a_copied_page_is_no_longer_tied_to_its_source(ops: Ops, noisy_pages: An
 
 
 def test_one_layer_is_written_without_touching_the_others(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
-    shape = shape_of(torch.float32)
+    shape = shape_of(FLOAT32)
     store = noisy_pages(shape, 2)
     ops.write(store, 1, torch.tensor([3]), random_of(1, 2, 8), random_of(1, 2, 6))
     found = ops.read_slots(store, torch.tensor([3]))
@@ -131,7 +133,7 @@ def test_one_layer_is_written_without_touching_the_others(ops: Ops, noisy_pages:
 
 
 def test_a_store_knows_its_shape_and_values_may_have_no_width(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
-    shape = shape_of(torch.float32, value_dim=0)
+    shape = shape_of(FLOAT32, value_dim=0)
     store = noisy_pages(shape, 2)
     assert store.shape == shape
     kv = random_kv(random_of, shape, 2)
@@ -145,7 +147,7 @@ def test_a_store_knows_its_shape_and_values_may_have_no_width(ops: Ops, noisy_pa
 
 
 def test_bytes_are_the_nearest_to_what_was_written(ops: Ops, noisy_pages: Any, random_of: Any) -> None:
-    shape = shape_of(torch.int8)
+    shape = shape_of(INT8)
     store, slots = noisy_pages(shape, 5), torch.tensor([17, 2, 3, 8])
     keys, values = 5 * random_of(4, 2, 8), random_of(4, 2, 6)
     ops.write(store, 1, slots, keys, values)
@@ -169,7 +171,7 @@ AWKWARD = {
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: str) -> None:
-    shape = PageShape(1, 4, 1, 4, 4, torch.int8)
+    shape = PageShape(1, 4, 1, 4, 4, INT8)
     x, slots = torch.tensor(AWKWARD[name]).view(1, 1, 4), torch.tensor([5])
     reference, store = ReferenceOps(), noisy_pages(shape, 2)
     truth = reference.new_pages(shape, 2, torch.device("cpu"))
@@ -179,7 +181,7 @@ def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: st
 
 
 def test_many_tokens_become_the_same_bytes_on_every_backend(ops: Ops, random_of: Any) -> None:
-    shape = PageShape(1, 32, 3, 64, 40, torch.int8)
+    shape = PageShape(1, 32, 3, 64, 40, INT8)
     slots = torch.randperm(128, generator=torch.Generator().manual_seed(1))[:100]
     keys, values = random_of(100, 3, 64) * 4, random_of(100, 3, 40)
     found = []
@@ -191,7 +193,7 @@ def test_many_tokens_become_the_same_bytes_on_every_backend(ops: Ops, random_of:
 
 
 def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noisy_pages: Any) -> None:
-    shape = PageShape(1, 4, 2, 4, 4, torch.int8)
+    shape = PageShape(1, 4, 2, 4, 4, INT8)
     store, slots, x = noisy_pages(shape, 2), torch.tensor([5]), torch.ones(1, 2, 4)
     x[0, 1, 2] = float("nan")
     ops.write(store, 0, slots, x, x)
@@ -201,7 +203,7 @@ def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noi
 
 
 def test_bytes_count_their_scales() -> None:
-    floats, whole = shape_of(torch.float16), shape_of(torch.int8)
+    floats, whole = shape_of(FLOAT16), shape_of(INT8)
     assert floats.token_bytes == 3 * 2 * (8 + 6) * 2
     assert whole.token_bytes == 3 * 2 * ((8 + 6) + 2 * 4)
 
@@ -211,9 +213,9 @@ def test_bytes_count_their_scales() -> None:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("pairs", [32, 20, 3])
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("dtype", EVERY, ids=lambda one: one.name)
 def test_keys_turned_on_their_way_are_those_turned_before(
-    ops: Ops, random_of: Any, dtype: torch.dtype, pairs: int, pairing: Any
+    ops: Ops, random_of: Any, dtype: KVDtype, pairs: int, pairing: Any
 ) -> None:
     shape = PageShape(1, 32, 2, 64, 16, dtype)
     keys, values, angles = random_of(40, 2, 64), random_of(40, 2, 16), 3 * random_of(40, pairs)
@@ -229,9 +231,9 @@ def test_keys_turned_on_their_way_are_those_turned_before(
     assert same_kv(*found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_keys_of_a_stored_chunk_may_come_in_its_own_dtype(ops: Ops, random_of: Any, dtype: torch.dtype) -> None:
-    shape = PageShape(1, 4, 2, 8, 6, torch.float32)
+    shape = PageShape(1, 4, 2, 8, 6, FLOAT32)
     keys, values, angles = random_of(3, 2, 8).to(dtype), random_of(3, 2, 6).to(dtype), random_of(3, 4)
     rotation = Rotation(angles.cos(), angles.sin(), "half")
     store, slots = ops.new_pages(shape, 2, torch.device("cpu")), torch.tensor([6, 1, 4])

@@ -16,6 +16,7 @@ from kvilt.kv.identity import Identity
 from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
 from kvilt.kv.owner import part_of
 from kvilt.ops.contract import PageShape
+from kvilt.ops.kv_dtypes import FLOAT16
 from kvilt.store.address import (
     LayerForm,
     chunk_address,
@@ -33,8 +34,8 @@ IDENTITY = Identity("model", "numerics", "adapter", "exact", "salt")
 PAGE = 4
 LAYOUT = KVLayout(
     (
-        LayerGroup(Full(), (1,), PageShape(1, PAGE, 1, 4, 4, torch.float16)),
-        LayerGroup(Window(6), (0, 2), PageShape(2, PAGE, 2, 4, 2, torch.float16)),
+        LayerGroup(Full(), (1,), PageShape(1, PAGE, 1, 4, 4, FLOAT16)),
+        LayerGroup(Window(6), (0, 2), PageShape(2, PAGE, 2, 4, 2, FLOAT16)),
     )
 )
 TOKEN = st.one_of(st.integers(0, 2**63 - 1), st.binary(min_size=32, max_size=32))

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvilt.errors import BlobError, InputError, ParamError, StoreError
-from kvilt.store.address import DTYPES, LayerForm
+from kvilt.ops.kv_dtypes import KV_DTYPES
+from kvilt.store.address import LayerForm
 from kvilt.store.codec_registry import codec_named
 from kvilt.store.layer import LayerKV, owned
 
 FORMS = st.builds(
-    LayerForm, st.integers(1, 3), st.integers(1, 70), st.integers(0, 70), st.sampled_from(sorted(set(DTYPES)))
+    LayerForm, st.integers(1, 3), st.integers(1, 70), st.integers(0, 70), st.sampled_from(sorted(KV_DTYPES))
 )
 
 
@@ -23,7 +24,7 @@ def random_layer(form: LayerForm, tokens: int, seed: int, scale: float = 1.0) ->
         torch.randn(tokens, form.heads, dim, generator=made) * scale for dim in (form.key_dim, form.value_dim)
     )
     if not form.scaled:
-        return LayerKV(keys.to(DTYPES[form.dtype]), values.to(DTYPES[form.dtype]))
+        return LayerKV(*(one.to(KV_DTYPES[form.dtype].storage) for one in (keys, values)))
     scales = torch.rand(2, tokens, form.heads, generator=made)
     return LayerKV((keys * 40).to(torch.int8), (values * 40).to(torch.int8), *scales)
 

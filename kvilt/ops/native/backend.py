@@ -26,6 +26,7 @@ from ..contract import (
     Prepared,
     Rotation,
 )
+from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from . import lora
 from . import pages as paged
@@ -46,7 +47,7 @@ class NativeOps:
 
     name = "native"
     dtype = torch.float32
-    kv_dtype = torch.float16  # half the bytes of a long context, which is what decoding it waits for
+    kv_dtype = FLOAT16  # half the bytes of a long context, which is what decoding it waits for
 
     def __init__(self, threads: int | None = None, isa: str = "auto") -> None:
         try:

@@ -38,11 +38,12 @@ def new_pages(shape: PageShape, pages: int, device: torch.device) -> NativePages
     """Room for `pages` pages."""
     import _kvilt_native as module
 
-    if device.type != "cpu" or shape.dtype not in (*FLOATS, torch.int8):
-        raise Unsupported(f"the native backend keeps pages of floats or int8 on the CPU, not {shape.dtype} on {device}")
+    if device.type != "cpu" or shape.dtype.name not in module.KVDtype.__members__:
+        known = ", ".join(module.KVDtype.__members__)
+        raise Unsupported(f"the native backend keeps pages of {known} on the CPU, not {shape.dtype.name} on {device}")
     if shape.page_tokens > _MOST_TOKENS:
         raise Unsupported(f"a page of the native backend holds at most {_MOST_TOKENS} tokens, not {shape.page_tokens}")
-    dtype = _kv_dtype(shape.dtype)
+    dtype = module.KVDtype[shape.dtype.name]
     head_bytes = module.head_bytes(dtype, shape.page_tokens, shape.key_dim, shape.value_dim)
     # Not zeroed: the system hands memory out when a page is first written, so unused room costs nothing.
     data = torch.empty((pages, shape.layers * shape.kv_heads * head_bytes), dtype=torch.uint8)
@@ -50,12 +51,6 @@ def new_pages(shape: PageShape, pages: int, device: torch.device) -> NativePages
     sizes = (shape.page_tokens, shape.kv_heads, shape.key_dim, shape.value_dim, shape.layers)
     layers = tuple(module.PageLayer(dtype, data, *sizes, layer) for layer in range(shape.layers))
     return NativePages(shape, data, layers)
-
-
-def _kv_dtype(dtype: torch.dtype) -> KVDtype:
-    import _kvilt_native as module
-
-    return module.KVDtype[str(dtype).removeprefix("torch.")]
 
 
 def attention(
@@ -132,13 +127,20 @@ def interpolate(
     new = _heads(pages.shape, *fresh, len(anchors))
     check(kept[0].dtype in FLOATS, "kept", f"must be floats, not {kept[0].dtype}")
     old = _heads(pages.shape, *kept, len(kept[0]), kept[0].dtype)
-    document = (_kv_dtype(old[0].dtype), len(old[0]), floats(old[0]), floats(old[1]))
+    document = (_float_dtype(old[0].dtype), len(old[0]), floats(old[0]), floats(old[1]))
     cos, sin, pairs, interleaved = _rotation_args(rotation, len(slots), pages.shape.key_dim)
     runner.interpolate(
         pages.layers[layer], i64(slots), len(slots), *document,
         i64(tokens), i64(anchors), len(anchors), f32(weights), f32(new[0]), f32(new[1]),
         cos, sin, pairs, interleaved,
     )  # fmt: skip
+
+
+def _float_dtype(dtype: torch.dtype) -> KVDtype:
+    """What the kernels call one of FLOATS."""
+    import _kvilt_native as module
+
+    return module.KVDtype[str(dtype).removeprefix("torch.")]
 
 
 def _rotation_args(rotation: Rotation | None, tokens: int, dim: int) -> tuple[F32Address, F32Address, int, bool]:
@@ -202,7 +204,7 @@ def read_slots(runner: KernelRunner, store: PageStore, slots: Tensor) -> KeysVal
 def _read(runner: KernelRunner, pages: NativePages, layers: Sequence[int], slots: Tensor) -> KeysValues:
     shape, slots = pages.shape, _slots(slots)
     each = (len(layers), len(slots), shape.kv_heads)
-    keys, values = (torch.empty((*each, dim), dtype=shape.dtype) for dim in (shape.key_dim, shape.value_dim))
+    keys, values = (torch.empty((*each, dim), dtype=shape.dtype.storage) for dim in (shape.key_dim, shape.value_dim))
     kv = KeysValues(keys, values)
     if shape.scales:
         kv = KeysValues(keys, values, torch.empty(each), torch.empty(each))
@@ -217,8 +219,8 @@ def write_slots(runner: KernelRunner, store: PageStore, slots: Tensor, kv: KeysV
     shape = pages.shape
     each = (shape.layers, len(slots), shape.kv_heads)
     kv = KeysValues(
-        checked("keys", kv.keys.contiguous(), (*each, shape.key_dim), shape.dtype),
-        checked("values", kv.values.contiguous(), (*each, shape.value_dim), shape.dtype),
+        checked("keys", kv.keys.contiguous(), (*each, shape.key_dim), shape.dtype.storage),
+        checked("values", kv.values.contiguous(), (*each, shape.value_dim), shape.dtype.storage),
         _scales("key_scales", kv.key_scales, each if shape.scales else None),
         _scales("value_scales", kv.value_scales, each if shape.scales else None),
     )
