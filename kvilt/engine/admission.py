@@ -49,14 +49,12 @@ def make_job(
         raise InputError("the prompt is empty; give at least one token")
     adapter_lease = executor.adapters.hold(request.adapter)
     try:
-        job = _job(executor, request, listener, borrowed, chunks, judge)
+        job = _job(executor, request, listener, borrowed, chunks, judge, on_first_logits)
     except BaseException:
         if adapter_lease is not None:
             adapter_lease.release()
         raise
     job.adapter_lease = adapter_lease
-    if on_first_logits is not None:
-        job.first.on_first_logits = on_first_logits
     return job
 
 
@@ -67,6 +65,7 @@ def _job(
     borrowed: BorrowedKV | None,
     chunks: ChunkCache | None,
     judge: BlendJudge | None,
+    on_first_logits: OnLogits | None,
 ) -> Job:
     scoring = _scoring(request, borrowed)
     capacity, reused, history = _room(executor, request, borrowed)
@@ -87,9 +86,9 @@ def _job(
         borrowed.kv.close()
     base = borrowed.kv if borrowed is not None and reused else None
     sample = _sample(request, state, prefix_keys, capacity, blending)
-    first = SequenceState(sample, list(request.prompt), state, prefix_keys, scoring, blending=blending)
-    if decision is not None:
-        first.on_first_logits = decision.on_first_logits
+    watcher = on_first_logits if decision is None else decision.on_first_logits or on_first_logits
+    ids = list(request.prompt)
+    first = SequenceState(sample, ids, state, prefix_keys, scoring, blending=blending, on_first_logits=watcher)
     job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, blend_decision=decision)
     first.job = job
     return job

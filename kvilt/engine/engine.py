@@ -79,6 +79,7 @@ class Engine:
         restore = self._prefix_restore = _prefix_restore(executor, store, config, self.metrics, self.wakeup.set)
         own = (BlendQueue(self.wakeup.set), *(() if restore is None else (restore,)))
         self._features: tuple[Feature, ...] = (*features, *own)
+        self._on_evict = None if restore is None else restore.store_page  # of prefixes that this engine computes
         load_prefix = None if restore is None else restore.load_prefix
         self._accounting = PoolAccounting(executor, self._seqs, reclaim or _nothing_to_reclaim, load_prefix)
         self._scheduler = Scheduler(limits, self._accounting, config.owner_weights)
@@ -353,7 +354,7 @@ class Engine:
         size, filled = self._executor.layout.page_tokens, None
         keys = None if seq.job.request.background else seq.prefix_keys
         if keys is not None and start // size < stop // size:
-            filled = partial(self._executor.prefixes.insert, prefix_keys=keys)
+            filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
         seq.kv.commit([[*seq.ids[start:stop], *accepted]], filled=filled)
 
     def _verified(self, seq: SequenceState, stop: int, drafted: int, accepted: int) -> None:

@@ -32,13 +32,12 @@ def with_watcher(
     seq: SequenceState, then: Callable[[Row, Logits, int], None] | None = None
 ) -> Callable[[Row, Logits, int], None] | None:
     """The callback of a sequence's row. If the row has the logits after the prompt, their watcher gets them as well."""
-    if (on_first_logits := seq.on_first_logits) is None:
+    if seq.on_first_logits is None:
         return then
 
     def on_result(row: Row, logits: Logits, index: int) -> None:
         if isinstance(row.want, Last):
-            seq.on_first_logits = None
-            on_first_logits(logits.of_row(index)[0].clone())
+            seq.send_first_logits(logits.of_row(index)[0].clone())
         if then is not None:
             then(row, logits, index)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torch import Tensor
+
 from ..blend.blender import Blending
 from ..executor.lora import AdapterLease
 from ..executor.protocol import Executor
@@ -66,6 +68,12 @@ class SequenceState:
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of its drafts so far
     on_first_logits: OnLogits | None = None  # until they are there
     job: Job = field(init=False)
+
+    def send_first_logits(self, logits: Tensor) -> None:
+        """Call the watcher of the first logits, once."""
+        watcher, self.on_first_logits = self.on_first_logits, None
+        if watcher is not None:
+            watcher(logits)
 
 
 @dataclass(slots=True)

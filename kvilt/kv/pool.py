@@ -20,6 +20,8 @@ from .identity import Identity
 from .layout import KVLayout
 from .pages_by_owner import PagesByOwner
 
+OnEvict = Callable[[int, int], None]  # gets a layer group and a page
+
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
@@ -66,9 +68,9 @@ class PagePool:
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._leases = self._shared = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
-        self._kept: list[set[int]] = [set() for _ in layout.groups]  # known to an index; only asked, never walked
+        # Pages that an index knows, and what it wants to be called with before one of them is freed.
+        self._kept: list[dict[int, OnEvict]] = [{} for _ in layout.groups]
         self._holdings = [PagesByOwner() for _ in layout.groups]
-        self.on_evict: Callable[[int, int], None] = _no_index
 
     def identity(self) -> Identity:
         """What KV of this pool is known by outside of it; ModelClosed once the files it is hashed from are closed."""
@@ -129,19 +131,20 @@ class PagePool:
                 elif refs[page] == 0:
                     self._let_go(group, page)
 
-    def keep(self, group: int, page: int, owner: str = "") -> None:
+    def keep(self, group: int, page: int, on_evict: OnEvict, owner: str = "") -> None:
         """An index knows what this page holds: no cache writes to it, and it stays until its room is needed.
 
+        Then `on_evict` is called with its group and id, while its bytes are still there, and calls `unkeep`.
         Room is taken from the owner that has the most pages, idle or not, so that none can flush what others left.
         """
         with self.lock:
-            self._kept[group].add(page)
+            self._kept[group][page] = on_evict
             self._holdings[group].move(page, owner)
 
     def unkeep(self, group: int, page: int) -> None:
         """The index forgets this page."""
         with self.lock:
-            self._kept[group].remove(page)
+            del self._kept[group][page]
             if self._holdings[group].wake(page):
                 self._give_back(group, page)
 
@@ -236,15 +239,11 @@ class PagePool:
         self._free[group].append(page)
 
     def _evict(self, group: int) -> None:
-        """Free a page. The index is told while the bytes are still there."""
+        """Free a page that an index keeps."""
         page = self._holdings[group].victim()
-        self.on_evict(group, page)
+        self._kept[group][page](group, page)
         assert page not in self._kept[group], "an index that is told of an eviction forgets the page"
 
     def _settle(self) -> None:
         while self._abandoned:
             self.drop(*self._abandoned.popleft())
-
-
-def _no_index(group: int, page: int) -> None:
-    raise AssertionError(f"page {page} of group {group} is kept, but no index is registered for evictions")

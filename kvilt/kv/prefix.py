@@ -50,15 +50,13 @@ Sink = Callable[[EvictedPage], None]
 class PrefixIndex:
     """The prefixes of one pool. Only exact KV of the pool's own model and numerics may be inserted."""
 
-    def __init__(self, pool: PagePool, on_evict: Sink | None = None) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self.on_evict = on_evict  # is called with pages that are about to be lost
         self._size = pool.layout.page_tokens
         self._nodes: dict[bytes, PrefixNode] = {}
         self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
         self._owners: list[dict[int, PrefixNode]] = [{} for _ in pool.layout.groups]  # by page
         self.evictions = 0
-        pool.on_evict = self._page_evicted
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -163,8 +161,8 @@ class PrefixIndex:
 
     # Adding.
 
-    def insert(self, row: CacheRow, prefix_keys: PrefixKeys) -> None:
-        """Make the whole pages of a row known; `prefix_keys` are the row's.
+    def insert(self, row: CacheRow, prefix_keys: PrefixKeys, on_evict: Sink | None = None) -> None:
+        """Make the whole pages of a row known; `prefix_keys` are the row's. `on_evict` gets new ones at their end.
 
         Where the same tokens are known already, the row changes over to the pages that are known, and gives its own
         back: equal KV takes its room once. KV that is not exact is not shared.
@@ -175,12 +173,12 @@ class PrefixIndex:
             while (prefix_keys.placed + 1) * self._size <= row.length:
                 if prefix_keys.node is not None and not prefix_keys.node.alive:
                     return  # a cache that holds a page holds those before it, unless a window gave them back
-                if (node := self._place(row, prefix_keys)) is None:
+                if (node := self._place(row, prefix_keys, on_evict)) is None:
                     return
                 self._adopt(row, prefix_keys.placed, node)
                 prefix_keys.node, prefix_keys.placed = node, prefix_keys.placed + 1
 
-    def restore(self, prefix_keys: PrefixKeys, images: Sequence[RowImage]) -> int:
+    def restore(self, prefix_keys: PrefixKeys, images: Sequence[RowImage], on_evict: Sink | None = None) -> int:
         """Make pages known again that were kept elsewhere, each an image of the row up to its end; how many could be.
 
         The first completes what is known of the sequence, or comes right after it. Pages that are there already are
@@ -194,7 +192,7 @@ class PrefixIndex:
             rows: list[CacheRow] = []
             try:
                 for image in images:
-                    if not self._restore(prefix_keys, nodes, image, rows):
+                    if not self._restore(prefix_keys, nodes, image, rows, on_evict):
                         break
                     placed += 1
             finally:
@@ -204,7 +202,14 @@ class PrefixIndex:
                     self._pool.drop(group, reversed(pages))
             return placed
 
-    def _restore(self, prefix_keys: PrefixKeys, nodes: list[PrefixNode], image: RowImage, rows: list[CacheRow]) -> bool:
+    def _restore(
+        self,
+        prefix_keys: PrefixKeys,
+        nodes: list[PrefixNode],
+        image: RowImage,
+        rows: list[CacheRow],
+        on_evict: Sink | None,
+    ) -> bool:
         """One page after `nodes`, or among them; the row that holds it goes to `rows`."""
         at = image.length // self._size - 1
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
@@ -220,7 +225,7 @@ class PrefixIndex:
             nodes[at - 1] if at else None,
             at,
         )
-        node = self._place(rows[-1], path) if at < len(prefix_keys.keys) else None
+        node = self._place(rows[-1], path, on_evict) if at < len(prefix_keys.keys) else None
         if node is None:
             return False
         self._adopt(rows[-1], at, node)
@@ -228,7 +233,7 @@ class PrefixIndex:
             nodes.append(node)
         return True
 
-    def _place(self, row: CacheRow, prefix_keys: PrefixKeys) -> PrefixNode | None:
+    def _place(self, row: CacheRow, prefix_keys: PrefixKeys, on_evict: Sink | None) -> PrefixNode | None:
         """The node of the row's next page, new or known; None where another page has its key."""
         content = row.content(prefix_keys.placed * self._size, (prefix_keys.placed + 1) * self._size)
         if prefix_keys.placed == len(prefix_keys.keys):
@@ -238,7 +243,7 @@ class PrefixIndex:
         key, scope = prefix_keys.keys[prefix_keys.placed], prefix_keys.scope_of(prefix_keys.placed)
         if (node := self._nodes.get(key)) is not None:
             return node if _is_child(node, prefix_keys.node, content, scope) else None
-        node = PrefixNode(key, content, prefix_keys.node, [GONE] * len(self._owners), scope)
+        node = PrefixNode(key, content, prefix_keys.node, [GONE] * len(self._owners), scope, on_evict)
         self._nodes[key] = node
         if prefix_keys.node is not None:
             prefix_keys.node.children[key] = node
@@ -254,7 +259,7 @@ class PrefixIndex:
             if known == GONE:
                 node.pages[group] = page
                 self._owners[group][page] = node
-                self._pool.keep(group, page, node.scope.owner)
+                self._pool.keep(group, page, self._page_evicted, node.scope.owner)
             else:
                 self._pool.share(group, [known])
                 self._pool.drop(group, [page])
@@ -295,11 +300,11 @@ class PrefixIndex:
 
     def _send(self, node: PrefixNode) -> None:
         there = sum(page != GONE for page in node.pages)
-        if self.on_evict is None or there < node.sent:
+        if node.on_evict is None or there < node.sent:
             return  # the sink has a fuller version of it
         node.sent = there
         try:
-            self.on_evict(self._evicted(node))
+            node.on_evict(self._evicted(node))
         except Exception:  # a store that fails costs a copy, never the step that needs the room
             _log.exception("the sink of evicted prefixes failed; the page is lost")
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from .owner import owner_of
 from .row import EMBEDDED, HASH_BYTES, Token, made_by
+
+if TYPE_CHECKING:
+    from .prefix import EvictedPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,11 @@ class PrefixNode:
     parent: PrefixNode | None
     pages: list[int]
     scope: PrefixScope
+    on_evict: Callable[[EvictedPage], None] | None = None  # gets the page when it is about to be lost
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     hits: int = 0  # sequences that began with it
     alive: bool = True
-    sent: int = 0  # groups whose pages were there when the node was last given to the sink of evicted pages
+    sent: int = 0  # groups whose pages were there when `on_evict` was last called
 
 
 def tokens_of(nodes: Sequence[PrefixNode], page_tokens: int) -> list[Token]:

@@ -1,4 +1,5 @@
-"""One owner writes: only the scheduler writes a sample, and features write nothing that is not their own.
+"""One owner writes: only the scheduler writes a sample, features write nothing that is not their own, and no object
+sets a hook of another one: what an object calls arrives when it is made.
 
 Proven on the syntax trees. The second half feeds the checker violations and sees each one noticed.
 """
@@ -6,7 +7,7 @@ Proven on the syntax trees. The second half feeds the checker violations and see
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -48,17 +49,23 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
                 yield one
 
 
-def writes(text: str, written: set[str]) -> list[str]:
+def writes(text: str, written: Callable[[str], bool], setters: bool = True) -> list[str]:
     """Places where a field of another object is written: by a statement, or by setattr under whatever name."""
     found = []
     for node in ast.walk(ast.parse(text)):
         for target in targets(node):
             own = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
-            if isinstance(target, ast.Attribute) and target.attr in written and not own:
+            if isinstance(target, ast.Attribute) and written(target.attr) and not own:
                 found.append(f"{target.lineno}: {ast.unparse(target)}")
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS and ast.unparse(node.args[0]) != "self":
+        if not setters or not isinstance(node, ast.Call) or ast.unparse(node.func) not in SETTERS:
+            continue
+        if ast.unparse(node.args[0]) != "self":
             found.append(f"{node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def is_hook(name: str) -> bool:
+    return name.lstrip("_").startswith("on_") or "hook" in name or "callback" in name or name.endswith("_by")
 
 
 def read(*folders: str) -> dict[str, str]:
@@ -69,14 +76,21 @@ def read(*folders: str) -> dict[str, str]:
 def test_only_the_scheduler_writes_a_sample() -> None:
     sources = {name: text for name, text in read(*PACKAGES).items() if Path(name).name not in SCHEDULER}
     assert len(sources) > 60, "the walk found the packages"
-    found = {name: writes(text, names(Sample)) for name, text in sources.items()}
+    found = {name: writes(text, names(Sample).__contains__) for name, text in sources.items()}
     assert {name: places for name, places in found.items() if places} == {}
 
 
 def test_features_write_no_field_of_a_sequence() -> None:
     sources = read("engine/features")
     assert len(sources) > 4, "the walk found the features"
-    found = {name: writes(text, names(Sample, SequenceState, Job)) for name, text in sources.items()}
+    found = {name: writes(text, names(Sample, SequenceState, Job).__contains__) for name, text in sources.items()}
+    assert {name: places for name, places in found.items() if places} == {}
+
+
+def test_no_hook_is_set_after_construction() -> None:
+    sources = read("")
+    assert len(sources) > 300, "the walk found the package"
+    found = {name: writes(text, is_hook, setters=False) for name, text in sources.items()}
     assert {name: places for name, places in found.items() if places} == {}
 
 
@@ -103,11 +117,16 @@ def test_proposals_are_frozen_values() -> None:
     ],
 )
 def test_a_write_is_noticed(text: str) -> None:
-    assert writes(text, names(Sample))
+    assert writes(text, names(Sample).__contains__)
+
+
+@pytest.mark.parametrize("text", ["index.on_evict = f", "engine._on_step = f", "engine.woken_by = f"])
+def test_a_hook_that_is_set_late_is_noticed(text: str) -> None:
+    assert writes(text, is_hook)
 
 
 @pytest.mark.parametrize(
     "text", ["self.held = True", "held = sample.held", "sample.other = 1", "setattr(self, part, 1)", "f(held=True)"]
 )
 def test_other_statements_are_left_alone(text: str) -> None:
-    assert writes(text, names(Sample)) == []
+    assert writes(text, names(Sample).__contains__) == []

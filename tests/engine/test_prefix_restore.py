@@ -59,7 +59,6 @@ def say(engine: Engine, ask: Ask, **fields: object) -> tuple[list[int], int]:
 def restart(executor: Executor) -> None:
     """As a new process has it: nothing is known."""
     executor.prefixes.clear()
-    executor.prefixes.on_evict = None
 
 
 def warmed(executor: Executor, store: Store, *asks: Ask, **fields: object) -> None:

@@ -36,7 +36,8 @@ class Desk:
     def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[EvictedPage], None] | None = None):
         self.scribe = scribe
         self.pool: PagePool = scribe.pool(layout, pages)
-        self.index = PrefixIndex(self.pool, sink)
+        self.index = PrefixIndex(self.pool)
+        self.sink = sink
 
     def cells(self, tokens: Sequence[Token], scope: PrefixScope) -> list[Any]:
         """What the one model of this pool computes: KV that depends on all tokens so far, and on the scope."""
@@ -58,7 +59,8 @@ class Desk:
         new = self.scribe.cells(tokens, line.cells, line.prefix_keys.scope.key())
         line.cache.reserve(len(new))
         self.scribe.write(line.cache, [new])
-        line.cache.commit([[token for token, _ in new]], filled=lambda row: self.index.insert(row, line.prefix_keys))
+        told = [token for token, _ in new]
+        line.cache.commit([told], filled=lambda row: self.index.insert(row, line.prefix_keys, self.sink))
         line.cells += new
 
     def run(self, tokens: Sequence[int], scope: PrefixScope = BASE) -> Line:

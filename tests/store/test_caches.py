@@ -71,8 +71,8 @@ def test_a_row_with_less_than_is_asked_for_is_a_miss(kit: Any, tiny: Executor) -
 def pages(executor: Executor, kv: KVCache, scope: PrefixScope) -> list[EvictedPage]:
     """What an index tells its sink about each page of a row when it must go."""
     told: list[EvictedPage] = []
-    index = PrefixIndex(executor.pool, told.append)
-    index.insert(kv.row(0), PrefixKeys(scope))
+    index = PrefixIndex(executor.pool)
+    index.insert(kv.row(0), PrefixKeys(scope), told.append)
     kv.close()
     executor.pool.take([executor.pool.free_pages()[0]] * len(executor.pool.layout.groups))
     return told

@@ -76,7 +76,6 @@ class PrefixRestore(Feature):
         self._queue: dict[SequenceState, None] = {}  # those that wait until another load ends
         self._checked: set[SequenceState] = set()  # what the store has of their prefixes is here; only asked
         self._released: list[SequenceState] = []  # those that the next plan may start
-        executor.prefixes.on_evict = self._store_page
 
     # Loading.
 
@@ -193,7 +192,7 @@ class PrefixRestore(Feature):
         load.found |= bool(images) or (bool(load.pending) and load.pending[0].settled() and not load.pending[0].reason)
         if images:
             assert load.seq.prefix_keys is not None
-            placed = self._executor.prefixes.restore(load.seq.prefix_keys, images)
+            placed = self._executor.prefixes.restore(load.seq.prefix_keys, images, self.store_page)
             self._metrics.add(RESTORED, placed * self._layout.page_tokens)
             over |= placed < len(images)
         if over or self._clock() >= load.deadline_s:
@@ -219,14 +218,13 @@ class PrefixRestore(Feature):
 
     # Storing.
 
-    def _store_page(self, page: EvictedPage) -> None:
-        """Store a page that the prefix index evicts. Copies nothing and waits for nothing."""
+    def store_page(self, page: EvictedPage) -> None:
+        """Store a page that the prefix index evicts, until this is closed. Copies nothing and waits for nothing."""
         if self._identity is not None:
             self._store.put_evicted(self._identity, self._layout, page)
 
     def close(self) -> None:
         """Put all known prefixes into the store, the latest used first, as far as its budgets and limits allow."""
-        self._executor.prefixes.on_evict = None
         for load in list(self._loads.values()):
             self._end(load)
         budget, limits = self._store.least_budget, self._store.limits
@@ -246,7 +244,7 @@ class PrefixRestore(Feature):
             if queued_bytes + nbytes > limits.queue_bytes // 2 or queued >= limits.queue_records // 2:
                 self._store.flush(max(0.0, deadline_s - self._clock()))
                 queued_bytes, queued = 0, 0
-            self._store_page(page)
+            self.store_page(page)
             used[page.scope.owner] += nbytes
             queued_bytes, queued = queued_bytes + nbytes, queued + 1
         self._identity = None  # closing twice is fine
