@@ -7,7 +7,6 @@ step.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from ..batch import Adapter
 from ..blend.certificate import Certificate
@@ -24,7 +23,6 @@ from ..engine.admission import BorrowedKV
 from ..engine.counters import ENGINE_METRICS
 from ..engine.driver import Driver
 from ..engine.engine import Engine
-from ..engine.handle import check_loan
 from ..engine.handles import Handles
 from ..engine.request import Request
 from ..engine.view import EngineView
@@ -44,9 +42,10 @@ from .async_stream import AsyncStream
 from .completion import Completion
 from .features import plugins_for
 from .generation import SamplingDefaults
-from .model import AdapterChoice, Chat, ContextPrefix, DiscoveryChoice, Model, Prompt, is_one
+from .model import AdapterChoice, Chat, ContextPrefix, Model, Prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
-from .prompts import PreparedPrompt, PromptPreparer, PromptSource, RequestTerms, split_fields
+from .options import CallFields, RequestOptions, split_fields
+from .prompts import PromptPreparer, PromptSource
 from .quality import gate_for
 from .token_stream import Notifier, TokenStream
 from .warmup import AT_ONCE, DocumentWarmup, OnProgress, StoredDocument
@@ -65,8 +64,7 @@ class StreamOptions:
 class AsyncLLM(Model):
     """A model for many callers at once. Close it, or use it as an async context manager.
 
-    Besides sampling fields, every method takes those of `RequestTerms`: id, priority, tenant, kv, keep_kv, documents,
-    recipe.
+    Methods that generate take the fields of `RequestOptions` and of `SamplingParams` as keywords.
     """
 
     def __init__(
@@ -123,21 +121,23 @@ class AsyncLLM(Model):
     # Requests.
 
     @overload
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Completion: ...
+    async def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt
+        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
+    ) -> Completion: ...
 
     @overload
     async def generate(
-        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> list[Completion]: ...
 
     async def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them at once: a Completion, or a list of them."""
-        terms, chosen = split_fields(params, fields)
+        options, chosen = split_fields(params, fields)
         one = is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
-        each = [terms] if one else [dataclasses.replace(terms, id=f"{terms.id}-{i}") for i in range(len(prompts))]
+        each = [options] if one else [options.numbered(index) for index in range(len(prompts))]
         done = await _all(
             [
                 self._complete(partial(self._prompts.text, text), chosen, own)
@@ -146,20 +146,34 @@ class AsyncLLM(Model):
         )
         return done[0] if one else done
 
-    async def blend(self, parts: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any) -> Completion:
-        """Continue a prompt of parts: what stands first, any documents, and the question."""
-        terms, chosen = split_fields(params, fields)
-        return await self._complete(partial(self._prompts.parts, parts), chosen, terms)
+    async def blend(
+        self,
+        parts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        strategy: str | None = None,
+        **fields: Unpack[CallFields],
+    ) -> Completion:
+        """Continue a prompt of parts: what stands first, any documents, and the question. See `LLM.blend`."""
+        options, chosen = split_fields(params, fields)
+        options = options.with_recipe(ratio=ratio, strategy=strategy)
+        return await self._complete(partial(self._prompts.parts, parts), chosen, options)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False, **fields: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **fields: Unpack[CallFields],
     ) -> AsyncStream:
         """`generate` for one prompt, delta by delta, those of all samples. Refusals come before the stream.
 
         With `progress` deltas also say how far the prompt is read, while it is.
         """
-        terms, chosen = split_fields(params, fields)
-        return await self._open(partial(self._prompts.text, prompt), chosen, terms, progress)
+        options, chosen = split_fields(params, fields)
+        return await self._open(partial(self._prompts.text, prompt), chosen, options, progress)
 
     async def chat(
         self,
@@ -167,11 +181,11 @@ class AsyncLLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Completion:
         """Answer a conversation. Where `kv` names a handle, the conversation must begin with its tokens."""
-        terms, chosen = split_fields(params, fields)
-        return await self._complete(partial(self._prompts.chat, messages, tools), chosen, terms)
+        options, chosen = split_fields(params, fields)
+        return await self._complete(partial(self._prompts.chat, messages, tools), chosen, options)
 
     async def stream_chat(
         self,
@@ -180,11 +194,11 @@ class AsyncLLM(Model):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> AsyncStream:
         """`chat`, delta by delta."""
-        terms, chosen = split_fields(params, fields)
-        return await self._open(partial(self._prompts.chat, messages, tools), chosen, terms, progress)
+        options, chosen = split_fields(params, fields)
+        return await self._open(partial(self._prompts.chat, messages, tools), chosen, options, progress)
 
     async def warm(
         self,
@@ -259,42 +273,14 @@ class AsyncLLM(Model):
         self,
         source: PromptSource,
         params: SamplingParams,
-        terms: RequestTerms,
+        options: RequestOptions,
         loop: asyncio.AbstractEventLoop,
         stream_options: StreamOptions,
         grammar: Grammar | None = None,
     ) -> TokenStream:
-        prompt = source(terms)
-        if params.prompt_logprobs is not None and not prompt.continued_tokens and prompt.borrowed is not None:
-            prompt = prompt.without_cache()  # all of the prompt gets log-probabilities, so all of it is computed
-        # Nothing in a handle is blended: the answer must not depend on whether its KV is here or is computed again.
-        discover = terms.discover if prompt.loan is None else False
-        own = {name: getattr(terms, name) for name in ("id", "priority", "tenant", "keep_kv")}
-        blend_fields = {**DiscoveryChoice(discover, terms.recipe).fields, **prompt.blend_fields}
-        try:
-            request, answer_config = self.request(
-                prompt.ids,
-                params,
-                grammar,
-                continued_tokens=prompt.continued_tokens,
-                reuse=not isinstance(terms.kv, KVCache),
-                progress=stream_options.progress,
-                adapter=self._checked(prompt, AdapterChoice(terms.lora, terms.lora_scale)),
-                **own,
-                **blend_fields,
-            )
-        except BaseException:
-            if prompt.borrowed is not None:
-                prompt.borrowed.kv.close()
-            raise
-        return self._token_stream(Answer(answer_config), request, prompt.borrowed, loop, stream_options.unread)
-
-    def _checked(self, prompt: PreparedPrompt, lora: AdapterChoice) -> Adapter:
-        """The adapter of a request. The KV of its handle, if it has one, must have been computed with the same."""
-        adapter = self.adapter(lora, prompt.ids)
-        if prompt.loan is not None:
-            check_loan(prompt.loan, adapter, self.executor.adapters)
-        return adapter
+        prepared = self._prompts.request(source, params, options, grammar, stream_options.progress)
+        answer = Answer(prepared.answer_config)
+        return self._token_stream(answer, prepared.request, prepared.borrowed, loop, stream_options.unread)
 
     def _token_stream(
         self,
@@ -311,12 +297,12 @@ class AsyncLLM(Model):
     # From a job to its end; these run in the event loop.
 
     async def _submit(
-        self, source: PromptSource, params: SamplingParams, terms: RequestTerms, stream_options: StreamOptions
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions, stream_options: StreamOptions
     ) -> TokenStream:
         loop = asyncio.get_running_loop()
-        owner = owner_of(terms.tenant)
+        owner = owner_of(options.tenant)
         grammar = await self.grammars.compiled(params.grammar, owner)  # first: a caller that leaves cancels it
-        prepare = partial(self._prepare, source, params, terms, loop, stream_options, grammar)
+        prepare = partial(self._prepare, source, params, options, loop, stream_options, grammar)
         token_stream = await self.offload.run(PROMPT, prepare, owner=owner, discard=TokenStream.leave)
         self._admit(token_stream)
         return token_stream
@@ -327,8 +313,8 @@ class AsyncLLM(Model):
             self._streams.add(token_stream)
         self._driver.submit(token_stream.job)
 
-    async def _complete(self, source: PromptSource, params: SamplingParams, terms: RequestTerms) -> Completion:
-        token_stream = await self._submit(source, params, terms, StreamOptions())
+    async def _complete(self, source: PromptSource, params: SamplingParams, options: RequestOptions) -> Completion:
+        token_stream = await self._submit(source, params, options, StreamOptions())
         await self._finished(token_stream)
         return token_stream.answer.completion()
 
@@ -340,10 +326,10 @@ class AsyncLLM(Model):
             raise
 
     async def _open(
-        self, source: PromptSource, params: SamplingParams, terms: RequestTerms, progress: bool
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions, progress: bool
     ) -> AsyncStream:
-        token_stream = await self._submit(source, params, terms, StreamOptions(self.config.unread_tokens, progress))
-        return AsyncStream(token_stream, terms.id)
+        token_stream = await self._submit(source, params, options, StreamOptions(self.config.unread_tokens, progress))
+        return AsyncStream(token_stream, options.id)
 
     async def _warm(self, warmup: DocumentWarmup, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore) -> None:
         """One document."""

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 from ..blend.certificate import Certificate
-from ..blend.recipe import Recipe
 from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
 from ..engine.counters import ENGINE_METRICS
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.view import EngineView
-from ..errors import InputError
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
@@ -27,11 +25,12 @@ from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.tokenizer import Tokenizer
 from .answer import Answer, AnswerConfig
-from .blend import PromptParts, listed
 from .completion import Completion, Stream
 from .features import plugins_for
 from .generation import SamplingDefaults
-from .model import AdapterChoice, ContextPrefix, DiscoveryChoice, Message, Model, Prompt, after_cache, is_one, shared
+from .model import AdapterChoice, Chat, ContextPrefix, Model, Prompt, is_one
+from .options import CallFields, RequestOptions, split_fields
+from .prompts import PromptPreparer, PromptSource
 from .quality import gate_for
 from .sync_runner import PendingAnswer, SyncRunner
 from .warmup import DocumentWarmup, OnProgress, StoredDocument
@@ -40,7 +39,8 @@ from .warmup import DocumentWarmup, OnProgress, StoredDocument
 class LLM(Model):
     """A model with its tokenizer and chat template. Close it, or use it as a context manager.
 
-    Several threads may call it at once; their requests then share steps.
+    Several threads may call it at once; their requests then share steps. Methods that generate take the fields of
+    `RequestOptions` and of `SamplingParams` as keywords.
     """
 
     def __init__(
@@ -71,54 +71,22 @@ class LLM(Model):
         )
         self._drafter = drafter
         self._runner = SyncRunner(self.engine, executor)
+        self._prompts = PromptPreparer(self)
         if config is not None and config.discover:
             self.documents.chunks.read()
 
     @overload
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+    def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt
+        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> list[Completion]: ...
 
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them in one batch.
 
@@ -127,96 +95,50 @@ class LLM(Model):
         before each prompt; what is computed of them is kept, and blended wherever they stand next time. `discover`
         blends also known ones that stand in the prompt itself. `lora` is the id or the name of a loaded adapter.
         """
-        chosen = SamplingParams.of(params, **fields)
+        options, chosen = split_fields(params, fields)
         one = is_one(prompt)
         prompts: Sequence[Any] = [prompt] if one else list(prompt)
-        if listed(documents):
-            made = [self.documents.before(each, documents, recipe or Recipe()) for each in prompts]
-            blended = self._runner.answers(
-                self._prepare_blends(made, chosen, kv, keep_kv, AdapterChoice(lora, lora_scale))
-            )
-            return blended[0] if one else blended
-        ids = [self._ids(each, kv) for each in prompts]
-        borrowed, discovery = kv.num_entries if kv else 0, DiscoveryChoice(discover, recipe)
-        done = self._complete(ids, chosen, kv, borrowed, keep_kv, AdapterChoice(lora, lora_scale), discovery)
+        each = [options] if one else [options.numbered(index) for index in range(len(prompts))]
+        done = self._runner.answers(
+            [
+                self._preparing(partial(self._prompts.text, text), chosen, own)
+                for text, own in zip(prompts, each, strict=True)
+            ]
+        )
         return done[0] if one else done
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]) -> Stream:
         """`generate` for one prompt, piece by piece."""
-        chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
-        if listed(documents):
-            prompt_parts = self.documents.before(prompt, documents, recipe or Recipe())
-            return self._runner.stream(self._prepare_blends([prompt_parts], chosen, kv, keep_kv, own)[0], chosen)
-        ids, reused = self._ids(prompt, kv), kv.num_entries if kv else 0
-        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, DiscoveryChoice(discover, recipe))
-        return self._runner.stream(prepare, chosen)
+        options, chosen = split_fields(params, fields)
+        return self._runner.stream(self._preparing(partial(self._prompts.text, prompt), chosen, options), chosen)
 
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Completion:
         """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again.
 
         `documents` stand where the chat template puts them, else before the last user's text, and are blended.
         """
-        chosen = SamplingParams.of(params, **fields)
-        if listed(documents):
-            prompt_parts = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._runner.answers(
-                self._prepare_blends([prompt_parts], chosen, kv, keep_kv, AdapterChoice(lora, lora_scale))
-            )[0]
-        ids = self.chat_ids(messages, tools)
-        own, discovery = AdapterChoice(lora, lora_scale), DiscoveryChoice(discover, recipe)
-        return self._complete([ids], chosen, kv, _reused(ids, chosen, kv), keep_kv, own, discovery)[0]
+        options, chosen = split_fields(params, fields)
+        return self._complete(partial(self._prompts.chat, messages, tools), chosen, options)
 
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Chat,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        kv: KVCache | None = None,
-        keep_kv: bool = False,
-        documents: Sequence[Prompt] = (),
-        recipe: Recipe | None = None,
-        discover: bool | None = None,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Stream:
         """`chat`, piece by piece."""
-        chosen, own = SamplingParams.of(params, **fields), AdapterChoice(lora, lora_scale)
-        if listed(documents):
-            prompt_parts = self.chat_pieces(messages, tools, documents, recipe or Recipe())
-            return self._runner.stream(self._prepare_blends([prompt_parts], chosen, kv, keep_kv, own)[0], chosen)
-        ids = self.chat_ids(messages, tools)
-        reused, discovery = _reused(ids, chosen, kv), DiscoveryChoice(discover, recipe)
-        prepare = partial(self._prepare, ids, chosen, kv, reused, keep_kv, own, discovery)
-        return self._runner.stream(prepare, chosen)
+        options, chosen = split_fields(params, fields)
+        source = partial(self._prompts.chat, messages, tools)
+        return self._runner.stream(self._preparing(source, chosen, options), chosen)
 
     def blend(
         self,
@@ -225,24 +147,16 @@ class LLM(Model):
         *,
         ratio: float | None = None,
         strategy: str | None = None,
-        recipe: Recipe | None = None,
-        keep_kv: bool = False,
-        lora: int | str | None = None,
-        lora_scale: float = 1.0,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Completion:
         """Continue a prompt of parts: what stands first, any documents, and the question.
 
         The KV of documents is reused wherever they stand, and a `ratio` of their tokens is computed again; the recipe
         says which. What is not stored yet is computed once, kept, and blended as it will be next time.
         """
-        given = {"ratio": ratio, "strategy": strategy}
-        made = Recipe.of(recipe, **{name: value for name, value in given.items() if value is not None})
-        chosen = SamplingParams.of(params, **fields)
-        prompt_parts = self.documents.parts(parts, made)
-        return self._runner.answers(
-            self._prepare_blends([prompt_parts], chosen, None, keep_kv, AdapterChoice(lora, lora_scale))
-        )[0]
+        options, chosen = split_fields(params, fields)
+        options = options.with_recipe(ratio=ratio, strategy=strategy)
+        return self._complete(partial(self._prompts.parts, parts), chosen, options)
 
     def warm(
         self,
@@ -304,33 +218,19 @@ class LLM(Model):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ids(self, prompt: Prompt, kv: KVCache | None) -> list[int]:
-        """All tokens of a prompt, those in `kv` first."""
-        ids = self.prompt_ids(prompt, begins=kv is None)
-        return ids if kv is None else after_cache(kv, ids)
+    def _complete(self, source: PromptSource, params: SamplingParams, options: RequestOptions) -> Completion:
+        return self._runner.answers([self._preparing(source, params, options)])[0]
 
-    def _prepare(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        kv: KVCache | None,
-        reused: int,
-        keep_kv: bool,
-        lora: AdapterChoice,
-        discovery: DiscoveryChoice,
-    ) -> PendingAnswer:
-        """A request for `ids`, whose first `reused` tokens are taken from a fork of `kv`.
+    def _preparing(
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions
+    ) -> Callable[[], PendingAnswer]:
+        """A function that makes the request."""
 
-        A request with a cache of its own takes nothing from the prefix index.
-        """
-        own: dict[str, Any] = {
-            "keep_kv": keep_kv,
-            "reuse": kv is None,
-            "continued_tokens": reused,
-            "adapter": self.adapter(lora, ids),
-        }
-        made = self.request(ids, params, **own, **discovery.fields)
-        return self._pending_answer(*made, BorrowedKV(kv.fork_to(reused)) if kv is not None and reused else None)
+        def prepare() -> PendingAnswer:
+            made = self._prompts.request(source, params, options)
+            return self._pending_answer(made.request, made.answer_config, made.borrowed)
+
+        return prepare
 
     def _pending_answer(
         self, request: Request, answer_config: AnswerConfig, borrowed: BorrowedKV | None = None
@@ -338,47 +238,10 @@ class LLM(Model):
         answer = Answer(answer_config)
         return PendingAnswer(self.engine.prepare(request, answer, borrowed), answer)
 
-    def _prepare_blends(
-        self,
-        prompts: Sequence[PromptParts],
-        params: SamplingParams,
-        kv: KVCache | None,
-        keep_kv: bool,
-        lora: AdapterChoice,
-    ) -> list[Callable[[], PendingAnswer]]:
-        """Functions that make the requests of prompts with documents."""
-        if kv is not None:
-            raise InputError("documents stand in a prompt of their own; leave out kv")
-        return [partial(self._prepare_blend, one, params, keep_kv, lora) for one in prompts]
-
-    def _prepare_blend(
-        self, prompt_parts: PromptParts, params: SamplingParams, keep_kv: bool, lora: AdapterChoice
-    ) -> PendingAnswer:
-        own = {"keep_kv": keep_kv, "adapter": self.adapter(lora, prompt_parts.blend_prompt.ids), **prompt_parts.fields}
-        return self._pending_answer(*self.request(prompt_parts.blend_prompt.ids, params, **own))
-
     def _prepare_warm(self, warmup: DocumentWarmup, ids: tuple[int, ...]) -> PendingAnswer:
         return self._pending_answer(*warmup.request(ids))
-
-    def _complete(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        kv: KVCache | None,
-        reused: int,
-        keep_kv: bool,
-        lora: AdapterChoice,
-        discovery: DiscoveryChoice,
-    ) -> list[Completion]:
-        each = [partial(self._prepare, ids, params, kv, reused, keep_kv, lora, discovery) for ids in prompts]
-        return self._runner.answers(each)
 
 
 def _watch(warmup: DocumentWarmup, documents: Sequence[tuple[int, ...]], pending: Sequence[PendingAnswer]) -> None:
     for ids, one in zip(documents, pending, strict=True):
         warmup.watch(ids, one.job)
-
-
-def _reused(ids: list[int], params: SamplingParams, kv: KVCache | None) -> int:
-    """Tokens of a conversation that need not be computed; with prompt_logprobs there are none."""
-    return shared(ids, kv) if params.prompt_logprobs is None else 0

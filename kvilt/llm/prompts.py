@@ -1,6 +1,6 @@
-"""From a prompt or a conversation to tokens, and to a cache that holds their beginning. Runs in threads of its own.
+"""From a prompt or a conversation to a request: its tokens, and a cache that holds their beginning.
 
-Refuses to know how requests are sampled and run.
+`LLM` and `AsyncLLM` share this; it may run in any thread. Refuses to know how requests are run.
 """
 
 from __future__ import annotations
@@ -10,33 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..batch import Adapter
 from ..blend.recipe import Recipe
 from ..engine.admission import BorrowedKV
-from ..engine.handle import HandleLoan
+from ..engine.handle import HandleLoan, check_loan
 from ..engine.handles import Handles
-from ..engine.request import new_id
-from ..errors import HandleMismatch, InputError, TruncateError
+from ..engine.request import Request
+from ..errors import HandleMismatch, InputError, ParamError, TruncateError
 from ..kv.cache import KVCache
+from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from .answer import AnswerConfig
 from .blend import PromptParts, listed
 from .model import Chat, Model, Prompt, after_cache, shared
 from .offload import uninterruptible
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTerms:
-    """How a request is served, besides how its tokens are drawn."""
-
-    id: str = dataclasses.field(default_factory=new_id)
-    priority: int = 0  # the lower, the sooner
-    tenant: str = ""  # KV is found again, and handles are seen, only by the same tenant
-    kv: KVCache | str | None = None  # what the prompt continues: a cache, which is forked, or a handle's id
-    keep_kv: bool = False  # the completion's `kv` is then yours to close
-    documents: Sequence[Prompt] = ()  # stand before the prompt, or where a chat template puts them, and are blended
-    recipe: Recipe | None = None  # how
-    discover: bool | None = None  # blend also known documents that the prompt holds itself; None: as the engine does
-    lora: int | str | None = None  # the adapter it runs on, by id or name
-    lora_scale: float = 1.0
+from .options import RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,58 +44,120 @@ class PreparedPrompt:
         return dataclasses.replace(self, borrowed=None)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request, what its answer must know, and the cache that the request borrows."""
+
+    request: Request
+    answer_config: AnswerConfig
+    borrowed: BorrowedKV | None = None
+
+
 # Prepares a prompt. It may take a while, so it runs in a thread of its own.
-PromptSource = Callable[[RequestTerms], PreparedPrompt]
+PromptSource = Callable[[RequestOptions], PreparedPrompt]
 
 
 class PromptPreparer:
-    """Prepares the prompts of one model."""
+    """Prepares the prompts and requests of one model."""
 
-    def __init__(self, model: Model, handles: Handles) -> None:
+    def __init__(self, model: Model, handles: Handles | None = None) -> None:
+        """Without `handles`, a request that names one is refused."""
         self._model = model
         self._handles = handles
 
-    def text(self, prompt: Prompt, terms: RequestTerms) -> PreparedPrompt:
-        """A text or tokens, which continue the terms' cache or handle if there is one."""
-        if listed(terms.documents):
-            parts = self._model.documents.before(prompt, terms.documents, terms.recipe or Recipe())
-            return self._with_documents(parts, terms)
-        ids = self._model.prompt_ids(prompt, begins=terms.kv is None)
+    def request(
+        self,
+        source: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: Grammar | None = None,
+        progress: bool = False,
+    ) -> PreparedRequest:
+        """The request for a prompt; `grammar` is that of the params, where it is compiled already."""
+        prompt = source(options)
+        if params.prompt_logprobs is not None and not prompt.continued_tokens and prompt.borrowed is not None:
+            prompt = prompt.without_cache()  # all of the prompt gets log-probabilities, so all of it is computed
+        # Nothing in a handle is blended: the answer must not depend on whether its KV is here or is computed again.
+        discovery = options.discovery if prompt.loan is None else dataclasses.replace(options.discovery, discover=False)
+        own = {name: getattr(options, name) for name in ("id", "priority", "tenant", "keep_kv")}
+        try:
+            made = self._model.request(
+                prompt.ids,
+                params,
+                grammar,
+                continued_tokens=prompt.continued_tokens,
+                reuse=not isinstance(options.kv, KVCache),
+                progress=progress,
+                adapter=self._adapter(prompt, options),
+                **own,
+                **{**discovery.fields, **prompt.blend_fields},
+            )
+        except BaseException:
+            if prompt.borrowed is not None:
+                prompt.borrowed.kv.close()
+            raise
+        return PreparedRequest(*made, prompt.borrowed)
+
+    def _adapter(self, prompt: PreparedPrompt, options: RequestOptions) -> Adapter:
+        """The adapter of a request. The KV of its handle, if it has one, must have been computed with the same."""
+        adapter = self._model.adapter(options.adapter, prompt.ids)
+        if prompt.loan is not None:
+            check_loan(prompt.loan, adapter, self._model.executor.adapters)
+        return adapter
+
+    def text(self, prompt: Prompt, options: RequestOptions) -> PreparedPrompt:
+        """A text or tokens, which continue the options' cache or handle if there is one."""
+        if listed(options.documents):
+            parts = self._model.documents.before(prompt, options.documents, options.recipe or Recipe())
+            return self._with_documents(parts, options)
+        ids = self._model.prompt_ids(prompt, begins=options.kv is None)
         uninterruptible()  # a borrowed cache must be given back
-        if isinstance(terms.kv, str):
-            loan = self._handles.lend(terms.tenant, terms.kv)
+        if isinstance(options.kv, str):
+            loan = self._lend(options.tenant, options.kv)
             borrowed = BorrowedKV(loan.kv, exact=True) if loan.kv is not None else None
             return PreparedPrompt([*loan.tokens, *ids], borrowed, len(loan.tokens), loan=loan)
-        if terms.kv is None:
+        if options.kv is None:
             return PreparedPrompt(ids, None)
-        return PreparedPrompt(after_cache(terms.kv, ids), BorrowedKV(terms.kv.fork()), terms.kv.num_entries)
+        all_ids, held = after_cache(options.kv, ids), options.kv.num_entries
+        return PreparedPrompt(all_ids, BorrowedKV(options.kv.fork()) if held else None, held)
 
-    def parts(self, parts: Sequence[Prompt], terms: RequestTerms) -> PreparedPrompt:
+    def parts(self, parts: Sequence[Prompt], options: RequestOptions) -> PreparedPrompt:
         """A text, documents and a question."""
-        return self._with_documents(self._model.documents.parts(parts, terms.recipe or Recipe()), terms)
+        if listed(options.documents):
+            raise ParamError("documents", "are parts of the prompt here; give them between the first and the last part")
+        return self._with_documents(self._model.documents.parts(parts, options.recipe or Recipe()), options)
 
-    def chat(self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, terms: RequestTerms) -> PreparedPrompt:
-        """A conversation, whose beginning is taken from the terms' cache or handle as far as they agree."""
+    def chat(
+        self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, options: RequestOptions
+    ) -> PreparedPrompt:
+        """A conversation, whose beginning is taken from the options' cache or handle as far as they agree."""
         model = self._model
-        if listed(terms.documents):
-            parts = model.chat_pieces(messages, tools, terms.documents, terms.recipe or Recipe())
-            return self._with_documents(parts, terms)
+        if listed(options.documents):
+            parts = model.chat_pieces(messages, tools, options.documents, options.recipe or Recipe())
+            return self._with_documents(parts, options)
         ids = model.chat_ids(messages, tools)
         uninterruptible()
-        if isinstance(terms.kv, str):
-            return self._after_handle(ids, terms.kv, terms.tenant)
-        reused = shared(ids, terms.kv)
-        return PreparedPrompt(ids, BorrowedKV(terms.kv.fork_to(reused)) if terms.kv is not None and reused else None)
+        if isinstance(options.kv, str):
+            return self._after_handle(ids, options.kv, options.tenant)
+        reused = shared(ids, options.kv)
+        return PreparedPrompt(
+            ids, BorrowedKV(options.kv.fork_to(reused)) if options.kv is not None and reused else None
+        )
 
-    def _with_documents(self, parts: PromptParts, terms: RequestTerms) -> PreparedPrompt:
+    def _with_documents(self, parts: PromptParts, options: RequestOptions) -> PreparedPrompt:
         uninterruptible()
-        if terms.kv is not None:
+        if options.kv is not None:
             raise InputError("documents stand in a prompt of their own; leave out kv")
         return PreparedPrompt(parts.blend_prompt.ids, None, blend_fields=parts.fields)
 
+    def _lend(self, tenant: str, handle: str) -> HandleLoan:
+        if self._handles is None:
+            raise ParamError("kv", "is a KVCache here; handles by id are for AsyncLLM")
+        return self._handles.lend(tenant, handle)
+
     def _after_handle(self, ids: list[int], handle: str, tenant: str) -> PreparedPrompt:
         """A prompt whose first tokens must be those of a handle; at least one is left to compute."""
-        loan = self._handles.lend(tenant, handle)
+        loan = self._lend(tenant, handle)
         pairs = zip(loan.tokens, ids, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(loan.tokens), len(ids)))
         kv = loan.kv
@@ -123,11 +173,3 @@ class PromptPreparer:
                 raise
             kv = None  # a sliding window has dropped what is needed
         return PreparedPrompt(ids, BorrowedKV(kv, exact=True) if kv is not None else None, loan=loan)
-
-
-def split_fields(params: SamplingParams | None, fields: dict[str, Any]) -> tuple[RequestTerms, SamplingParams]:
-    """The fields of a call, split into those of a request and those of sampling."""
-    names = {field.name for field in dataclasses.fields(RequestTerms)}
-    own = {name: value for name, value in fields.items() if name in names}
-    rest = {name: value for name, value in fields.items() if name not in names}
-    return RequestTerms(**own), SamplingParams.of(params, **rest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -679,10 +678,3 @@ def test_a_closed_model_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
             await model.generate("Hello", SHORT)
 
     asyncio.run(scene())
-
-
-def test_terms_and_sampling_fields_do_not_share_a_name() -> None:
-    from kvilt.llm.async_llm import RequestTerms
-
-    names = [{field.name for field in dataclasses.fields(one)} for one in (RequestTerms, SamplingParams)]
-    assert not names[0] & names[1]

@@ -26,7 +26,7 @@ from .params import (
     check_documents,
     grammar_params,
     prompt_progress,
-    request_terms,
+    request_options,
     sampling_params,
     template_messages,
     wants_progress,
@@ -53,7 +53,7 @@ class PreparedChat:
         return {
             "tools": self.tools,
             "progress": wants_progress(self.body),
-            **request_terms(self.body, self.caller, self.name, self.lora),
+            **request_options(self.body, self.caller, self.name, self.lora),
         }
 
 

@@ -21,7 +21,7 @@ from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_respon
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
 from ..tracing import trace_request, trace_usage
-from .params import check_documents, prompt_progress, request_terms, sampling_params, wants_discovery, wants_progress
+from .params import check_documents, prompt_progress, request_options, sampling_params, wants_discovery, wants_progress
 from .schema import CompletionRequest, TextCompletion
 from .usage import CompletionLogprobs, OnUsage, completion_usage, running_usage
 
@@ -42,7 +42,7 @@ class PreparedCompletion:
 
     def keywords(self, index: int) -> dict[str, Any]:
         """The keywords of `AsyncLLM.generate` and `AsyncLLM.stream` for one prompt."""
-        return request_terms(self.body, self.caller, f"{self.name}-{index}", self.lora)
+        return request_options(self.body, self.caller, f"{self.name}-{index}", self.lora)
 
 
 def prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> PreparedCompletion:

@@ -1,4 +1,4 @@
-"""From the fields of a request to what the model takes: sampling params, request terms, messages, documents."""
+"""From the fields of a request to what the model takes: sampling params, request options, messages, documents."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _structured(body: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def request_terms(body: GenerationRequest, caller: Caller, name: str, lora: str | None = None) -> dict[str, Any]:
+def request_options(body: GenerationRequest, caller: Caller, name: str, lora: str | None = None) -> dict[str, Any]:
     """The keywords of a request besides prompt and sampling: adapter, id, tenant, KV handle, documents."""
     if body.lora_scale is not None and lora is None:
         raise ParamError("lora_scale", "is for adapters; name one as the model")
@@ -110,7 +110,7 @@ def request_terms(body: GenerationRequest, caller: Caller, name: str, lora: str 
         "tenant": caller.salted(body.cache_salt).tenant,
         "kv": body.kv,
         "keep_kv": bool(body.kv_out),
-        **blend_terms(body),
+        **document_options(body),
     }
 
 
@@ -188,7 +188,7 @@ def _recipe_fields(blend: BlendOptions) -> dict[str, Any]:
     return fields if former is None else {"repair": former, **fields}
 
 
-def blend_terms(body: GenerationRequest) -> dict[str, Any]:
+def document_options(body: GenerationRequest) -> dict[str, Any]:
     """The keywords for documents that are given or discovered, if there are any."""
     if body.documents:
         return {"documents": document_texts(body.documents), "recipe": blend_recipe(body)}
