@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ParamError
 from ..executor.protocol import Executor
-from ..models.spec import ModelSpec
+from ..models.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
 from ..ops.native.limits import MachineLimits
 from ..ops.native.limits import measure as measure_limits
 from .cold_start import ColdStart, measure_cold_start
@@ -91,8 +91,17 @@ def matmul_counts(spec: ModelSpec) -> MatmulCounts:
     for layer in spec.layers:
         a = layer.attention
         layers += spec.hidden_size * a.head_dim * 2 * (a.heads + a.kv_heads)
-        layers += 3 * spec.hidden_size * layer.feed_forward.hidden
+        layers += spec.hidden_size * _feed_forward_width(layer.feed_forward)
     return MatmulCounts(layers, spec.hidden_size * spec.vocab_size)
+
+
+def _feed_forward_width(spec: FeedForwardSpec | ExpertsSpec) -> int:
+    """Rows of all maps that a token goes through, each as wide as the model."""
+    match spec:
+        case FeedForwardSpec(hidden):
+            return 3 * hidden
+        case ExpertsSpec(experts, top_k, expert):
+            return experts + top_k * _feed_forward_width(expert)
 
 
 def workloads(executor: Executor, plan: BenchPlan) -> Iterator[Workload]:

@@ -17,7 +17,9 @@ from ..kv.codec import MAGIC, VERSION, describe
 from ..kv.layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
 from ..models.assemble import read_spec
 from ..models.spec import (
+    ExpertsSpec,
     FactorScaling,
+    FeedForwardSpec,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -274,7 +276,7 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         heads=_each(a.heads for a in attention),
         kv_heads=_each(a.kv_heads for a in attention),
         head_dim=_each(a.head_dim for a in attention),
-        feed_forward=_each(layer.feed_forward.hidden for layer in spec.layers),
+        feed_forward=_shares(_feed_forward(layer.feed_forward) for layer in spec.layers),
         context=spec.context,
         vocabulary=spec.vocab_size,
         attention=_shares(_reach(a.reach) for a in attention),
@@ -293,6 +295,14 @@ def _shares(words: Iterable[str]) -> str:
     if len(counted) == 1:
         return next(iter(counted))
     return "; ".join(f"{word} in {count} layers" for word, count in counted.items())
+
+
+def _feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> str:
+    match spec:
+        case FeedForwardSpec(hidden):
+            return f"{hidden:,}"
+        case ExpertsSpec(experts, top_k, expert):
+            return f"{experts} experts of {expert.hidden:,}, {top_k} for each token"
 
 
 def _reach(reach: Reach) -> str:

@@ -42,7 +42,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = select(config.backend, threads)
+    ops = select(config.backend, threads, torch.device(config.device))
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
@@ -55,7 +55,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     try:
-        pool = PagePool(layout, pages, ops, identity, torch.device(config.device), spec.vocab_size)
+        pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
     return ModelExecutor(

@@ -6,7 +6,7 @@ Nothing is half fitted: every name, shape and number is checked before the first
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -20,11 +20,10 @@ from ..weights.peft import ModuleTensors, PeftFolder
 from .decoder import Decoder
 from .families.family import CheckpointDialect
 from .families.registry import FAMILIES, pairs_qk
-from .layers import Linear
+from .layers import Linear, linears_in
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import EMBEDDING, HEAD, EmbeddedRows, part_of
 
-_MAPS = ("q", "k", "v", "out", "gate", "up", "down")
 _BLOCK = 4096  # rows of an embedding that are compared at a time, and rows of a map that are measured at a time
 
 OpenAdapter = PeftFolder | GGUFAdapter
@@ -65,12 +64,7 @@ class _Target:
 
 def linears_of(decoder: Decoder) -> dict[str, Linear]:
     """Every linear map that an adapter may change, by name."""
-    found = {HEAD: decoder.head}
-    for layer in decoder.layers:
-        attention, feed = layer.attention, layer.feed_forward
-        for linear in (attention.q, attention.k, attention.v, attention.out, feed.gate, feed.up, feed.down):
-            found[linear.name] = linear
-    return found
+    return {HEAD: decoder.head} | {linear.name: linear for linear in linears_in(decoder.layers)}
 
 
 def map_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
@@ -143,7 +137,7 @@ def _targets(decoder: Decoder, adapter: OpenAdapter) -> Iterator[tuple[str, _Tar
     """Every module that an adapter may name."""
     shapes = map_shapes(decoder)
     for dialect in _dialects(decoder.spec, adapter):
-        for module, maps in _named(dialect, len(decoder.spec.layers)):
+        for module, maps in _named(dialect, shapes, len(decoder.spec.layers)):
             yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
         vocabulary = decoder.spec.vocab_size
         yield _bare(dialect.names[EMBEDDING]), _Target((EMBEDDING,), (decoder.spec.hidden_size,), vocabulary)
@@ -162,12 +156,14 @@ def _dialects(spec: ModelSpec, adapter: OpenAdapter) -> list[CheckpointDialect]:
     return own
 
 
-def _named(dialect: CheckpointDialect, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _named(dialect: CheckpointDialect, maps: Iterable[str], layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What checkpoints call the maps of the layers; one of them may be several of ours."""
     inside = {part for parts in dialect.fused.values() for part in parts}
+    for name in maps:
+        layer, _, part = name.partition(".")
+        if part and part not in inside:
+            yield _bare(dialect.name_of(int(layer), part)), (name,)
     for i in range(layers):
-        for part in _MAPS:
-            if part not in inside:
-                yield _bare(dialect.names[part].format(i=i)), (f"{i}.{part}",)
         for whole, parts in dialect.fused.items():
             yield _bare(dialect.names[whole].format(i=i)), tuple(f"{i}.{part}" for part in parts)
 

@@ -16,11 +16,12 @@ from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
 from .decoder import Decoder, Layer
+from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect
 from .families.registry import recognise
-from .layers import FeedForward, Linear, Norm
+from .layers import DenseFeedForward, Linear, Norm
 from .rope import frequencies
-from .spec import LayerSpec, ModelSpec, RopeSpec
+from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
@@ -48,7 +49,7 @@ def assemble(
         layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
         norm=loader.norm("norm"),
         head=Linear(embedding if spec.tied_head else loader.weight("head"), name="head"),
-        frequencies={rope: frequencies(rope) for rope in _ropes(spec)},
+        frequencies={rope: frequencies(rope).to(ops.device) for rope in _ropes(spec)},
     )
 
 
@@ -69,9 +70,7 @@ def _needed(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, 
             rows = sum(shapes.pop(part)[0] for part in parts)
             shapes[whole] = (rows, width)
         for name, shape in shapes.items():
-            if name not in dialect.names:
-                raise WeightError("config", f"asks for {name}, which checkpoints of this kind do not have")
-            yield f"{i}.{name}", ExpectedTensor(dialect.names[name].format(i=i), shape)
+            yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +95,38 @@ def _slices(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, 
 
 
 def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
-    attention, inner = layer.attention, layer.feed_forward.hidden
-    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "attention_norm": (width,),
-        "q": (q, width),
-        "k": (kv, width),
-        "v": (kv, width),
-        "out": (width, q),
-        "feed_forward_norm": (width,),
-        "gate": (inner, width),
-        "up": (inner, width),
-        "down": (width, inner),
-    }
-    if attention.qkv_bias:
-        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if attention.out_bias:
-        shapes |= {"out_bias": (width,)}
-    if attention.qk_norm:
-        shapes |= {"q_norm": (attention.head_dim,), "k_norm": (attention.head_dim,)}
-    if layer.feed_forward.bias:
-        shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (width,)}
+    """The tensors of a layer by our names: those of its blocks, and its norms."""
+    norms = ["attention_norm", "feed_forward_norm"]
     if layer.post_norms:
-        shapes |= {"post_attention_norm": (width,), "post_feed_forward_norm": (width,)}
+        norms += ["post_attention_norm", "post_feed_forward_norm"]
+    return {
+        **dict.fromkeys(norms, (width,)),
+        **_attention_shapes(layer.attention, width),
+        **_feed_forward_shapes(layer.feed_forward, width),
+    }
+
+
+def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, ...]]:
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"q": (q, width), "k": (kv, width), "v": (kv, width), "out": (width, q)}
+    if spec.qkv_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if spec.out_bias:
+        shapes |= {"out_bias": (width,)}
+    if spec.qk_norm:
+        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
     return shapes
+
+
+def _feed_forward_shapes(spec: FeedForwardSpec | ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
+    match spec:
+        case FeedForwardSpec(inner, bias=bias):
+            shapes: dict[str, tuple[int, ...]] = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+            return shapes | ({"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (width,)} if bias else {})
+        case ExpertsSpec(experts, expert=expert):
+            shapes = {"router": (experts, width)}
+            each = _feed_forward_shapes(expert, width)
+            return shapes | {f"experts.{e}.{name}": shape for e in range(experts) for name, shape in each.items()}
 
 
 @dataclass(slots=True)
@@ -150,18 +157,18 @@ class _Loader:
         self.checkpoint.tensors.forget(self.found[whole])  # so that a model is never in memory twice
         return prepared
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = self._take(name)
         if isinstance(tensor, QuantTensor):
             raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
-        return tensor.to(torch.float32, copy=True)
+        return tensor.to(self.ops.device, dtype, copy=True)
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}_bias"
-        return Linear(self.weight(name), self.vector(bias) if bias in self.found else None, name)
+        return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if bias in self.found else None, name)
 
     def norm(self, name: str) -> Norm:
-        weight = self.vector(name)
+        weight = self.vector(name, torch.float32)
         return Norm(weight + self.norm_shift if self.norm_shift else weight, self.norm_eps)
 
     def maybe_norm(self, name: str) -> Norm | None:
@@ -193,7 +200,20 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
         loader.norm(at("attention_norm")),
         attention,
         loader.norm(at("feed_forward_norm")),
-        FeedForward(spec.feed_forward, *(loader.linear(at(name)) for name in ("gate", "up", "down"))),
+        _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
         loader.maybe_norm(at("post_feed_forward_norm")),
     )
+
+
+def _feed_forward(loader: _Loader, index: int, spec: FeedForwardSpec | ExpertsSpec) -> FeedForward:
+    match spec:
+        case FeedForwardSpec():
+            return _dense(loader, f"{index}.", spec)
+        case ExpertsSpec():
+            each = (_dense(loader, f"{index}.experts.{e}.", spec.expert) for e in range(spec.experts))
+            return Experts(spec, loader.linear(f"{index}.router"), tuple(each))
+
+
+def _dense(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> DenseFeedForward:
+    return DenseFeedForward(spec, *(loader.linear(f"{prefix}{name}") for name in ("gate", "up", "down")))

@@ -16,7 +16,8 @@ from ..batch import Batch, HiddenOut, Last, Logits, Score, Scores, Segment, Step
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
-from .layers import FeedForward, LayerContext, LayerRepair, Linear, Norm
+from .experts import Experts, FeedForward
+from .layers import LayerContext, LayerRepair, Linear, Norm, linears_in
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import StepAdapters
@@ -41,6 +42,10 @@ class Layer:
         ops = context.ops
         x = _added(self.attention, self.attention_norm(x, ops), context, x, self.post_attention_norm)
         return _added(self.feed_forward, self.feed_forward_norm(x, ops), context, x, self.post_feed_forward_norm)
+
+
+def _nbytes(linear: Linear) -> int:
+    return linear.weight.nbytes
 
 
 def _added(
@@ -101,12 +106,12 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: every layer and the head; of the embedding only a few rows."""
-        linears = [self.head]
+        """Bytes of weights that a step of one token reads: layers and head, few rows of the embedding, few experts."""
+        idle = 0.0
         for layer in self.layers:
-            a, f = layer.attention, layer.feed_forward
-            linears += [a.q, a.k, a.v, a.out, f.gate, f.up, f.down]
-        return sum(linear.weight.nbytes for linear in linears)
+            if isinstance(block := layer.feed_forward, Experts):
+                idle += (1 - block.spec.top_k / block.spec.experts) * sum(map(_nbytes, linears_in(block.experts)))
+        return _nbytes(self.head) + sum(map(_nbytes, linears_in(self.layers))) - round(idle)
 
     def _through(
         self,
@@ -171,7 +176,7 @@ class Decoder:
     def logits(self, states: Tensor, step_adapters: StepAdapters | None = None) -> Tensor:
         """[tokens, hidden] to float32 [tokens, vocab]."""
         states = self.norm(states, self.ops)
-        values = self.head(states, self.ops)
+        values = self.head(states, self.ops).float()
         if step_adapters is not None:
             step_adapters.add([self.head], states, [values], self.ops)
         cap = self.spec.final_soft_cap

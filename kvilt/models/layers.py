@@ -5,8 +5,8 @@ Reads like the equation; names no backend and no family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -30,6 +30,12 @@ class AttentionTap(Protocol):
     ) -> None:
         """Rotated queries, and where they look."""
         ...
+
+
+class AllReduce(Protocol):
+    """Sums a tensor over the ranks that share a model."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +78,24 @@ class LayerContext:
 
     def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
         """One of them, plus `residual`."""
+        if linear.all_reduce is not None:
+            return self._reduced(x, linear, linear.all_reduce, residual)
         out = linear(x, self.ops, residual)
         if self.step_adapters is not None:
             self.step_adapters.add([linear], x, [out], self.ops, residual is not None)
         return out
+
+    def _reduced(self, x: Tensor, linear: Linear, all_reduce: AllReduce, residual: Tensor | None) -> Tensor:
+        """A map whose inputs are shared out among ranks: the residual is added once, to the sum of all shares."""
+        (part,) = self.linears(x, [linear])
+        whole = all_reduce(part)
+        return whole if residual is None else self.ops.add(residual, whole)
+
+    def of(self, tokens: Tensor) -> LayerContext:
+        """For a block that sees only some tokens of the segment."""
+        if self.step_adapters is None:
+            return self
+        return replace(self, step_adapters=self.step_adapters.of(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +105,7 @@ class Linear:
     weight: Prepared
     bias: Tensor | None = None
     name: str = ""  # what adapters know it by
+    all_reduce: AllReduce | None = None  # set where this is one rank's share of the inputs
 
     def __call__(self, x: Tensor, ops: Ops, residual: Tensor | None = None) -> Tensor:
         return ops.linear(x, self.weight, self.bias, residual)
@@ -107,7 +128,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForward:
+class DenseFeedForward:
     """down(activation(gate(x)) * up(x))."""
 
     spec: FeedForwardSpec
@@ -124,3 +145,16 @@ class FeedForward:
             return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation)
         gate, up = context.linears(x, (self.gate, self.up))
         return ops.act_mul(gate, up, self.spec.activation)
+
+
+def linears_in(module: object) -> Iterator[Linear]:
+    """Every linear map of a layer, a block, or several of them, in the order of their fields."""
+    match module:
+        case Linear():
+            yield module
+        case tuple():
+            for one in module:
+                yield from linears_in(one)
+        case _ if is_dataclass(module):
+            for field in fields(module):
+                yield from linears_in(getattr(module, field.name))

@@ -137,11 +137,25 @@ class FeedForwardSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Several gated blocks of one kind, of which each token uses the `top_k` that a router likes best."""
+
+    experts: int
+    top_k: int
+    expert: FeedForwardSpec
+    normalized: bool = True  # the weights of the chosen ones are made to sum to 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_k <= self.experts:
+            raise WeightError("num_experts_per_tok", f"must be 1 to {self.experts}, not {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One transformer layer; `post_norms` adds a norm after each block, before its residual."""
 
     attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec
     post_norms: bool = False
 
 

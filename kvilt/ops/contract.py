@@ -249,7 +249,10 @@ class Reductions(Protocol):
 
 
 class Ops(Protocol):
-    """A backend. Every method is pure except those that write pages."""
+    """A backend on one device. Every method is pure except those that write pages.
+
+    Activations enter and leave in `dtype`. Norm weights, angles and scales are float32.
+    """
 
     @property
     def name(self) -> str: ...
@@ -257,6 +260,11 @@ class Ops(Protocol):
     @property
     def numerics(self) -> str:
         """Names everything that decides the bits of a result: backend, instruction set, revision."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, pages and activations are."""
         ...
 
     @property
@@ -287,11 +295,11 @@ class Ops(Protocol):
         ...
 
     def prepare(self, weight: Weight) -> Prepared:
-        """Bring a weight into the form this backend multiplies with, once, at load."""
+        """Bring a weight to this backend's device, in the form it multiplies with, once, at load."""
         ...
 
     def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
-        """Rows of `table` [vocab, hidden] for `ids` [tokens], times `scale`, as float32 [tokens, hidden]."""
+        """Rows of `table` [vocab, hidden] for `ids` [tokens], times `scale`, in this backend's dtype."""
         ...
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:

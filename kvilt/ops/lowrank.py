@@ -69,5 +69,5 @@ def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], ada
         for table, out in zip(tables, outs, strict=True):
             assert isinstance(table, PlainTable)
             if (product := table.products[slot]) is not None:
-                inner = x[mine] @ product.down.to(torch.float32).T @ product.up.to(torch.float32).T
-                out[mine] += inner * (product.scale * adapter_slots.scales[mine, None])
+                inner = x[mine].float() @ product.down.to(torch.float32).T @ product.up.to(torch.float32).T
+                out[mine] += (inner * (product.scale * adapter_slots.scales[mine, None])).to(out.dtype)

@@ -58,11 +58,14 @@ class ReferencePages:
 
 
 class ReferenceOps:
-    """Plain torch on any device."""
+    """Plain torch on any device, with activations in any float; sums of products of them are torch's own."""
 
     name = "reference"
-    dtype = torch.float32
     kv_dtype = FLOAT32  # an oracle rounds nothing
+
+    def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device("cpu") if device is None else device
+        self.dtype = dtype
 
     @property
     def numerics(self) -> str:
@@ -83,9 +86,9 @@ class ReferenceOps:
 
     def prepare(self, weight: Weight) -> Tensor:
         if isinstance(weight, QuantTensor):
-            return dequantize(weight)
+            return dequantize(weight).to(self.device, self.dtype)
         # A copy, never a view of the mapped file: memory is aligned, and no forward depends on the file staying whole.
-        return weight.to(torch.float32, copy=True)
+        return weight.to(self.device, self.dtype, copy=True)
 
     def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
         states = F.embedding(ids, _plain(table))
@@ -105,7 +108,7 @@ class ReferenceOps:
         return _ACTIVATIONS[activation](gate) * up
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
-        down, up = (half.to(torch.float32, copy=True) for half in (product.down, product.up))
+        down, up = (half.to(self.device, torch.float32, copy=True) for half in (product.down, product.up))
         return LowRank(down, up, product.scale)
 
     def new_table(self, outputs: int, inputs: int, slots: int) -> PlainTable:  # noqa: ARG002 (the contract's arguments)
@@ -120,18 +123,20 @@ class ReferenceOps:
         return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)  # [tokens, 1, pairs]
         dims = 2 * cos.shape[-1]
-        rotated, rest = x[..., :dims], x[..., dims:]
+        rotated, rest = x[..., :dims].float(), x[..., dims:]
         if rotation.pairing == "half":
             a, b = rotated.chunk(2, dim=-1)
             out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         else:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
             out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        out = out.to(x.dtype)
         return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
@@ -163,7 +168,7 @@ class ReferenceOps:
         keys = pages.keys[layer, slots].float()
         if pages.shape.scales:
             keys = keys * pages.key_scales[layer, slots]
-        return key_mass(query, keys, first, positions, mask)
+        return key_mass(query.float(), keys, first, positions, mask)
 
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> ReferencePages:
         slots = (shape.layers, pages * shape.page_tokens, shape.kv_heads)
@@ -242,8 +247,8 @@ def _attend_block(
     if pages.shape.scales:
         keys, values = keys * pages.key_scales[layer, slots], values * pages.value_scales[layer, slots]
 
-    tokens, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    (tokens, heads, dim), kv_heads = query.shape, keys.shape[1]
+    query = query.float()
     # Heads that share keys stand together: [kv_heads, group * tokens, dim].
     q = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     scores = torch.matmul(q, keys.permute(1, 2, 0)).view(kv_heads, -1, tokens, high - low) * mask.scale

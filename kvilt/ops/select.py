@@ -8,6 +8,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
+import torch
+
 from ..errors import ParamError, Unsupported
 from .contract import Ops
 from .native.backend import NativeOps
@@ -15,18 +17,24 @@ from .reference import ReferenceOps
 
 _log = logging.getLogger(__name__)
 
-# Makes a backend for so many threads (None: its own choice); raises Unsupported where this machine cannot run it.
-MakeOps: TypeAlias = Callable[[int | None], Ops]
+# Makes a backend on a device, for so many threads (None: its own choice); raises Unsupported where it cannot run.
+MakeOps: TypeAlias = Callable[[torch.device, int | None], Ops]
+
+CPU = torch.device("cpu")
 
 
-def _native(isa: str, threads: int | None) -> Ops:
+def _native(isa: str, device: torch.device, threads: int | None) -> Ops:
+    if device != CPU:
+        raise Unsupported(f"the native kernels run on the CPU, not on {device}")
     return NativeOps(threads, isa)
 
 
+def _reference(device: torch.device, _threads: int | None) -> Ops:
+    return ReferenceOps(device)
+
+
 # In order of preference: `auto` takes the first one that this machine can run, in its best instruction set.
-BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
-    {"native": NativeOps, "reference": lambda _threads: ReferenceOps()}
-)  # fmt: skip
+BACKENDS: Mapping[str, MakeOps] = MappingProxyType({"native": partial(_native, "auto"), "reference": _reference})
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")}
@@ -53,16 +61,16 @@ def check_name(backend: str) -> None:
         raise ParamError("backend", f"must be one of {', '.join(names())}, not {backend!r}")
 
 
-def select(backend: str = "auto", threads: int | None = None) -> Ops:
-    """The backend of that name, or the best one for this machine; a better one that is missing is said aloud."""
+def select(backend: str = "auto", threads: int | None = None, device: torch.device = CPU) -> Ops:
+    """The backend of that name, or the best one for this device; a better one that is missing is said aloud."""
     if backend != "auto":
         if backend not in _NAMED:
             raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(_NAMED)}")
-        return _NAMED[backend](threads)
+        return _NAMED[backend](device, threads)
     declined = []
     for make in BACKENDS.values():
         try:
-            ops = make(threads)
+            ops = make(device, threads)
         except Unsupported as reason:
             declined.append(reason)
             continue

@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -71,6 +73,11 @@ def _qwen3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL | {"head_dim": 16} | changes))
 
 
+def _qwen3_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL | own | changes))
+
+
 def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
 
@@ -100,6 +107,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             "original_max_position_embeddings": 64,
         }
     ),
+    "qwen3-moe": _qwen3_moe(),
+    "qwen3-moe-normalized": _qwen3_moe(norm_topk_prob=True, num_experts_per_tok=3),
+    "qwen3-moe-some-dense": _qwen3_moe(mlp_only_layers=[2], decoder_sparse_step=2, num_hidden_layers=4),
     "llama-yarn-tuned": _llama(
         rope_parameters={
             "rope_type": "yarn",

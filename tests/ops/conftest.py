@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import Ops, PageShape, PageStore, Paging, RowLengths
-from kvilt.ops.select import BACKENDS
+from kvilt.ops.select import BACKENDS, CPU
 
 # How far a float32 result may be from the float64 truth, relative to the largest number around it.
 TOLERANCE = {"native": 4e-6, "reference": 2e-6}
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ops(backend: str) -> Ops:
-    return BACKENDS[backend](1)
+    return BACKENDS[backend](CPU, 1)
 
 
 @pytest.fixture

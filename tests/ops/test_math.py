@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvilt.errors import Unsupported
 from kvilt.ops.contract import Ops, Rotation
-from kvilt.ops.select import BACKENDS, select
+from kvilt.ops.select import BACKENDS, CPU, select
 from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
 
@@ -39,7 +39,7 @@ def test_a_backend_is_chosen_by_name_and_auto_takes_the_first() -> None:
 
 def test_numerics_name_the_backend(ops: Ops, backend: str) -> None:
     assert ops.numerics.startswith(backend)
-    assert ops.numerics == BACKENDS[backend](1).numerics
+    assert ops.numerics == BACKENDS[backend](CPU, 1).numerics
 
 
 # Norms and gates.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvilt.errors import Unsupported
 from kvilt.ops.contract import Ops
-from kvilt.ops.select import BACKENDS
+from kvilt.ops.select import BACKENDS, CPU
 from kvilt.quant.formats import FORMATS, Format, Plane
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize, to_float
@@ -40,7 +40,7 @@ def toy(rows: int, columns: int) -> tuple[QuantTensor, Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_computes_a_linear_map_with_it(backend: str) -> None:
     weight, truth = toy(7, 40)
-    ops: Ops = BACKENDS[backend](1)
+    ops: Ops = BACKENDS[backend](CPU, 1)
     x, bias = torch.randn(3, 40), torch.randn(7)
     torch.testing.assert_close(ops.linear(x, ops.prepare(weight), bias), x @ truth.T + bias, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(ops.embed(ops.prepare(weight), torch.tensor([6, 0])), truth[[6, 0]])
@@ -92,7 +92,7 @@ def test_formats_of_ggml_have_one_plane() -> None:
 
 
 def test_which_formats_a_backend_expands() -> None:
-    native, reference = BACKENDS["native"](1), BACKENDS["reference"](1)
+    native, reference = BACKENDS["native"](CPU, 1), BACKENDS["reference"](CPU, 1)
     assert native.expands(FORMATS["Q2_K"]) and native.expands(FORMATS["Q3_K"])
     assert not any(native.expands(FORMATS[name]) for name in ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q6_K", "IQ4_NL"))
     assert reference.expands(FORMATS["Q4_0"]) and not reference.expands(FORMATS["F16"])

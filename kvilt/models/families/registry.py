@@ -12,9 +12,10 @@ from .llama import LLAMA
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, PHI3, SMOLLM3)
 
 
 @dataclass(frozen=True, slots=True)

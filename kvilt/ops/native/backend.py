@@ -46,6 +46,7 @@ class NativeOps:
     """C++ kernels on the CPU."""
 
     name = "native"
+    device = torch.device("cpu")
     dtype = torch.float32
     kv_dtype = FLOAT16  # half the bytes of a long context, which is what decoding it waits for
 
