@@ -191,6 +191,7 @@ def check_nodes(source: Source) -> Iterator[Violation]:
             ("print", not within(source.name, "kvilt.cli") and is_print(node)),
             ("pickle", unpickles(node)),
             ("global", isinstance(node, ast.Global)),
+            ("one forward", computes(node) and DEPTH.get(room(source.name), 0) < DEPTH["executor"]),
         ):
             if broken:
                 yield Violation(source.name, getattr(node, "lineno", 1), rule, ast.unparse(node).splitlines()[0])
@@ -200,6 +201,12 @@ def reads_environment(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return node.module == "os" and any(alias.name in ENVIRONMENT for alias in node.names)
     return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT
+
+
+def computes(node: ast.AST) -> bool:
+    """An operation of a backend, reached through a pool or a decoder; its name and revision are none."""
+    inner = node.value if isinstance(node, ast.Attribute) and node.attr not in ("name", "numerics") else None
+    return isinstance(inner, ast.Attribute) and inner.attr == "ops"
 
 
 def is_print(node: ast.AST) -> bool:
@@ -318,6 +325,8 @@ DOWNWARD = [
     ("kvilt.__main__", "from .cli.main import main"),
     ("kvilt.config", "import os\nhome = os.environ.get('HOME')"),
     ("kvilt.weights.hf", "import huggingface_hub"),
+    ("kvilt.executor.placement", "def f(pool):\n    pool.ops.write(1)"),
+    ("kvilt.cli.run", "def f(pool):\n    return pool.ops.numerics"),
     ("kvilt.kv.codec", "import numpy as np\na = np.load('x', allow_pickle=False)"),
 ]
 
@@ -352,6 +361,8 @@ def test_the_package_init_may_import_public_names_lazily() -> None:
         ("kvilt.ops.reference", "import scipy.special", "third party"),
         ("kvilt.store.disk", "import importlib\nx = importlib.import_module('transformers')", "third party"),
         ("kvilt.kv.pool", "import importlib\nx = importlib.import_module(name)", "dynamic"),
+        ("kvilt.blend.blender", "def f(pool):\n    pool.ops.write(1)", "one forward"),
+        ("kvilt.engine.engine", "def f(self):\n    return self._executor.pool.ops.rotate", "one forward"),
         ("kvilt.llm", "import os\nx = os.environ['HOME']", "environment"),
         ("kvilt.llm", "import os\nx = os.getenv('HOME')", "environment"),
         ("kvilt.llm", "from os import environ", "environment"),

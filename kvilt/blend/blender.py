@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
 from ..errors import InputError, StoreMiss
+from ..executor.placement import KVPlacement
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
@@ -20,7 +21,6 @@ from ..store.layer import LayerKV
 from ..store.loading import Loading
 from .chunk import ChunkCache
 from .controller import LoadMeter
-from .placement import ChunkPlacement
 from .recipe import BlendPrompt, Recipe, Strategy
 from .repair import KVRepair
 from .row_stage import RowStage
@@ -218,7 +218,7 @@ class Blending:
         for text in self._found:
             if not self._found[text].hit() and not self._stored_meanwhile(text):
                 yield from self._make(text)
-        placement = ChunkPlacement(self._executor, kv, self.blend_prompt.documents)
+        placement = self._executor.place(kv, [range(one.start, one.stop) for one in self.blend_prompt.documents])
         everything = range(start, len(self.blend_prompt.ids))
         scores: dict[Strategy, Tensor] = {"head": self._selection.heads()}
         lower, hidden = 0, None
@@ -252,9 +252,7 @@ class Blending:
             chosen, lower = kept, lower + 1
         yield from self._finish(kv, placement, chosen, lower, hidden)
 
-    def _finish(
-        self, kv: KVCache, placement: ChunkPlacement, chosen: Tensor, lower: int, hidden: Tensor | None
-    ) -> Stages:
+    def _finish(self, kv: KVCache, placement: KVPlacement, chosen: Tensor, lower: int, hidden: Tensor | None) -> Stages:
         """The chosen tokens through the rest of the layers, in spans where later ones are still loading."""
         positions = _at(chosen, self.blend_prompt.exact)
         source = self._source(positions, None) if hidden is None else hidden
@@ -351,9 +349,10 @@ class Blending:
         """A layer that was placed already."""
         return self._found[self._texts[document]].layer(layer)
 
-    def _place(self, placement: ChunkPlacement, stop: int) -> Stages:
+    def _place(self, placement: KVPlacement, stop: int) -> Stages:
         for index in range(self._placed, stop):
-            placement.layer(index, (yield from self._layer(index)))
+            every = yield from self._layer(index)
+            placement.write(index, torch.cat([one.keys for one in every]), torch.cat([one.values for one in every]))
             self._placed = index + 1
 
     def _ratio(self) -> float:

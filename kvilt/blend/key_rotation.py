@@ -6,7 +6,7 @@ the magnitude that YaRN and longrope gave them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.rope import frequencies, magnitude
 from ..models.spec import ModelSpec, NoRope, Rope, RopeSpec
-from ..ops.contract import Ops, Rotation
+from ..ops.contract import Rotation
 from ..ops.reference import ReferenceOps
 
 _MATH = ReferenceOps()
@@ -53,16 +53,6 @@ class KeyRotation:
 def key_rotations(spec: ModelSpec) -> tuple[KeyRotation, ...]:
     """How each layer of a model rotates."""
     return tuple(KeyRotation(layer.attention.rope) for layer in spec.layers)
-
-
-def rotations(spec: ModelSpec, positions: Tensor, ops: Ops) -> Mapping[Rope, Rotation]:
-    """What a backend's `write` needs to place keys: the same tables as in a forward."""
-    ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
-    return {
-        rope: ops.rotation(positions, frequencies(rope), magnitude(rope), rope.pairing)
-        for rope in ropes
-        if isinstance(rope, RopeSpec)
-    }
 
 
 def as_key_rotations(ropes: Sequence[KeyRotation | Rope]) -> tuple[KeyRotation, ...]:

@@ -24,6 +24,7 @@ from ..sampling.params import SamplingParams
 from ..sampling.sampler import SamplerOutput, SamplingState
 from .inputs import InputsLike
 from .lora import Adapters
+from .placement import KVPlacement
 
 
 class Executor(Protocol):
@@ -70,6 +71,10 @@ class Executor(Protocol):
 
     def run(self, batch: Batch) -> Logits:
         """One forward over the rows of a batch. Commits nothing: the owner of the caches decides that."""
+        ...
+
+    def place(self, kv: KVCache, spans: Sequence[range]) -> KVPlacement:
+        """Places for stored KV at these positions: all that is written to pages beside what `run` writes."""
         ...
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:

@@ -29,6 +29,7 @@ from ..sampling.sampler import SamplerOutput, SamplingState, sample
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import check_row
 from .lora import Adapters, mark_rows
+from .placement import KVPlacement
 from .replay import Replay
 
 
@@ -126,6 +127,10 @@ class StepExecutor:
         for name, rows in Counter(self.adapters.name_of(row.adapter) for row in batch.rows).items():
             self.metrics.add(ROWS, rows, adapter=name)
         self.metrics.add(TOKENS, batch.num_tokens)
+
+    def place(self, kv: KVCache, spans: Sequence[range]) -> KVPlacement:
+        """Places for stored KV at these positions: all that is written to pages beside what `run` writes."""
+        return KVPlacement(self._pool, self.spec, self.call, kv, spans)
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
         """One token per row of `logits`; the states do not advance."""

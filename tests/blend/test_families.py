@@ -12,10 +12,10 @@ from families import FAMILIES, random_model, write_checkpoint
 
 from kvilt.batch import Batch, HiddenOut, Ids, Row
 from kvilt.blend.chunk import ChunkCache
-from kvilt.blend.key_rotation import rotations
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
+from kvilt.executor.placement import rotations
 from kvilt.executor.protocol import Executor
 from kvilt.models.spec import RopeSpec
 from kvilt.ops.contract import KeysValues

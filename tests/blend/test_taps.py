@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvilt.batch import Batch, Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Row, UnrotatedKV
-from kvilt.blend.key_rotation import rotations
 from kvilt.errors import InputError
+from kvilt.executor.placement import rotations
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.models.spec import RopeSpec

@@ -8,7 +8,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvilt.blend.key_rotation import KeyRotation, rotations
+from kvilt.blend.key_rotation import KeyRotation
+from kvilt.executor.placement import rotations
 from kvilt.models.rope import frequencies, magnitude
 from kvilt.models.spec import (
     AttentionSpec,
