@@ -6,7 +6,7 @@ owner; a captured graph reads only these buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..ops.contract import Interpolation, Paging, RowLengths
-from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, Source, UnrotatedKV, token_count
+from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, UnrotatedKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,44 +133,66 @@ def _dummy_rows(tables: Tensor, more: int, page: int) -> Tensor:
 # From rows to tensors.
 
 
+class _Numbers:
+    """The whole numbers of a step, gathered into one tensor: one copy takes all of them to the device."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Where these will be."""
+        start = len(self.values)
+        self.values += values
+        return slice(start, len(self.values))
+
+    def to(self, device: torch.device) -> Tensor:
+        pinned = device.type == "cuda"
+        return torch.tensor(self.values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+
+
 def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> StepInput:
     """Lay out a step; the caller holds the pool's lock, so that the page tables are those it has checked."""
-    layers = pool.layout.num_layers
+    layers, device, numbers = pool.layout.num_layers, pool.device, _Numbers()
+    ids, wanted = numbers.add(_plain_ids(rows)), _wanted(rows, starts, numbers)
     spans = [(row.layers.start, min(row.layers.stop, layers)) for row in rows]
     segments = []
     for start, stop in pairwise(sorted({cut for span in spans for cut in span})):
         # Between two cuts, where some row enters or leaves, the set of rows is fixed.
         inside = [i for i, (a, b) in enumerate(spans) if a <= start and stop <= b]
         if inside:
-            segments.append(_segment(start, stop, inside, rows, starts, pool))
-    device = pool.device
-    return StepInput(_ids(rows, device), _vectors(rows, starts, device), tuple(segments), _wanted(rows, starts, device))
+            segments.append(_segment(start, stop, inside, rows, starts, pool, numbers))
+    flat = numbers.to(device)
+    _add_sampled(rows, starts, flat[ids])
+    return StepInput(
+        flat[ids],
+        _vectors(rows, starts, device),
+        tuple(build(flat) for build in segments),
+        None if wanted is None else flat[wanted],
+    )
 
 
-def _ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """All ids in one tensor; those that are on the device already are not read."""
+def _plain_ids(rows: Sequence[Row]) -> list[int]:
+    """All ids that are plain numbers; 0 in the place of others."""
     flat: list[int] = []
-    sampled: list[tuple[int, Tensor]] = []
     for row in rows:
-        source = row.source
-        if type(source) is SampledIds:
-            sampled.append((len(flat), source.ids))
-        flat += source.ids if type(source) is Ids else _plain_ids(source)
-    ids = torch.tensor(flat, dtype=torch.int64, device=device)
-    for start, own in sampled:
-        ids[start : start + len(own)] = own.to(device)
-    return ids
+        match row.source:
+            case Ids(ids):
+                flat += ids
+            case Embeds(ids, at):
+                vectors = set(at)
+                flat += [0 if i in vectors else token for i, token in enumerate(ids)]
+            case Hidden() | SampledIds():
+                flat += [0] * len(row.positions)
+    return flat
 
 
-def _plain_ids(source: Source) -> Sequence[int]:
-    match source:
-        case Ids(ids):
-            return ids
-        case Embeds(ids, at):
-            vectors = set(at)
-            return [0 if i in vectors else token for i, token in enumerate(ids)]
-        case Hidden() | SampledIds():
-            return [0] * token_count(source)
+def _add_sampled(rows: Sequence[Row], starts: tuple[int, ...], ids: Tensor) -> None:
+    """Put in the ids that are on the device already, without reading them."""
+    for row, start, stop in zip(rows, starts, starts[1:], strict=False):
+        if type(row.source) is SampledIds:
+            ids[start:stop] = row.source.ids
 
 
 def _vectors(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> InputVectors | None:
@@ -191,30 +213,44 @@ def _vectors(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device)
     return InputVectors(None if at == list(range(starts[-1])) else torch.tensor(at, device=device), torch.cat(values))
 
 
-def _wanted(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> Tensor | None:
+def _wanted(rows: Sequence[Row], starts: tuple[int, ...], numbers: _Numbers) -> slice | None:
     if all(type(row.want) is Last and row.want.k == len(row.positions) for row in rows):
         return None
     wanted: list[int] = []
     for row, stop in zip(rows, starts[1:], strict=True):
         if isinstance(row.want, Last):
             wanted += range(stop - row.want.k, stop)
-    return torch.tensor(wanted, dtype=torch.int64, device=device)
+    return numbers.add(wanted)
 
 
 def _segment(
-    start: int, stop: int, inside: list[int], rows: Sequence[Row], offsets: tuple[int, ...], pool: PagePool
-) -> Segment:
-    chosen, device = [rows[i] for i in inside], pool.device
-    tokens, starts = None, offsets
-    if len(inside) < len(rows):
-        tokens = torch.tensor([t for i in inside for t in range(offsets[i], offsets[i + 1])], device=device)
-        starts = row_starts(chosen)
+    start: int,
+    stop: int,
+    inside: list[int],
+    rows: Sequence[Row],
+    offsets: tuple[int, ...],
+    pool: PagePool,
+    numbers: _Numbers,
+) -> Callable[[Tensor], Segment]:
+    """Add the numbers of a segment; what is returned makes it, once they are on the device."""
+    chosen, everyone = [rows[i] for i in inside], len(inside) == len(rows)
+    starts = offsets if everyone else row_starts(chosen)
+    tokens = None if everyone else numbers.add(t for i in inside for t in range(offsets[i], offsets[i + 1]))
     everywhere = [p for row in chosen for p in row.positions]
-    positions = torch.tensor(everywhere, dtype=torch.int64, device=device)
-    lengths = RowLengths.of(starts, everywhere, device)
-    paging = tuple(_paging(g, chosen, lengths, positions, pool) for g in range(len(pool.layout.groups)))
+    seq_lens = [everywhere[stop - 1] + 1 for stop in starts[1:]]
+    positions, own_starts, own_lens = numbers.add(everywhere), numbers.add(starts), numbers.add(seq_lens)
+    maxima = max(map(int.__sub__, starts[1:], starts)), max(seq_lens)
+    groups = [_paging(g, chosen, pool, numbers) for g in range(len(pool.layout.groups))]
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
-    return Segment(start, stop, tokens, positions, paging, repairs, _rope_positions(chosen, device))
+
+    def build(flat: Tensor) -> Segment:
+        lengths = RowLengths(starts, flat[own_starts], flat[own_lens], *maxima)
+        at, table_rows = flat[positions], len(chosen)
+        paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
+        own = None if tokens is None else flat[tokens]
+        return Segment(start, stop, own, at, paging, repairs, _rope_positions(chosen, pool.device))
+
+    return build
 
 
 def row_starts(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -234,15 +270,17 @@ def _rope_positions(rows: Sequence[Row], device: torch.device) -> Tensor | None:
     return torch.tensor(each, dtype=torch.int64, device=device)
 
 
-def _paging(group: int, rows: list[Row], lengths: RowLengths, positions: Tensor, pool: PagePool) -> Paging:
+def _paging(group: int, rows: list[Row], pool: PagePool, numbers: _Numbers) -> tuple[slice, slice]:
+    """Where the page tables and the slots of one group will be."""
     tables, size = [row.cache.row(row.cache_row).tables[group] for row in rows], pool.layout.page_tokens
     width = max(len(table) for table in tables)
-    padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], device=pool.device)
-    # In Python rather than in torch: a decode step has a few numbers here, and a dozen operations would take longer.
+    padded: list[int] = []
     slots: list[int] = []
     for row, table in zip(rows, tables, strict=True):
+        padded += table
+        padded += [-1] * (width - len(table))
         slots += _slots(table, row.positions, size)
-    return Paging(padded, torch.tensor(slots, device=pool.device), lengths, positions)
+    return numbers.add(padded), numbers.add(slots)
 
 
 def _placed(repair: Repair, row: Row, start: int, pool: PagePool) -> PlacedRepair:

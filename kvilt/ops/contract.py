@@ -82,8 +82,8 @@ class RowLengths:
     """How the tokens of a step divide into rows, and how many keys each row has, its new ones included."""
 
     starts: tuple[int, ...]  # rows + 1 offsets: the tokens of row r are starts[r]:starts[r + 1]
-    cu_seqlens: Tensor  # [rows + 1] int32, the same on the device
-    seq_lens: Tensor  # [rows] int32
+    cu_seqlens: Tensor  # [rows + 1] int64, the same on the device
+    seq_lens: Tensor  # [rows] int64
     max_query: int  # the most tokens of a row
     max_seq: int  # the most keys of a row
 
@@ -93,8 +93,8 @@ class RowLengths:
         seq_lens = [positions[stop - 1] + 1 for stop in starts[1:]]
         return RowLengths(
             starts,
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            torch.tensor(starts, device=device),
+            torch.tensor(seq_lens, device=device),
             max(map(int.__sub__, starts[1:], starts)),
             max(seq_lens),
         )
@@ -108,7 +108,7 @@ class RowLengths:
         last, ones = self.starts[-1], self.seq_lens.new_ones(more)
         return RowLengths(
             self.starts + tuple(range(last + 1, last + more + 1)),
-            torch.cat([self.cu_seqlens, last + torch.cumsum(ones, 0, dtype=torch.int32)]),
+            torch.cat([self.cu_seqlens, last + torch.cumsum(ones, 0)]),
             torch.cat([self.seq_lens, ones]),
             self.max_query,
             self.max_seq,

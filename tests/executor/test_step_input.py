@@ -59,8 +59,8 @@ def test_lengths_are_those_of_the_rows(kv: KVCache) -> None:
     rows = [Row(Ids([1]), [a], kv, 0), Row(Ids([1, 2]), [b, b + 1], kv, 1), Row(Ids([3, 4]), [c, c + 1], kv, 2)]
     lengths = Batch.of(rows).step.segments[0].lengths
     assert lengths.starts == (0, 1, 3, 5) and lengths.rows == 3
-    assert lengths.cu_seqlens.tolist() == [0, 1, 3, 5] and lengths.cu_seqlens.dtype == torch.int32
-    assert lengths.seq_lens.tolist() == [a + 1, b + 2, c + 2] and lengths.seq_lens.dtype == torch.int32
+    assert lengths.cu_seqlens.tolist() == [0, 1, 3, 5] and lengths.cu_seqlens.dtype == torch.int64
+    assert lengths.seq_lens.tolist() == [a + 1, b + 2, c + 2] and lengths.seq_lens.dtype == torch.int64
     assert (lengths.max_query, lengths.max_seq) == (2, b + 2)
 
 
