@@ -18,35 +18,25 @@ from typing import Any, Self, TypeVar, Unpack, overload
 
 from ..batch import Adapter
 from ..blend.certificate import Certificate
-from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
-from ..engine.counters import ENGINE_METRICS
 from ..engine.driver import Driver
-from ..engine.engine import Engine
 from ..engine.handles import Handles
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import StepHung
-from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
-from ..speculative.drafter import Drafter
-from ..store.store import Store
-from ..text.tokenizer import Tokenizer
 from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
-from .features import plugins_for
-from .generation import SamplingDefaults
-from .model import AdapterChoice, Chat, ContextPrefix, Model, Prompt, is_one
+from .model import AdapterChoice, Chat, Model, Prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
-from .quality import gate_for
 from .token_stream import Notifier, TokenStream
 from .warmup import AT_ONCE, DocumentWarmup, OnProgress, StoredDocument
 
@@ -67,39 +57,11 @@ class AsyncLLM(Model):
     Methods that generate take the fields of `RequestOptions` and of `SamplingParams` as keywords.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int] = (),
-        config: EngineConfig | None = None,
-        metrics: Metrics | None = None,
-        drafter: Drafter | None = None,
-        store: Store | None = None,
-        gate: GateConfig | None = None,
-        context_prefix: ContextPrefix | None = None,
-        defaults: SamplingDefaults | None = None,
-    ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
-        self._gate = gate_for(gate, executor, store)
-        self.config = config or EngineConfig()
-        metrics = metrics or Metrics(ENGINE_METRICS)
+    def _start(self, metrics: Metrics) -> None:
+        executor, store = self.executor, self._store
         notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
         self._handles = Handles(executor, self.config, metrics, notes=notes)
-        plugins = plugins_for(drafter, self._gate, executor, metrics)
-        self.engine = Engine(
-            executor,
-            self.config,
-            metrics,
-            features=plugins.features,
-            judge=plugins.judge,
-            chunks=self._chunks,
-            store=store,
-            reclaim=self._handles.evict_one,
-        )
-        if self.config.discover:
-            self.documents.chunks.read()
-        self._drafter = drafter
+        self.engine = self._new_engine(metrics, self._handles.evict_one)
         self._notifier = Notifier()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()

@@ -4,106 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
-from ..config import DEFAULT_MODEL, EngineConfig, GateConfig, RunConfig, parse_bytes
-from ..errors import ParamError, warn_renamed
+from ..config import DEFAULT_MODEL, RunConfig, parse_bytes
+from ..errors import ParamError
 from ..executor.load import build_executor
 from ..executor.protocol import Executor
 from ..models.families.registry import recognise
 from ..ops.kv_dtypes import check_kv_dtype
 from ..ops.select import check_name as check_backend
 from ..speculative.drafter import Drafter
-from ..store.store import Store
 from ..text import tokenizer as tokenizers
 from ..text.tokenizer import Tokenizer
 from ..weights.hub import FetchProgress, resolve
 from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
-from .drafts import DraftLike, check_draft, drafter_for
+from .drafts import check_draft, drafter_for
 from .facade import LLM
 from .generation import SamplingDefaults, sampling_defaults
-from .model import ContextPrefix
+from .load_options import LoadFields, LoadOptions, OnLoad, split_load_fields
+
+Facade = TypeVar("Facade", LLM, AsyncLLM)
 
 
-def load(
-    model: str | os.PathLike[str] = DEFAULT_MODEL,
-    *,
-    on_fetch: FetchProgress | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-    store: Store | None = None,
-    gate: GateConfig | None = None,
-    context_prefix: ContextPrefix | None = None,
-    discover: bool = False,
-    draft: DraftLike | None = None,
-    draft_tokens: int | None = None,
-    behind: ContextPrefix | None = None,
-    **options: Any,
-) -> LLM:
-    """A model by name or path, ready to use. Options: device, threads, kv_memory, max_context, kv_dtype, backend.
-
-    `store` keeps documents that prompts are blended of, across restarts if it has a disk. `context_prefix` is the text,
-    or the messages, that most of these prompts begin with: documents are computed after it. `gate` compares some
-    blended prompts with whole prefills, and may answer later ones with a higher ratio. `discover` blends known
-    documents that prompts hold without naming them; answers then depend on what is stored.
-    """
-    context_prefix = _renamed(context_prefix, behind)
-    check_draft(draft, draft_tokens)
-    parts = _parts(model, on_fetch, on_load, options)
-    drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return LLM(
-        parts.executor,
-        parts.tokenizer,
-        parts.stop_ids,
-        EngineConfig(discover=discover),
-        drafter=drafter,
-        store=store,
-        gate=gate,
-        context_prefix=context_prefix,
-        defaults=parts.defaults,
-    )
+def load(model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[LoadFields]) -> LLM:
+    """A model by name or path, ready to use. The options are the fields of `LoadOptions` and of `RunConfig`."""
+    return _build(LLM, model, options)
 
 
-def load_async(
-    model: str | os.PathLike[str] = DEFAULT_MODEL,
-    *,
-    on_fetch: FetchProgress | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-    engine: EngineConfig | None = None,
-    store: Store | None = None,
-    gate: GateConfig | None = None,
-    context_prefix: ContextPrefix | None = None,
-    draft: DraftLike | None = None,
-    draft_tokens: int | None = None,
-    behind: ContextPrefix | None = None,
-    **options: Any,
-) -> AsyncLLM:
+def load_async(model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[LoadFields]) -> AsyncLLM:
     """`load` for event loops: many callers share the steps of one model. Blocks while it loads."""
-    context_prefix = _renamed(context_prefix, behind)
-    check_draft(draft, draft_tokens)
-    parts = _parts(model, on_fetch, on_load, options)
-    drafter = _drafter(draft, draft_tokens, parts, on_fetch, options)
-    return AsyncLLM(
+    return _build(AsyncLLM, model, options)
+
+
+def _build(facade: type[Facade], model: str | os.PathLike[str], fields: Mapping[str, Any]) -> Facade:
+    options, run_options = split_load_fields(fields, stacklevel=4)
+    check_draft(options.draft, options.draft_tokens)
+    parts = _parts(model, options.on_fetch, options.on_load, run_options)
+    return facade(
         parts.executor,
         parts.tokenizer,
         parts.stop_ids,
-        engine,
-        drafter=drafter,
-        store=store,
-        gate=gate,
-        context_prefix=context_prefix,
+        options.engine_config,
+        drafter=_drafter(options, parts, run_options),
+        store=options.store,
+        gate=options.gate,
+        context_prefix=options.context_prefix,
         defaults=parts.defaults,
     )
-
-
-def _renamed(context_prefix: ContextPrefix | None, behind: ContextPrefix | None) -> ContextPrefix | None:
-    if behind is None:
-        return context_prefix
-    warn_renamed("load(behind=...)", "load(context_prefix=...)", stacklevel=3)
-    return behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +70,7 @@ class _Parts:
 def _parts(
     model: str | os.PathLike[str],
     on_fetch: FetchProgress | None,
-    on_load: Callable[[int, int], None] | None,
+    on_load: OnLoad | None,
     options: dict[str, Any],
 ) -> _Parts:
     config = run_config(**options)
@@ -134,22 +85,16 @@ def _parts(
     return _Parts(executor, tokenizer, _generation_stops(checkpoint), sampling_defaults(checkpoint))
 
 
-def _drafter(
-    draft: DraftLike | None,
-    draft_tokens: int | None,
-    parts: _Parts,
-    on_fetch: FetchProgress | None,
-    options: dict[str, Any],
-) -> Drafter | None:
+def _drafter(options: LoadOptions, parts: _Parts, run_options: dict[str, Any]) -> Drafter | None:
     """The drafter for a loaded model; if there can be none, the model is closed."""
 
     def load_draft(name: str, kv_bytes: int) -> tuple[Executor, Tokenizer]:
-        own = {**options, "kv_memory": kv_bytes, "max_context": None}
-        small = _parts(name, on_fetch, None, own)
+        own = {**run_options, "kv_memory": kv_bytes, "max_context": None}
+        small = _parts(name, options.on_fetch, None, own)
         return small.executor, small.tokenizer
 
     try:
-        return drafter_for(draft, draft_tokens, parts.executor, parts.tokenizer, load_draft)
+        return drafter_for(options.draft, options.draft_tokens, parts.executor, parts.tokenizer, load_draft)
     except BaseException:
         parts.executor.close()
         raise

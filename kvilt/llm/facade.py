@@ -11,27 +11,17 @@ from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 from ..blend.certificate import Certificate
-from ..config import EngineConfig, GateConfig
 from ..engine.admission import BorrowedKV
-from ..engine.counters import ENGINE_METRICS
-from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.view import EngineView
-from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
-from ..speculative.drafter import Drafter
-from ..store.store import Store
-from ..text.tokenizer import Tokenizer
 from .answer import Answer, AnswerConfig
 from .completion import Completion, Stream
-from .features import plugins_for
-from .generation import SamplingDefaults
-from .model import AdapterChoice, Chat, ContextPrefix, Model, Prompt, is_one
+from .model import AdapterChoice, Chat, Model, Prompt, is_one
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
-from .quality import gate_for
 from .sync_runner import PendingAnswer, SyncRunner
 from .warmup import DocumentWarmup, OnProgress, StoredDocument
 
@@ -43,37 +33,10 @@ class LLM(Model):
     `RequestOptions` and of `SamplingParams` as keywords.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        stop_ids: Sequence[int] = (),
-        config: EngineConfig | None = None,
-        metrics: Metrics | None = None,
-        drafter: Drafter | None = None,
-        store: Store | None = None,
-        gate: GateConfig | None = None,
-        context_prefix: ContextPrefix | None = None,
-        defaults: SamplingDefaults | None = None,
-    ) -> None:
-        super().__init__(executor, tokenizer, stop_ids, store, context_prefix, defaults)
-        self._gate = gate_for(gate, executor, store)
-        metrics = metrics or Metrics(ENGINE_METRICS)
-        plugins = plugins_for(drafter, self._gate, executor, metrics)
-        self.engine = Engine(
-            executor,
-            config,
-            metrics,
-            features=plugins.features,
-            judge=plugins.judge,
-            chunks=self._chunks,
-            store=store,
-        )
-        self._drafter = drafter
-        self._runner = SyncRunner(self.engine, executor)
+    def _start(self, metrics: Metrics) -> None:
+        self.engine = self._new_engine(metrics)
+        self._runner = SyncRunner(self.engine, self.executor)
         self._prompts = PromptPreparer(self)
-        if config is not None and config.discover:
-            self.documents.chunks.read()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt

@@ -10,21 +10,29 @@ from typing import Any
 from ..batch import Adapter, Base
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import Recipe
+from ..config import EngineConfig, GateConfig
+from ..engine.counters import ENGINE_METRICS
+from ..engine.engine import Engine
 from ..engine.request import Request, new_id
+from ..engine.sequence import ReclaimPages
 from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.inputs import read_ids
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
+from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.chat import ChatTemplate, RenderedChat
 from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
 from .answer import AnswerConfig
 from .blend import Documents, PromptParts
+from .features import plugins_for
 from .generation import SamplingDefaults
 from .grammars import Grammars
+from .quality import gate_for
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -61,17 +69,22 @@ class Model:
         executor: Executor,
         tokenizer: Tokenizer,
         stop_ids: Sequence[int] = (),
+        config: EngineConfig | None = None,
+        metrics: Metrics | None = None,
+        drafter: Drafter | None = None,
         store: Store | None = None,
+        gate: GateConfig | None = None,
         context_prefix: ContextPrefix | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
         """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
 
         `context_prefix` is what most prompts with documents begin with. `defaults` are the sampling settings of the
-        model's author; only callers that ask for them use them.
+        model's author; only callers that ask for them use them. The model and the drafter are closed with this object.
         """
         self.executor = executor
         self.tokenizer = tokenizer
+        self.config = config or EngineConfig()
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self.sampling_defaults = defaults or SamplingDefaults()
         self.grammars = Grammars(tokenizer, self.stop_ids)
@@ -82,6 +95,30 @@ class Model:
         except ContextOverflow as error:
             raise ParamError("context_prefix", f"has at least {error.tokens} tokens; shorten it") from error
         self.documents = Documents(executor, tokenizer, store, begins)
+        self._store = store
+        self._gate = gate_for(gate, executor, store)
+        self._drafter = drafter
+        self._start(metrics or Metrics(ENGINE_METRICS))
+        if self.config.discover:
+            self.documents.chunks.read()
+
+    def _start(self, metrics: Metrics) -> None:
+        """Make the engine, and what drives it; the last part of the construction."""
+        raise NotImplementedError
+
+    def _new_engine(self, metrics: Metrics, reclaim: ReclaimPages | None = None) -> Engine:
+        """The engine of this model; `reclaim` is asked for pages where none are free."""
+        plugins = plugins_for(self._drafter, self._gate, self.executor, metrics)
+        return Engine(
+            self.executor,
+            self.config,
+            metrics,
+            features=plugins.features,
+            judge=plugins.judge,
+            chunks=self._chunks,
+            store=self._store,
+            reclaim=reclaim,
+        )
 
     @property
     def chat_template(self) -> ChatTemplate:
