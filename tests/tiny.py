@@ -69,3 +69,21 @@ def _tensors(vocab: int) -> dict[str, torch.Tensor]:
             f"{at}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
         }
     return tensors
+
+
+def write_tiny_mixed(folder: Path, window: int, context: int = 512) -> Path:
+    """The same with two layer groups: the first layer sees everything, the others a window."""
+    write_tiny(
+        folder,
+        architectures=["Qwen2ForCausalLM"],
+        max_position_embeddings=context,
+        use_sliding_window=True,
+        sliding_window=window,
+        layer_types=["full_attention", *["sliding_attention"] * (LAYERS - 1)],
+    )
+    tensors, sizes = _tensors(VOCAB), {"q": HIDDEN, "k": HIDDEN // HEADS * KV_HEADS, "v": HIDDEN // HEADS * KV_HEADS}
+    for i in range(LAYERS):
+        for name, size in sizes.items():
+            tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.linspace(-0.2, 0.2, size)
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -31,7 +31,7 @@ class ModelExecutor(StepExecutor):
     def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> Tensor:
         """One decode step for your own sampler: float32 logits [batch, vocab] after the input."""
         with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
-            kv.reserve([len(row) for row in rows])
+            reserve_all(kv, [len(row) for row in rows])
             with settled(kv):
                 since = kv.lengths
                 logits = self._forward(rows, kv, Last(), adapters)
@@ -57,7 +57,7 @@ class ModelExecutor(StepExecutor):
             states = sampling_states(rows, kv, params, self.spec.vocab_size)
             # All room is found before any work, so that no step can fail for want of pages.
             most = [min(num_steps, state.params.max_tokens or num_steps) for state in states]
-            kv.reserve([room_for(kv, index, len(row), most[index]) for index, row in enumerate(rows)])
+            reserve_all(kv, [room_for(kv, index, len(row), most[index]) for index, row in enumerate(rows)])
 
             def forward(pending: Sequence[RowInput]) -> Tensor:
                 return self._forward(pending, kv, Last(), adapters)
@@ -85,9 +85,11 @@ class ModelExecutor(StepExecutor):
                 raise InputError(f"scoring continues a cache of one row, this one has {own.batch_size}")
             start, parts = own.num_entries, []
             (adapter,) = self._adapters(lora_id, lora_scale, 1, lambda _: [*own.tokens(), *row.ids])
-            own.reserve(len(row) - 1)
-            for first in range(0, len(row) - 1, STEP_TOKENS):
-                stop = min(first + STEP_TOKENS, len(row) - 1)
+            reserve_all(own, [len(row) - 1])
+            size = self._step_tokens(1)
+            for first in range(0, len(row) - 1, size):
+                stop = min(first + size, len(row) - 1)
+                own.reserve(len(row) - 1, [range(first, stop)])
                 want = Score(row.ids[first + 1 : stop + 1], top)
                 positions = range(start + first, start + stop)
                 part = Row(Ids(row.ids[first:stop]), positions, own, want=want, adapter=adapter)
@@ -170,7 +172,7 @@ class ModelExecutor(StepExecutor):
         return kv
 
     def _extend(self, rows: Sequence[RowInput], kv: KVCache, adapters: Sequence[Adapter]) -> None:
-        kv.reserve([len(row) for row in rows])
+        reserve_all(kv, [len(row) for row in rows])
         with settled(kv):
             since = kv.lengths
             self._forward(rows, kv, Nothing(), adapters)
@@ -187,21 +189,32 @@ class ModelExecutor(StepExecutor):
         lengths, done = kv.lengths, [0] * len(rows)
         logits: dict[int, Tensor] = {}
         while waiting := [i for i, row in enumerate(rows) if done[i] < len(row)]:
-            share = max(1, STEP_TOKENS // len(waiting))
+            share = self._step_tokens(len(waiting))
+            steps = [range(start, min(start + share, len(row))) for start, row in zip(done, rows, strict=True)]
             step = []
             for i in waiting:
-                start, stop = done[i], min(done[i] + share, len(rows[i]))
+                start, stop = steps[i].start, steps[i].stop
                 positions = range(lengths[i] + start, lengths[i] + stop)
                 wanted = want if stop == len(rows[i]) else Nothing()
                 source = rows[i].source(start, stop)
                 step.append(Row(source, positions, kv, i, want=wanted, adapter=adapters[i]))
                 done[i] = stop
             with self._pool.lock:
-                kv.reserve([len(row) for row in rows])  # another thread may have forked the cache: its tail is shared
+                # Windows may have room for one step only, and another thread may have forked the cache and its tail.
+                kv.reserve([len(row) for row in rows], steps)
                 batch = Batch.of(step)
             result = self.run(batch)
             logits |= {i: result.of_row(n) for n, i in enumerate(waiting) if done[i] == len(rows[i])}
         return torch.cat([logits[i] for i in sorted(logits)]) if logits else torch.empty(0, self.spec.vocab_size)
+
+    def _step_tokens(self, rows: int) -> int:
+        """Tokens of each of so many rows in a step."""
+        return min(max(1, STEP_TOKENS // rows), self._pool.step_tokens or STEP_TOKENS)
+
+
+def reserve_all(kv: KVCache, tokens: Sequence[int]) -> None:
+    """Find room for all new tokens of each row; windows that have few pages find theirs before each step."""
+    kv.reserve(tokens, [range(0)] * len(tokens))
 
 
 @contextmanager

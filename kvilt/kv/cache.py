@@ -133,20 +133,28 @@ class KVCache:
             raise ContextOverflow(tokens, self._capacity, setting)
 
     @_one_event
-    def reserve(self, extra: int | Sequence[int]) -> None:
-        """Make room for `extra` more tokens in each row (or one number per row), or change nothing."""
+    def reserve(self, extra: int | Sequence[int], steps: Sequence[range] | None = None) -> None:
+        """Make room for `extra` more tokens in each row (or one number per row), or change nothing.
+
+        `steps`: for each row, which of its new tokens the next step writes; earlier ones are written. A window group
+        that has few pages then has room for these, and drops pages of earlier ones that no query sees any more.
+        """
         rows = self.rows()
         counts = self._per_row(extra)
         if min(counts) < 0:
             raise InputError(f"room for {min(counts)} tokens was asked for; the number must not be negative")
         for row, count in zip(rows, counts, strict=True):
             self.check_fits(row.length + count)
-        needs = [row.pages_needed(count) for row, count in zip(rows, counts, strict=True)]
+        each: Sequence[range | None] = [None] * len(rows) if steps is None else steps
+        for row, step in zip(rows, each, strict=True):
+            if step is not None:
+                row.slide(step)
+        needs = [row.pages_needed(count, step) for row, count, step in zip(rows, counts, each, strict=True)]
         if not any(map(any, needs)):
             return  # most steps of a decode: there is room in its last page
         spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)], self.owner)
-        for row, count in zip(rows, counts, strict=True):
-            row.reserve(count, spare)
+        for row, count, step in zip(rows, counts, each, strict=True):
+            row.reserve(count, spare, step)
         for group, pages in enumerate(spare):  # two rows shared a tail, and the first copy set the second free
             self._pool.drop(group, pages)
 
@@ -364,7 +372,7 @@ def positive(name: str, number: object) -> int:
 
 def read_file(pool: PagePool, path: str | os.PathLike[str], capacity: int) -> bytes:
     """The bytes of a saved cache, unless they are more than any cache of this pool could have."""
-    data_bytes, most_bytes = Path(path).stat().st_size, max_bytes(pool.layout, pool.pages, capacity)
+    data_bytes, most_bytes = Path(path).stat().st_size, max_bytes(pool.nbytes, pool.pages, capacity)
     if data_bytes > most_bytes:
         raise BlobError("size", f"{data_bytes} bytes are more than the KV memory holds; raise kv_memory")
     return Path(path).read_bytes()

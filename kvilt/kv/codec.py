@@ -101,10 +101,10 @@ def unpack(
     return images
 
 
-def max_bytes(layout: KVLayout, pages: int, capacity: int) -> int:
-    """The most bytes that a cache on `pages` pages can take, where each row holds up to `capacity` tokens."""
+def max_bytes(kv_bytes: int, rows: int, capacity: int) -> int:
+    """The most bytes that a cache with so much KV can take, where each row holds up to `capacity` tokens."""
     frame = _PREFIX.size + _MAX_HEADER_BYTES + DIGEST_BYTES
-    return frame + pages * (layout.page_bytes + capacity * (8 + HASH_BYTES))
+    return frame + kv_bytes + rows * capacity * (8 + HASH_BYTES)
 
 
 def describe(data: bytes | memoryview, first_tokens: int = 16) -> Description:

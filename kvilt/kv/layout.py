@@ -57,6 +57,23 @@ class LayerGroup:
             case _:
                 return 0
 
+    @property
+    def window_pages(self) -> int | None:
+        """The most pages that a sequence holds between two steps, its next token's included; None: it keeps all."""
+        match self.reach:
+            case Window(tokens):
+                return (tokens - 2) // self.shape.page_tokens + 3  # one of them is slack, see `first_kept`
+            case _:
+                return None
+
+    def first_kept(self, length: int) -> int:
+        """The first page that a sequence of this length keeps.
+
+        One page more than it needs, so that taking back the last few tokens stays possible.
+        """
+        size = self.shape.page_tokens
+        return max(0, self.first_needed(length) - size) // size
+
     def smallest_length(self, first_held: int) -> int:
         """The smallest length above 0 to go back to when positions below `first_held` are gone."""
         match self.reach:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ModelClosed, PoolExhausted
+from ..errors import InputError, ModelClosed, PoolExhausted
 from ..ops.contract import Ops
 from .identity import Identity
 from .layout import KVLayout
@@ -39,30 +39,36 @@ class PoolUsage:
 
 
 class PagePool:
-    """Pages for every layer group of one layout; `pages` of each group."""
+    """Pages for every layer group of one layout."""
 
     def __init__(
         self,
         layout: KVLayout,
-        pages: int,
+        pages: int | Sequence[int],
         ops: Ops,
         identity: Callable[[], Identity],
         device: torch.device | None = None,
         token_limit: int = 1 << 63,
     ) -> None:
+        """`pages` of each group, or one number for each; window groups may have fewer than the others."""
         self.layout = layout
-        self.pages = pages
+        self.group_pages = _checked_pages(layout, pages)
+        self.pages = max(self.group_pages)  # of the groups that have the most: a sequence is no longer than they hold
+        self.small_groups = tuple(g for g, n in enumerate(self.group_pages) if n < self.pages)  # for a few windows
         self.ops = ops
         # A callable: hashing a model's weights takes a while, and only KV that leaves the process needs it.
         self._identity: Callable[[], Identity] | None = identity
         self.token_limit = token_limit  # ids at or past it are no tokens; loaded KV is checked against it
         self.device = device or torch.device("cpu")
         # One page more than there is room for: rows that only pad a step to a shape write there.
-        self.stores = tuple(ops.new_pages(group.shape, pages + 1, self.device) for group in layout.groups)
-        self.dummy_pages = (pages,) * len(layout.groups)
-        self._refs = [array("I", bytes(4 * pages)) for _ in layout.groups]
+        self.stores = tuple(
+            ops.new_pages(group.shape, n + 1, self.device)
+            for n, group in zip(self.group_pages, layout.groups, strict=True)
+        )
+        self.dummy_pages = self.group_pages
+        self._refs = [array("I", bytes(4 * n)) for n in self.group_pages]
         # A stack with the lowest id on top: pages touched before are used again before fresh memory is.
-        self._free = [list(range(pages - 1, -1, -1)) for _ in layout.groups]
+        self._free = [list(range(n - 1, -1, -1)) for n in self.group_pages]
         self.lock = threading.RLock()  # verbs of caches hold it too, so that each is one event to every thread
         # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
@@ -87,13 +93,28 @@ class PagePool:
         """Tokens a sequence could have if every page were its own."""
         return self.pages * self.layout.page_tokens
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(n * group.shape.page_bytes for n, group in zip(self.group_pages, self.layout.groups, strict=True))
+
+    @property
+    def step_tokens(self) -> int | None:
+        """The most tokens that a step may add to a sequence; None: as many as fit its length.
+
+        A window group with few pages has room for two windows, a sequence's own and one that is kept, and for this.
+        """
+        groups = [(self.group_pages[g], self.layout.groups[g].window_pages or 0) for g in self.small_groups]
+        spare = min((n - 2 * window for n, window in groups), default=None)
+        return None if spare is None else spare * self.layout.page_tokens
+
     def take(self, counts: Sequence[int], owner: str = "") -> list[list[int]]:
         """`counts[g]` pages of each group g for an owner, all of them or none."""
         with self.lock:
             self._settle()
-            for count, there in zip(counts, self._takeable(), strict=True):
+            for count, there, total in zip(counts, self._takeable(), self.group_pages, strict=True):
                 if count > there:
-                    raise PoolExhausted(count, there, self.pages)
+                    raise PoolExhausted(count, there, total)
             for holdings, count in zip(self._holdings, counts, strict=True):
                 holdings.grow(owner, count)
             for group, count in enumerate(counts):
@@ -197,15 +218,22 @@ class PagePool:
             return {page: age for mine in self._holdings[group].idle() for age, page in enumerate(reversed(mine))}
 
     def held_by(self, owner: str) -> int:
-        """Pages of an owner in the group where it has the most, those that no cache holds included."""
+        """Pages of an owner in the group of which it has the largest share, those that no cache holds included.
+
+        They count as that share of `pages`, so that groups of different sizes can be compared.
+        """
         with self.lock:
             self._settle()
-            return max(holdings.count(owner) for holdings in self._holdings)
+            return self.largest_share([holdings.count(owner) for holdings in self._holdings])
 
     def fair_share(self) -> int:
-        """Pages of one group for each owner that has any, if all have as many."""
+        """Pages for each owner that has any, if all have as many."""
         with self.lock:
             return self.pages // max(1, *(holdings.owners for holdings in self._holdings))
+
+    def largest_share(self, counts: Iterable[int]) -> int:
+        """The largest share of a group that so many pages of each are, in parts of `pages`."""
+        return max(n * self.pages // total for n, total in zip(counts, self.group_pages, strict=True))
 
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that may be taken: empty ones, and those an index keeps and no cache holds."""
@@ -217,9 +245,9 @@ class PagePool:
         """How full the pool is."""
         with self.lock:
             self._settle()
-            used = [self.pages - there for there in self._takeable()]
+            used = [n - there for n, there in zip(self.group_pages, self._takeable(), strict=True)]
             used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
-            return PoolUsage(self.pages * len(used), sum(used), self._shared, used_bytes, sum(self._idle_pages()))
+            return PoolUsage(sum(self.group_pages), sum(used), self._shared, used_bytes, sum(self._idle_pages()))
 
     def _idle_pages(self) -> list[int]:
         return [holdings.idle_pages for holdings in self._holdings]
@@ -247,3 +275,14 @@ class PagePool:
     def _settle(self) -> None:
         while self._abandoned:
             self.drop(*self._abandoned.popleft())
+
+
+def _checked_pages(layout: KVLayout, pages: int | Sequence[int]) -> tuple[int, ...]:
+    """Pages of each group. A group that has fewer than others has a window, and room for two and one page more."""
+    each = (pages,) * len(layout.groups) if isinstance(pages, int) else tuple(pages)
+    for n, group in zip(each, layout.groups, strict=True):
+        window = group.window_pages
+        least = max(each) if window is None else min(max(each), 2 * window + 1)
+        if n < least:
+            raise InputError(f"a layer group of {n} pages cannot stand beside one of {max(each)}: it needs {least}")
+    return each

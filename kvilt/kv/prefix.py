@@ -186,20 +186,17 @@ class PrefixIndex:
         """
         with self._pool.lock:
             nodes, placed = self._walk(prefix_keys), 0
-            held = [[node.pages[g] for node in nodes if node.pages[g] != GONE] for g in range(len(self._owners))]
-            for group, pages in enumerate(held):
-                self._pool.share(group, pages)
-            rows: list[CacheRow] = []
+            held: list[dict[int, int]] = [{} for _ in self._owners]  # by group: pages by their place in the sequence
+            for at, node in enumerate(nodes):
+                self._hold(held, at, node)
             try:
                 for image in images:
-                    if not self._restore(prefix_keys, nodes, image, rows, on_evict):
+                    if not self._restore(prefix_keys, nodes, image, held, on_evict):
                         break
                     placed += 1
             finally:
-                for row in reversed(rows):
-                    row.close()
                 for group, pages in enumerate(held):
-                    self._pool.drop(group, reversed(pages))
+                    self._pool.drop(group, [pages[at] for at in sorted(pages, reverse=True)])
             return placed
 
     def _restore(
@@ -207,15 +204,16 @@ class PrefixIndex:
         prefix_keys: PrefixKeys,
         nodes: list[PrefixNode],
         image: RowImage,
-        rows: list[CacheRow],
+        held: list[dict[int, int]],
         on_evict: Sink | None,
     ) -> bool:
-        """One page after `nodes`, or among them; the row that holds it goes to `rows`."""
+        """One page after `nodes`, or among them; it is held then."""
         at = image.length // self._size - 1
         if not 0 <= at <= len(nodes) or image.origin != EXACT:
             return False
+        self._let_go(held, at)
         try:
-            rows += rows_from_images(self._pool, [image], prefix_keys.scope.owner)
+            (row,) = rows_from_images(self._pool, [image], prefix_keys.scope.owner)
         except PoolExhausted:
             return False
         path = prefix_keys.twin()
@@ -225,13 +223,30 @@ class PrefixIndex:
             nodes[at - 1] if at else None,
             at,
         )
-        node = self._place(rows[-1], path, on_evict) if at < len(prefix_keys.keys) else None
-        if node is None:
-            return False
-        self._adopt(rows[-1], at, node)
+        try:
+            node = self._place(row, path, on_evict) if at < len(prefix_keys.keys) else None
+            if node is None:
+                return False
+            self._adopt(row, at, node)
+            self._hold(held, at, node)
+        finally:
+            row.close()
         if at == len(nodes):
             nodes.append(node)
         return True
+
+    def _hold(self, held: list[dict[int, int]], at: int, node: PrefixNode) -> None:
+        """Hold the pages of a node in those groups where none is held for its place."""
+        for group, page in enumerate(node.pages):
+            if page != GONE and at not in held[group]:
+                self._pool.share(group, [page])
+                held[group][at] = page
+
+    def _let_go(self, held: list[dict[int, int]], at: int) -> None:
+        """Before page `at` is written: hold no more in groups of a few windows than what it sees."""
+        for group in self._pool.small_groups:
+            first, pages = self._pool.layout.groups[group].first_needed(at * self._size) // self._size, held[group]
+            self._pool.drop(group, [pages.pop(old) for old in list(pages) if old < first])
 
     def _place(self, row: CacheRow, prefix_keys: PrefixKeys, on_evict: Sink | None) -> PrefixNode | None:
         """The node of the row's next page, new or known; None where another page has its key."""

@@ -79,13 +79,12 @@ class CacheRow:
 
     @property
     def reserved(self) -> int:
-        """Positions that may be written now: [length, reserved)."""
+        """Positions that may be written: [length, reserved), or, in a window group, those of the next step."""
         return len(self.tables[0]) * self._pool.layout.page_tokens
 
     def held_pages(self) -> list[int]:
         """How many pages of each group it holds."""
-        size = self._pool.layout.page_tokens
-        return [len(table) - first // size for table, first in zip(self.tables, self.firsts, strict=True)]
+        return [len(held(table)) for table in self.tables]
 
     def tokens(self) -> list[Token]:
         """The exact tokens this row holds."""
@@ -93,12 +92,11 @@ class CacheRow:
 
     # Writing: find room, then advance.
 
-    def pages_needed(self, extra: int) -> list[int]:
+    def pages_needed(self, extra: int, step: range | None = None) -> list[int]:
         """Pages per group to take before positions [length, length + extra) can be written."""
-        want = self._pool.layout.pages_for(self.length + extra)
-        return [max(0, want - len(table)) + len(self._to_copy(g, extra)) for g, table in enumerate(self.tables)]
+        return [len(self._to_fill(g, extra, step)) + len(self._to_copy(g, extra)) for g in range(len(self.tables))]
 
-    def reserve(self, extra: int, spare: list[list[int]]) -> None:
+    def reserve(self, extra: int, spare: list[list[int]], step: range | None = None) -> None:
         """Make [length, length + extra) writable with pages from `spare` (one list per group)."""
         want = self._pool.layout.pages_for(self.length + extra)
         self.version += 1
@@ -109,16 +107,40 @@ class CacheRow:
                 self._pool.ops.copy_pages(store, [table[index]], store, [page])
                 self._pool.drop(g, [table[index]])
                 table[index] = page
-            while len(table) < want:
-                table.append(spare[g].pop())
+            places = self._to_fill(g, extra, step)
+            table += [GONE] * (want - len(table))
+            for index in places:
+                table[index] = spare[g].pop()
+
+    def _to_fill(self, group: int, extra: int, step: range | None) -> Sequence[int]:
+        """Table places that need a page: all of the write range, or in a window group what a step sees of it."""
+        layout, table = self._pool.layout, self.tables[group]
+        first, stop = layout.pages_for(self.length), layout.pages_for(self.length + extra)
+        if step is not None and group in self._pool.small_groups:
+            first = max(first, layout.groups[group].first_kept(self.length + step.start))
+            stop = layout.pages_for(self.length + step.stop)
+        if GONE not in table[first:stop]:
+            return range(max(first, len(table)), stop)
+        return [i for i in range(first, stop) if i >= len(table) or table[i] == GONE]
+
+    def slide(self, step: range) -> None:
+        """Before a step, drop pages that were written since the commit and that no query of the step sees."""
+        layout = self._pool.layout
+        for g in self._pool.small_groups:
+            table, stop = self.tables[g], layout.groups[g].first_kept(self.length + step.start)
+            for index in range(layout.pages_for(self.length), min(stop, len(table))):
+                if table[index] != GONE:
+                    self._pool.drop(g, [table[index]])
+                    table[index] = GONE
+                    self.version += 1
 
     def _to_copy(self, group: int, extra: int) -> list[int]:
         """Table places in the write range whose page another handle holds too."""
         if extra == 0:
             return []
         table = self.tables[group]
-        first = self.length // self._pool.layout.page_tokens
-        return [i for i in range(first, len(table)) if self._pool.holders(group, table[i]) > 1]
+        places = range(self.length // self._pool.layout.page_tokens, len(table))
+        return [i for i in places if table[i] != GONE and self._pool.holders(group, table[i]) > 1]
 
     def writable(self, positions: Sequence[int]) -> bool:
         """Whether all these positions are reserved, above the length, and in pages that no other handle holds."""
@@ -129,16 +151,26 @@ class CacheRow:
             return False
         size = self._pool.layout.page_tokens
         span = range(low // size, high // size + 1)
-        return all(self._pool.holders(g, table[i]) == 1 for g, table in enumerate(self.tables) for i in span)
+        held = ((g, table[i]) for g, table in enumerate(self.tables) for i in span)
+        return all(page != GONE and self._pool.holders(g, page) == 1 for g, page in held)
 
     def check_commit(self, tokens: Sequence[Token]) -> None:
         """Raise unless there is reserved room for these tokens and each of them is one."""
-        if self.length + len(tokens) > self.reserved:
+        if self.length + len(tokens) > self.reserved or not self._kept(self.length + len(tokens)):
             raise InputError(f"{len(tokens)} tokens do not fit the reserved room; reserve it before the step")
         for token in tokens:
             good = len(token) == HASH_BYTES if isinstance(token, bytes) else 0 <= token < 1 << 63
             if not good:
                 raise InputError(f"{token!r} is neither a token id nor the {HASH_BYTES}-byte hash of an embedding row")
+
+    def _kept(self, length: int) -> bool:
+        """Whether the pages that a row of this length keeps are here: a step dropped none, and the last were taken."""
+        layout = self._pool.layout
+        for g in self._pool.small_groups:
+            first = max(self.firsts[g] // layout.page_tokens, layout.groups[g].first_kept(length))
+            if GONE in self.tables[g][first : layout.pages_for(length)]:
+                return False
+        return True
 
     def commit(self, tokens: Sequence[Token], filled: Callable[[CacheRow], None] | None = None) -> None:
         """Advance over tokens whose KV has been written, and give back what windows no longer see.
@@ -157,11 +189,9 @@ class CacheRow:
     def _give_back(self) -> None:
         size = self._pool.layout.page_tokens
         for g, group in enumerate(self._pool.layout.groups):
-            # One page of slack, so that taking back the last few tokens stays possible.
-            keep = max(0, group.first_needed(self.length) - size) // size
             table = self.tables[g]
-            for index in range(self.firsts[g] // size, keep):
-                self._pool.drop(g, [table[index]])
+            for index in range(self.firsts[g] // size, group.first_kept(self.length)):
+                self._pool.drop(g, held([table[index]]))
                 table[index] = GONE
                 self.firsts[g] = (index + 1) * size
 

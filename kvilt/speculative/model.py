@@ -111,7 +111,8 @@ class ModelDrafter:
             return None
         held = self._settle(memory, draft_context.ids)
         try:
-            memory.kv.reserve(len(draft_context.ids) - held + most - 1)
+            new = len(draft_context.ids) - held + most - 1
+            memory.kv.reserve(new, [range(min(new, STEP_TOKENS + most))])  # what one call computes, and its drafts
         except PoolExhausted:
             self.forget(draft_context)  # and it gets no drafts later: its beginning would have to be computed again
             return None

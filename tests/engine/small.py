@@ -8,19 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiny import VOCAB, write_tiny
+from tiny import VOCAB, write_tiny, write_tiny_mixed
 
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.engine import Engine
 from kvilt.engine.event import Ended, Event, PromptProgress, Scored, TokenEvent
 from kvilt.engine.request import Request
+from kvilt.executor.executor import ModelExecutor
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
+from kvilt.kv.pool import PagePool
 from kvilt.sampling.params import SamplingParams
 
 CONTEXT = 512
 PAGES = 40  # of the executor that most files share
+WINDOW = 40  # four pages at most, so a group of nine has room for two windows and a step
 
 
 def load_small(folder: Path, pages: int, window: int | None = None, backend: str = "auto") -> Executor:
@@ -28,6 +31,15 @@ def load_small(folder: Path, pages: int, window: int | None = None, backend: str
     write_tiny(folder, sliding_window=window, max_position_embeddings=CONTEXT)
     page_bytes = load_executor(folder, RunConfig(kv_memory=1 << 20, backend=backend, threads=1)).layout.page_bytes
     return load_executor(folder, RunConfig(kv_memory=pages * page_bytes, backend=backend, threads=1))
+
+
+def load_mixed(folder: Path, pages: Sequence[int], window: int = WINDOW, backend: str = "auto") -> ModelExecutor:
+    """An executor of a model with a full and a window group whose pool has so many pages of each."""
+    loaded = load_executor(write_tiny_mixed(folder, window, CONTEXT), RunConfig(backend=backend, threads=1))
+    pool = loaded.pool
+    return ModelExecutor(
+        loaded._decoder, PagePool(pool.layout, pages, pool.ops, pool.identity, token_limit=VOCAB), CONTEXT
+    )
 
 
 @dataclass(eq=False)

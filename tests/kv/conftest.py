@@ -48,7 +48,9 @@ class Scribe:
     def layout(self, name: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         return {"full": self.full, "windowed": self.windowed}[name](dtype, page_tokens)
 
-    def pool(self, layout: KVLayout | None = None, pages: int = 32, identity: Identity = IDENTITY) -> PagePool:
+    def pool(
+        self, layout: KVLayout | None = None, pages: int | Sequence[int] = 32, identity: Identity = IDENTITY
+    ) -> PagePool:
         """A pool full of NaN: whoever reads what nobody wrote is found out."""
         pool = PagePool(layout or self.full(), pages, ReferenceOps(), lambda: identity)
         for store in pool.stores:
@@ -65,15 +67,19 @@ class Scribe:
             made.append((token, seed))
         return made
 
-    def write(self, cache: KVCache, cells: Sequence[Sequence[Cell]]) -> None:
-        """Write KV behind each row's length, the way a step does: layer by layer into reserved slots."""
+    def write(self, cache: KVCache, cells: Sequence[Sequence[Cell]], steps: Sequence[range] | None = None) -> None:
+        """Write KV behind each row's length, the way a step does: layer by layer into reserved slots.
+
+        `steps`: which of the cells are written.
+        """
         pool = cache.pool
-        for row, new in zip(cache.rows(), cells, strict=True):
-            if not new:
+        for row, new, step in zip(cache.rows(), cells, steps or [range(len(new)) for new in cells], strict=True):
+            if not step:
                 continue
-            assert row.writable(range(row.length, row.length + len(new)))
-            for group, kv in enumerate(self.image(new, pool.layout)):
-                slots = row.slots(group, row.length, row.length + len(new))
+            places = range(row.length + step.start, row.length + step.stop)
+            assert row.writable(places)
+            for group, kv in enumerate(self.image(new[step.start : step.stop], pool.layout)):
+                slots = row.slots(group, places.start, places.stop)
                 for layer in range(kv.keys.shape[0]):
                     pool.ops.write(pool.stores[group], layer, slots, kv.keys[layer].float(), kv.values[layer].float())
 
@@ -81,6 +87,14 @@ class Scribe:
         """A step that succeeds: reserve, write, commit."""
         cache.reserve([len(new) for new in cells])
         self.write(cache, cells)
+        cache.commit([[token for token, _ in new] for new in cells])
+
+    def extend_in_steps(self, cache: KVCache, cells: Sequence[Sequence[Cell]], size: int) -> None:
+        """An input that is too long for one step: `size` tokens of each row at a time, and one commit at the end."""
+        for start in range(0, max(map(len, cells)), size):
+            steps = [range(min(start, len(new)), min(start + size, len(new))) for new in cells]
+            cache.reserve([len(new) for new in cells], steps)
+            self.write(cache, cells, steps)
         cache.commit([[token for token, _ in new] for new in cells])
 
     def grown(self, pool: PagePool, tokens: Sequence[Token], batch: int = 1) -> tuple[KVCache, list[list[Cell]]]:
@@ -128,10 +142,10 @@ class Scribe:
         for g in range(len(pool.layout.groups)):
             tables = [row.tables[g] for cache in caches if cache.pool is pool for row in cache.rows()]
             named = Counter(page for table in tables for page in held(table))
-            assert {page: pool.holders(g, page) for page in range(pool.pages)} == {
-                page: named[page] for page in range(pool.pages)
+            assert {page: pool.holders(g, page) for page in range(pool.group_pages[g])} == {
+                page: named[page] for page in range(pool.group_pages[g])
             }
-            assert free[g] == pool.pages - len(named)
+            assert free[g] == pool.group_pages[g] - len(named)
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,13 @@ class Line:
 class Desk:
     """A pool with an index, and an engine's few moves on them."""
 
-    def __init__(self, scribe: Any, layout: KVLayout, pages: int, sink: Callable[[EvictedPage], None] | None = None):
+    def __init__(
+        self,
+        scribe: Any,
+        layout: KVLayout,
+        pages: int | Sequence[int],
+        sink: Callable[[EvictedPage], None] | None = None,
+    ):
         self.scribe = scribe
         self.pool: PagePool = scribe.pool(layout, pages)
         self.index = PrefixIndex(self.pool)
