@@ -94,7 +94,7 @@ class SampleText:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None as long as it did not, and where it failed."""
+        """Why the sample ended; None while it runs, and where it failed."""
         if self.ended is None or self.ended.reason == "error":
             return None
         return "repetition" if self.looped and self.ended.reason == "stop" else self.ended.reason
@@ -110,7 +110,7 @@ class SampleText:
         return new
 
     def pieces(self) -> list[TextPiece]:
-        """Text that was not taken yet, in pieces that are drafted or not."""
+        """Text that was not taken yet, in pieces; all of a piece comes from accepted drafts, or none of it."""
         cuts = [*self._drafted, (len(self.text), len(self.text))]
         found, at = [], self._shown
         for start, stop in cuts:
@@ -120,7 +120,7 @@ class SampleText:
         return [piece for piece in found if piece]
 
     def end(self, event: Ended) -> None:
-        """No more tokens: text that was held back is added, unless a stop string was found."""
+        """End the text: what was held back is added, unless a stop string was found."""
         text = self._detokenizer.finish()
         self.text += text if self._checker is None else self._checker.add(text).text + self._checker.finish()
         self.ended = event
@@ -142,7 +142,7 @@ class Answer:
         self._abandoned = False
 
     def on_event(self, event: Event) -> bool:
-        """The engine's side."""
+        """Take an event of the engine; called in the thread that steps."""
         sample = self.samples[event.index]
         match event:
             case TokenEvent():
@@ -218,8 +218,8 @@ class Answer:
 
 
 def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found: BlendReport | None) -> Usage:
-    """Tokens by where their KV came from; those of the prompt add up, whatever happened to it."""
-    if found is None or cached + computed < prompt:  # not blended, or ended before that was done
+    """Token counts by where the prompt's KV came from; they always add up to the tokens that were read."""
+    if found is None or cached + computed < prompt:  # not blended, or ended before the blend was complete
         return Usage(prompt, completion, computed, prefix_hit=cached)
     computed -= found.reused + found.recomputed
     made = Usage(prompt, completion, computed, cached, found.reused, found.recomputed, found.recipe)

@@ -56,7 +56,7 @@ class AsyncKV:
         lora: int | str | None = None,
         lora_scale: float = 1.0,
     ) -> HandleInfo:
-        """A handle on the KV of a prompt, or of messages as a conversation begins with them."""
+        """Compute the KV of a prompt, or of the first messages of a conversation, and keep it as a handle."""
         if (prompt is None) == (messages is None):
             raise InputError("a handle is made from a prompt or from messages; give one of them")
         if messages is None:
@@ -102,7 +102,7 @@ class AsyncKV:
         await self._offload.run(FILES, self._handles.flush, _DELETE_WAIT_S, owner=owner_of(tenant))
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
-        """Write a handle to a file, computing its KV first if that was evicted; how many bytes it took."""
+        """Write a handle to a file, computing its KV first if that was evicted; returns its size in bytes."""
         loan = self._handles.lend(tenant, handle)
         kv = loan.kv
         if kv is None:

@@ -45,10 +45,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What a caller gets before the end."""
+    """What a caller gets while its request runs."""
 
     unread: int | None = None  # deltas that may wait to be read; None: the caller wants none
-    progress: bool = False  # also how far the prompt is read
+    progress: bool = False  # deltas also say how far the prompt is computed
 
 
 class AsyncLLM(Model):
@@ -130,9 +130,9 @@ class AsyncLLM(Model):
         progress: bool = False,
         **fields: Unpack[CallFields],
     ) -> AsyncStream:
-        """`generate` for one prompt, delta by delta, those of all samples. Refusals come before the stream.
+        """`generate` for one prompt as a stream of deltas, those of all samples. A bad request is refused here already.
 
-        With `progress` deltas also say how far the prompt is read, while it is.
+        With `progress`, deltas before the first token say how far the prompt is computed.
         """
         options, chosen = split_fields(params, fields)
         return await self._open(partial(self._prompts.text, prompt), chosen, options, progress)
@@ -158,7 +158,7 @@ class AsyncLLM(Model):
         progress: bool = False,
         **fields: Unpack[CallFields],
     ) -> AsyncStream:
-        """`chat`, delta by delta."""
+        """`chat` as a stream of deltas."""
         options, chosen = split_fields(params, fields)
         return await self._open(partial(self._prompts.chat, messages, tools), chosen, options, progress)
 
@@ -199,7 +199,7 @@ class AsyncLLM(Model):
         """What a quality gate has learnt of each recipe; nothing without one."""
         return [] if self._gate is None else self._gate.certificates()
 
-    # The end.
+    # Shutdown.
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait until all others have ended; False if that took too long."""
@@ -263,7 +263,7 @@ class AsyncLLM(Model):
     ) -> TokenStream:
         loop = asyncio.get_running_loop()
         owner = owner_of(options.tenant)
-        grammar = await self.grammars.compiled(params.grammar, owner)  # first: a caller that leaves cancels it
+        grammar = await self.grammars.compiled(params.grammar, owner)  # first: a caller that is cancelled ends it
         prepare = partial(self._prepare, source, params, options, loop, stream_options, grammar)
         token_stream = await self.offload.run(PROMPT, prepare, owner=owner, discard=TokenStream.leave)
         self._admit(token_stream)
@@ -294,7 +294,7 @@ class AsyncLLM(Model):
         return AsyncStream(token_stream, options.id)
 
     async def _warm(self, warmup: DocumentWarmup, ids: tuple[int, ...], priority: int, room: asyncio.Semaphore) -> None:
-        """One document."""
+        """Compute and store one document, unless it is stored already."""
         async with room:
             loop = asyncio.get_running_loop()
             if not await self.offload.run(STORE, warmup.missing, [ids], owner=owner_of(warmup.tenant)):

@@ -21,7 +21,7 @@ from ..store.store import Store
 from ..store.tier import Budget
 from ..text.tokenizer import Tokenizer
 
-_STORE_SHARE = 8  # one part in so many of the memory that is free, where no store is given
+_STORE_SHARE = 8  # without a given store, documents may take 1/8 of the free memory
 
 
 def listed(documents: object) -> bool:
@@ -41,7 +41,7 @@ class PromptParts:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a request about them."""
+        """The fields of a request that describe the documents."""
         return {"documents": self.blend_prompt.documents, "recipe": self.recipe}
 
 
@@ -95,13 +95,13 @@ class Documents:
             self._own = self._chunks = None
 
     def ids(self, text: str | Sequence[int], taken: int = 0) -> list[int]:
-        """The tokens of a document or of any part of a prompt but the first, after `taken` others."""
+        """The tokens of a document, or of a part of a prompt other than the first; `taken` tokens stand before it."""
         if isinstance(text, str):
             return self._tokenizer.encode(text, add_special=False, limit=self._executor.max_context, taken=taken)
         return read_ids(text, self._executor.spec.vocab_size)
 
     def ids_alone(self, name: str, text: str | Sequence[int]) -> list[int]:
-        """The tokens of a document that can be computed and reused here; raises by this name where it cannot be."""
+        """The tokens of a document, checked to fit this model; errors name it by `name`."""
         try:
             ids = self.ids(text)
         except ContextOverflow as error:
@@ -118,7 +118,7 @@ class Documents:
             most = self._executor.max_context - needed + tokens
             raise ParamError(name, f"has {tokens} tokens, and with a max_context this small {most} fit; shorten it")
         size = pool.layout.page_tokens
-        if -(-needed // size) + -(-(needed - 1) // size) > pool.pages:  # itself, and where it is computed
+        if -(-needed // size) + -(-(needed - 1) // size) > pool.pages:  # the chunk, and the prompt that makes it
             raise ParamError(name, f"has {tokens} tokens, for which the KV memory is too small; raise kv_memory")
 
     def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> PromptParts:

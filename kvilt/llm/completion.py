@@ -15,9 +15,9 @@ FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens a completion took, those of the prompt by where their KV came from.
+    """The token counts of a completion; those of the prompt by where their KV came from.
 
-    For samples after the first all of the prompt was there.
+    Samples after the first compute nothing of the prompt: they share its KV.
     """
 
     prompt_tokens: int
@@ -27,11 +27,11 @@ class Usage:
     blended_reused: int = 0
     blended_recomputed: int = 0
     recipe: str = ""  # how documents were blended, if they were
-    drafted_tokens: int = 0  # proposed before they were drawn
-    accepted_tokens: int = 0  # of these, drawn
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # of these, accepted
     accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft
     documents_computed: int = 0  # tokens of documents that were not stored: computed once by themselves, then reused
-    cached_tokens: int = field(init=False)  # not computed again, wherever it was found
+    cached_tokens: int = field(init=False)  # tokens of the prompt that were not computed, from any source
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cached_tokens", self.prefix_hit + self.blended_reused)
@@ -85,7 +85,7 @@ class Stream:
         stop: Callable[[], None],
         leave: Callable[[], None],
     ) -> None:
-        """`leave` ends a request that is not wanted any more; it does nothing once the first piece was asked for."""
+        """`leave` aborts a request that no caller waits for; it does nothing once the first piece was asked for."""
         self._pieces = pieces
         self._result = result
         self._stop = stop
@@ -119,7 +119,7 @@ class Stream:
         """
         try:
             self._pieces.close()
-        except ValueError:  # another thread is inside
+        except ValueError:  # another thread is inside the generator
             self._stop()
         self._finalizer()
 

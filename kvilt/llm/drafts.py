@@ -43,7 +43,7 @@ def drafter_for(
     if draft == NGRAM:
         return NgramDrafter(draft_tokens or _MOST_NGRAM)
     name = os.fspath(draft)
-    # A page of a smaller model is smaller, so this is room for all that the model itself may have in work.
+    # A page of a smaller model is smaller, so this is room for every sequence that the large model can hold.
     small, words = load(name, executor.pool.pages * executor.layout.page_bytes // 2)
     if (first := first_difference(tokenizer, words)) is not None:
         small.close()
@@ -56,7 +56,7 @@ def drafter_for(
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
-    """The first token that stands for something else in the other; one may have more tokens than the other."""
+    """The first token id with different bytes in the two tokenizers; ids that only one of them has do not count."""
     shared = min(one.vocab_size, other.vocab_size)
     return next((i for i in range(shared) if one.shown_bytes(i) != other.shown_bytes(i)), None)
 

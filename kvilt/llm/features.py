@@ -16,7 +16,7 @@ from ..speculative.drafter import Drafter
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """What an engine gets."""
+    """The features of an engine, and the one that judges blended prompts."""
 
     features: tuple[Feature, ...] = ()
     judge: BlendJudge | None = None

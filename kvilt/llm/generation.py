@@ -31,7 +31,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
-    """The checkpoint's own settings, if it has any that are sound; a setting that is not sound is left out, loudly."""
+    """The checkpoint's own settings, if it has valid ones; an invalid one is left out with a warning."""
     said = checkpoint.generation
     fields = {field: value for field in _FIELDS if (value := _value(said, field)) is not None}
     if said.get("do_sample") is False:
@@ -43,7 +43,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
 
 
 def _value(said: Mapping[str, Any], field: str) -> float | int | None:
-    """One setting, if the checkpoint has it and it is one."""
+    """One setting of the checkpoint; None if it is absent or invalid."""
     value: float | int | None = said.get(field)
     if value is None:
         return None

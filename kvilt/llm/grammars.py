@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars see it, and the grammars of requests, compiled in processes of their own first."""
+"""A model's vocabulary as grammars see it, and the grammars of requests, compiled in worker processes first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Compiles the grammars of requests, in processes of its own first; its tables are made when first needed."""
+    """Compiles the grammars of requests, in worker processes first; its tables are made when first needed."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Grammars:
             ticket.leave()
 
     def warm_up(self) -> None:
-        """Make the tables now: that takes about 0.1 s, in which no other thread runs. Without llguidance, nothing."""
+        """Make the tables now. This takes about 0.1 s and blocks all other threads. Does nothing without llguidance."""
         with suppress(Unsupported):
             self._made()
 

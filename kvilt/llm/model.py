@@ -36,13 +36,13 @@ from .quality import gate_for
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-Chat = Sequence[Message] | RenderedChat  # a conversation, or what its template has made of it already
-ContextPrefix = str | Sequence[Message]  # a text, or the messages before the one that asks
+Chat = Sequence[Message] | RenderedChat  # messages, or messages that the template has rendered already
+ContextPrefix = str | Sequence[Message]  # a text, or the messages before the question
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """An adapter as a caller names it; None: the model as it is."""
+    """An adapter as a caller names it; None: the base model."""
 
     which: int | str | None = None
     scale: float = 1.0
@@ -50,14 +50,14 @@ class AdapterChoice:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryChoice:
-    """Whether known documents in a prompt that names none are blended, and how; None: as the engine does."""
+    """Whether known documents in a prompt that names none are blended, and how; None: the engine's default."""
 
     discover: bool | None = None
     recipe: Recipe | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a request about it."""
+        """The fields of a request that carry this choice."""
         return {"discover": self.discover, **({} if self.recipe is None else {"recipe": self.recipe})}
 
 
@@ -148,7 +148,7 @@ class Model:
         documents: int = 0,
         answers: bool = True,
     ) -> RenderedChat:
-        """A conversation after its template, with places for so many documents; one that is rendered already as it is.
+        """A conversation rendered by its template, with places for so many documents; a rendered one stays as it is.
 
         Without `answers` it ends with the last message, not where an answer begins.
         """
@@ -196,7 +196,7 @@ class Model:
         return self.chat_template.encode_around(self.tokenizer, messages, 1)[0]
 
     def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
-        """Load an adapter from its PEFT folder, under its folder's name if not given; its id."""
+        """Load an adapter from its PEFT folder, under its folder's name if not given; returns its id."""
         return self.executor.load_lora(path, name)
 
     def unload_lora(self, which: int | str) -> None:
@@ -212,7 +212,7 @@ class Model:
     def request(
         self, ids: Sequence[int], params: SamplingParams, grammar: Grammar | None = None, **fields: Any
     ) -> tuple[Request, AnswerConfig]:
-        """A request for these tokens, and what its answer must know; `fields` are the request's own.
+        """A request for these tokens, and what its answer must know; `fields` are other fields of `Request`.
 
         `grammar` is that of the params, where it is compiled already.
         """
@@ -224,7 +224,7 @@ class Model:
         return request, AnswerConfig(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
-        """These params with bad words as ids, each at the start of a text and after a space."""
+        """These params with bad words as token ids, tokenized as at the start of a text and as after a space."""
         if not params.bad_words:
             return params
         bare = [word.lstrip(" ") or word for word in params.bad_words]

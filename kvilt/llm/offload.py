@@ -44,10 +44,10 @@ PARSE = Lane("parse", 2, 256, 10.0)  # bodies: JSON and its validation
 PROMPT = Lane("prompt", 4, 1024, 30.0)  # what a request asks for: checks, templates, tokens
 TOKENIZE = Lane("tokenize", 2, 64, 30.0)  # for callers that only want tokens
 ANSWER = Lane("answer", 2, 1024, 30.0)  # large answers
-FILES = Lane("files", 4, 256, None)  # disks and stores: cut off, they would leave halves
+FILES = Lane("files", 4, 256, None)  # disks and stores: ended early, they would leave incomplete files
 STORE = Lane("store", 4, 1024, None)  # the KV store, which may be slow or far away
 INSPECT = Lane("inspect", 1, 64, None)  # views of the KV memory, which take its lock
-OWNER = Lane("owner", 4, 64, None)  # calls of the owner of the process, and its end
+OWNER = Lane("owner", 4, 64, None)  # calls of the owner of the process, such as shutdown
 
 
 class _Ended(SystemExit):
@@ -62,7 +62,7 @@ class _Job:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     thread: int | None = None  # the one that runs it
     left: bool = False  # its caller waits no longer
-    kept: bool = False  # it runs to its end even so
+    kept: bool = False  # it holds something, so it runs to its end
     closed: bool = False  # it has run
 
 

@@ -35,7 +35,7 @@ class PreparedPrompt:
     borrowed: BorrowedKV | None
     continued_tokens: int = 0  # tokens of the cache that the prompt continues
     blend_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of the request about documents
-    loan: HandleLoan | None = None  # of a handle
+    loan: HandleLoan | None = None  # of the handle that the prompt continues
 
     def without_cache(self) -> PreparedPrompt:
         """The same prompt, all of which is computed."""

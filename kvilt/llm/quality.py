@@ -1,4 +1,4 @@
-"""A quality gate as configuration asks for it: where it keeps what it learns."""
+"""Makes the quality gate that a configuration asks for, with the file that keeps its certificates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "certificates.json"
 
 
 def gate_for(config: GateConfig | None, executor: Executor, store: Store | None) -> QualityGate | None:
-    """A gate; None where nothing is to be compared."""
+    """The gate of a configuration; None if it compares nothing."""
     if config is None or not config.every:
         return None
     path = _path(config, store)

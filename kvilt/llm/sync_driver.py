@@ -45,7 +45,7 @@ class SyncDriver:
                 self._wait(done)
 
     def drain(self) -> None:
-        """The same without waiting: a thread that steps now does it. May be called by a finalizer inside a step."""
+        """Drain the inbox without waiting; a thread that steps now does it. A finalizer may call this inside a step."""
         while self._engine.has_inbox and self._stepping.acquire(blocking=False):
             self._drain_inbox()
 

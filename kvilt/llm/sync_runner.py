@@ -100,7 +100,7 @@ class SyncRunner:
         return answer.samples[0].pieces()
 
     def _drive(self, pending_answers: Sequence[PendingAnswer], done: Callable[[], bool]) -> None:
-        """Step until done; what fails is raised here, a cancel with the tokens so far."""
+        """Step until done. The error of a request is raised here; a cancel has the tokens so far."""
 
         def done_or_failed() -> bool:
             return done() or any(pending.answer.error for pending in pending_answers)

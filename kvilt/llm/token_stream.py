@@ -21,16 +21,16 @@ from .completion import FinishReason, Usage
 
 @dataclass(frozen=True, slots=True)
 class ReadingProgress:
-    """How far a prompt is read."""
+    """How far a prompt is computed."""
 
-    tokens: int  # whose KV is there, computed or found
+    tokens: int  # tokens whose KV is there, computed or found
     cached: int  # of these, found
     prompt_tokens: int  # all there are
     blended: BlendReport | None = None  # where the rest came from, if it was blended
 
     @property
     def usage(self) -> Usage:
-        """What the prompt took so far."""
+        """The token counts of the prompt so far."""
         return prompt_usage(self.prompt_tokens, 0, self.cached, self.tokens - self.cached, self.blended)
 
 
@@ -38,7 +38,7 @@ class ReadingProgress:
 class Delta:
     """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it.
 
-    Before the first token, with `progress`, how far the prompt is read.
+    Before the first token, with `progress`, how far the prompt is computed.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Notifier:
         self._fresh: dict[TokenStream, None] = {}
 
     def note(self, token_stream: TokenStream) -> None:
-        """This stream has news for its reader. Called in the thread that steps."""
+        """Mark a stream that has something to read. Called in the thread that steps."""
         self._fresh[token_stream] = None
 
     def deliver(self) -> None:
@@ -92,7 +92,7 @@ class TokenStream:
         self._failure: BaseException | None = None
 
     def on_event(self, event: Event) -> bool:
-        """The engine's side."""
+        """Take an event of the engine; called in the thread that steps."""
         enough = self.answer.on_event(event)
         if isinstance(event, PromptProgress):
             reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)

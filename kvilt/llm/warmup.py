@@ -1,4 +1,4 @@
-"""Documents computed and stored ahead of the questions about them: which are stored, and the requests for the rest.
+"""Documents computed and stored before the first question about them: which are stored, and requests for the rest.
 
 A document is warmed by a prompt that consists of it and reuses all of it: the engine computes and stores what is not
 stored, as it does for any prompt, in steps that it shares with other requests. Refuses to know how the engine is run.
@@ -72,7 +72,7 @@ class DocumentWarmup:
             yield some
 
     def missing(self, some: Sequence[Ids]) -> list[Ids]:
-        """Those that are not stored, or not whole; looks them all up at once, and waits for the answers."""
+        """The documents that are not stored completely. All are looked up at once; waits for the store."""
         looked = [(ids, self._chunks.open(ids, self.tenant, self._maker)) for ids in some]
         missing = []
         for ids, loading in looked:
