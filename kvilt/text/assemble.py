@@ -62,12 +62,12 @@ class ByteAlphabet:
 
 
 def _raw(text: str) -> bytes:
-    """UTF-8, and the very bytes of what was none in the file."""
+    """The UTF-8 bytes of a text; bytes of the file that were invalid UTF-8 come out unchanged."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def spm_bytes(token: str) -> bytes:
-    """The bytes of a SentencePiece piece: `<0x0A>` is one byte, the lower block is a space."""
+    """The bytes of a SentencePiece piece: `<0x0A>` is one byte, U+2581 is a space."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])

@@ -1,6 +1,6 @@
 """Chat messages to text and ids through a model's template, in which only the template writes special tokens.
 
-Text from users is guarded where it could hold or complete one. Refuses to know generation and history.
+Text from users is escaped where it could contain or complete one. Refuses to know generation and history.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _Values = dict[str, Any]
-ROLES: Mapping[str, str] = {  # as given: as the template sees it
+ROLES: Mapping[str, str] = {  # in a request -> in the template
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -272,7 +272,7 @@ def _free(taken: frozenset[str]) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text a user may have written, keys included; roles are ours."""
+    """Every text that a user may have written, including keys; roles are left out, because they are checked words."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -86,12 +86,12 @@ class AnswerReader:
         return self._thinking.work + self._calls.work
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain after more text; an empty list while something waits to become clear."""
+        """The pieces that are certain after more text; an empty list while the parser needs more to decide."""
         reasoning, answer = self._thinking.feed(text)
         return merged([*_reasoning(reasoning), *self._calls.feed(answer)])
 
     def finish(self) -> list[Piece]:
-        """What is left when the answer is over."""
+        """The remaining pieces, at the end of the answer."""
         reasoning, answer = self._thinking.finish()
         return merged([*_reasoning(reasoning), *self._calls.feed(answer), *self._calls.finish()])
 

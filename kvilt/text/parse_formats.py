@@ -1,4 +1,4 @@
-"""The table of formats in which families write calls and reasoning, and how to tell them by a chat template.
+"""The table of formats in which families write calls and reasoning, and how a chat template shows which one it is.
 
 Adding a format is adding a row. Knows markers and texts; refuses to know streams.
 """
@@ -33,7 +33,7 @@ class CallMarker:
 
     @property
     def strict(self) -> bool:
-        """Whether other texts begin like this, too, so that only what is a call throughout is one."""
+        """Whether ordinary text may begin like this too: then only text that parses as a call to its end is one."""
         return self.bare or self.text == _FENCE
 
 
@@ -46,7 +46,7 @@ EITHER_LIST = CallMarker("[", CallSyntax.LIST, bare=True)
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written, how they are told in a template, and how one is written when it must be.
+    """How calls are written, how a template shows this format, and how a forced call is written.
 
     `forced` has the texts before, between and after calls; markers that are special tokens are left out of it, since
     a grammar describes text, and the reader takes calls without them where an answer begins.
@@ -167,7 +167,7 @@ NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
 
 
 def calls_in(template: str | None, family: str | None) -> tuple[CallFormat, str]:
-    """The format of calls that a template or, where it shows none, a family uses; and how that was told."""
+    """The format of calls that a template or, where it shows none, a family uses, and what showed it."""
     for each in FORMATS:
         if template and (sign := next((sign for sign in each.signs if sign in template), None)) is not None:
             return each, f"calls as {each.name}: the chat template has {sign!r}"
@@ -178,7 +178,7 @@ def calls_in(template: str | None, family: str | None) -> tuple[CallFormat, str]
 
 
 def thinking_in(template: str | None) -> tuple[Thinking | None, str]:
-    """The markers of reasoning that a template shows, and how that was told."""
+    """The markers of reasoning that a template contains, and what showed them."""
     for each in THINKINGS:
         if template and (each.open in template or each.close in template):
             _, _, after = template.rpartition("add_generation_prompt")

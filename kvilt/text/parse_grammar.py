@@ -1,4 +1,4 @@
-"""What a model must write when it must call a tool, as a Lark grammar in the format of its family.
+"""The Lark grammar of an answer that must call a tool, in the format of the model's family.
 
 Writes grammars; compiling them, and refusing the schemas inside, belongs to sampling.
 """
@@ -43,7 +43,7 @@ def grammar_of(
 
 
 def _start(thinking: Thinking | None, opened: bool) -> str:
-    """Reasoning that a prompt opened must come to its end; that which a model opens itself may come."""
+    """The start rule: reasoning that the prompt opened must be closed; reasoning that the model opens is optional."""
     if thinking is None:
         return "start: calls"
     if opened:

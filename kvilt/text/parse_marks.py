@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def partial_marker(text: str, marks: Iterable[str]) -> str:
-    """The longest end of a text that begins, or is, one of the marks. Texts are a mark long at most: bounded work."""
+    """The longest end of a text that begins, or is, one of the marks. Texts are no longer than a mark."""
     for start in range(len(text)):
         end = text[start:]
         if any(mark.startswith(end) for mark in marks):

@@ -1,6 +1,6 @@
-"""What comes out of a model's answer once it is read: content, reasoning and calls of tools, piece by piece.
+"""The pieces of a parsed answer: content, reasoning and tool calls.
 
-Also what bodies of calls and their reader say to each other. Refuses to know formats.
+Also the protocol between the bodies of calls and their reader. Refuses to know formats.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CallSink(Protocol):
     def end(self) -> None: ...
 
     def settle(self) -> None:
-        """What was taken since the last call was layout and is not worth giving back."""
+        """Drop the text since the last call: it was layout, so it is never given back as content."""
 
 
 class CallBody(Protocol):

@@ -1,4 +1,4 @@
-"""Tools as requests give them: `{"type": "function", "function": {"name": ..., "parameters": schema}}`, or that inside.
+"""Tools as requests give them: `{"type": "function", "function": {"name": ..., "parameters": schema}}`, or the inside.
 
 Refuses to know what a schema means: it is text for the grammar compiler.
 """

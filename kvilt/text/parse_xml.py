@@ -1,6 +1,7 @@
 """Calls written with tags, as Qwen3-Coder does: `<function=f><parameter=a>1</parameter></function>`.
 
-Values are plain text: what the schema does not declare a string is JSON if it can be. Refuses to know markers around.
+Values are plain text; one that the schema does not declare a string is read as JSON if it parses. Refuses to know the
+markers around calls.
 """
 
 from __future__ import annotations

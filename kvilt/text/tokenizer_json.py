@@ -115,7 +115,7 @@ def _generation_ends(file: Path) -> tuple[int, ...]:
 def _frame(
     core: Core, config: Mapping[str, Any], bos_id: int | None, eos_id: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands before and after a text: the post-processor's word, unless the config says otherwise."""
+    """The tokens before and after a text: as the post-processor says, unless the config overrides it."""
     bare = core.encode("a", add_special_tokens=False).ids
     full = core.encode("a", add_special_tokens=True).ids
     at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
