@@ -85,7 +85,7 @@ def depends_on_history(state: SamplingState) -> bool:
 
 
 def _round(logits: Tensor, turns: Sequence[tuple[DraftRun, AcceptedTokens, int]], draw: Draw) -> None:
-    """The next token of each run, and so many ahead as if all drafts were accepted; what was not so is left out."""
+    """Draw the next token of each run, and `ahead` more as if its drafts were accepted; keep them up to a rejection."""
     rows: list[int] = []
     positions: list[int] = []
     states: list[SamplingState] = []

@@ -62,13 +62,13 @@ class GrammarLimits:
     cached: int = 32  # compiled grammars that are kept
     cached_bytes: int = 512 << 20  # as long as they took no more memory than this together
     compile_s: float = 2.0  # CPU seconds for one grammar, in a worker process
-    compile_wall_s: float = 10.0  # and by the clock
+    compile_wall_s: float = 10.0  # wall-clock seconds for the same
     compile_bytes: int = 256 << 20
     compilers: int = 2  # worker processes
     waiting: int = 32  # grammars of one owner that wait for them
     mask_s: float = 0.010  # what masks of one grammar may take on average, in CPU seconds
-    mask_credit_s: float = 5.0  # and how far beyond that they may go in all
-    replay_s: float = 0.25  # CPU seconds to take in a sample's tokens again, on another lexer
+    mask_credit_s: float = 5.0  # and by how much they may exceed that in all
+    replay_s: float = 0.25  # CPU seconds to replay a sample's tokens on another lexer
     renew_s: float = 0.050  # a grammar that took longer to compile gets no second lexer while samples run
 
 

@@ -158,7 +158,7 @@ class Matcher:
             error = place.get_error()
             if error.startswith("lexer"):
                 self._grammar.drop(lexer)
-            own = lexer.masks == 0 and len(lexer.users) == 1  # nothing is on it but this sample's tokens
+            own = lexer.masks == 0 and len(lexer.users) == 1  # no other sample has used this lexer
             if own or _SHARED_LIMIT not in error:
                 self._failure = first_line(error)
 
@@ -195,7 +195,7 @@ class Matcher:
 
 
 def _take_all(place: LLMatcher, tokens: Sequence[int], limit_s: float) -> int | None:
-    """How many of these tokens a place takes in; None where that takes too long."""
+    """How many of these tokens a matcher of the library accepts; None where that takes too long."""
     began = time.thread_time()
     for at in range(0, len(tokens), _AT_ONCE):
         piece = list(tokens[at : at + _AT_ONCE])

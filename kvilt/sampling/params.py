@@ -85,7 +85,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     no_repeat_ngram_size: int = 0  # 0: off; over prompt and generated tokens
     bad_words_ids: Sequence[Sequence[int]] = ()  # sequences that are never completed
-    bad_words: Sequence[str] = ()  # the same as text, for callers who have a tokenizer
+    bad_words: Sequence[str] = ()  # the same as text, for callers that have a tokenizer
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=lambda: TokenBias({}))
     logprobs: int | None = None  # None: off; 0: the chosen token's; n: and the n likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -95,13 +95,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    grammar: Constraint | None = None  # what the text must be
+    grammar: Constraint | None = None  # a constraint on the text
     draft_tokens: int | None = None  # most to draft ahead; None: as many as usual, 0: none. Changes no token
     repetition_detection: RepetitionDetection | bool | None = None  # ends a sample that loops; True: as usual
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            # None at all is a request too where the prompt is what is asked about.
+            # With prompt_logprobs a request may generate nothing.
             _whole("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_TOKENS)
         _whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

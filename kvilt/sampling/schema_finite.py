@@ -39,7 +39,7 @@ def _ends(source: SchemaDocument, path: Path, finite: set[Path]) -> bool:
     """Whether a schema has a finite value, given schemas of which that is known."""
     schema = source.places[path].schema
     if isinstance(schema, bool):
-        return True  # false has no values, which is for others to say
+        return True  # `false` has no values; another check refuses that
     if "$ref" in schema and source.target(path) not in finite:
         return False
     if not all((*path, "allOf", str(i)) in finite for i in range(len(schema.get("allOf", ())))):

@@ -103,7 +103,7 @@ class SchemaDocument:
         return found
 
     def check_loops(self, starts: Iterable[Path]) -> None:
-        """Refuse a schema that refers to itself about one and the same value: such a question has no answer."""
+        """Refuse references that lead back to a schema without descending into the value: checking would not end."""
         seen: set[Path] = set()
         on_way: set[Path] = set()
         stack: list[tuple[Path, Iterator[Path]]] = []
@@ -138,7 +138,7 @@ class SchemaDocument:
 
 
 def parse_json(text: str) -> Any:
-    """JSON text without duplicate keys, numbers that are none, or numbers that a float cannot hold."""
+    """Parse JSON text; duplicate keys, NaN, infinities and numbers that a float cannot hold are refused."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
     except RecursionError:
