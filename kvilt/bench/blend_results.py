@@ -37,7 +37,7 @@ class ReportSettings:
     context: int
     codec: str = "raw"  # of stored documents
     repair: float = REPAIR
-    context_prefix: bool = False  # whether documents are computed behind the system text
+    context_prefix: bool = False  # whether documents are computed after the system text
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class BlendQuestions:
     context: int | None
     codec: str = "raw"
     repair: float | None = None  # None: as recipes do
-    context_prefix: bool = False  # whether documents are computed behind the system text
+    context_prefix: bool = False  # whether documents are computed after the system text
 
     def cases(self) -> list[BlendCase]:
         for name in ("documents", "limit", "context"):
