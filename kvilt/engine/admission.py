@@ -47,6 +47,9 @@ def make_job(
     """
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
+    if request.embeds is not None:
+        request.embeds.check(len(request.prompt), executor.spec.hidden_size)
+        _refuse_beside_embeds(request)
     adapter_lease = executor.adapters.hold(request.adapter)
     try:
         job = _job(executor, request, listener, borrowed, chunks, judge, on_first_logits)
@@ -80,7 +83,7 @@ def _job(
     prefix_keys = None
     if request.reuse and (borrowed is None or borrowed.exact):
         prefix_keys = _prefix_keys(executor, request)
-        exact = request.prompt if blending is None else request.prompt[: blending.blend_prompt.exact]
+        exact = request.tokens if blending is None else request.tokens[: blending.blend_prompt.exact]
         prefix_keys.extend(exact, executor.layout.page_tokens)
     if borrowed is not None and not reused:
         borrowed.kv.close()
@@ -92,6 +95,17 @@ def _job(
     job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, blend_decision=decision)
     first.job = job
     return job
+
+
+def _refuse_beside_embeds(request: Request) -> None:
+    """What needs the id of every token of a prompt."""
+    params = request.params
+    if request.documents:
+        raise InputError("documents cannot be blended into a prompt with embedding rows; give one or the other")
+    if params is not None and params.prompt_logprobs is not None:
+        raise ParamError("prompt_logprobs", "cannot be given for prompts with embedding rows, which have no ids")
+    if params is not None and params.draft_tokens:
+        raise ParamError("draft_tokens", "cannot be given for prompts with embedding rows; leave it out or give 0")
 
 
 def _sampling_state(executor: Executor, request: Request, history: list[int]) -> SamplingState | None:
@@ -164,7 +178,7 @@ def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> 
     if borrowed is None:
         with executor.create_kv_cache() as empty:
             empty.check_fits(len(request.prompt))
-            return empty.capacity, 0, list(request.prompt)
+            return empty.capacity, 0, request.ids_from(0)
     kv = borrowed.kv
     if kv.pool is not executor.pool:
         raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
@@ -176,7 +190,7 @@ def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> 
         raise InputError("the cache that was lent holds the whole prompt; leave at least one token to compute")
     # A position that was embedded has no id; penalties do not count it.
     there = [token for token in kv.tokens() if isinstance(token, int)]
-    return kv.capacity, kv.num_entries, there + list(request.prompt[kv.num_entries :])
+    return kv.capacity, kv.num_entries, there + request.ids_from(kv.num_entries)
 
 
 def _sample(

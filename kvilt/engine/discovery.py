@@ -25,4 +25,5 @@ def discovered(executor: Executor, request: Request, chunks: ChunkCache, known: 
 def wants_discovery(request: Request) -> bool:
     """Whether a request asks for it, and is one whose prompt may be blended."""
     scored = request.params is not None and request.params.prompt_logprobs is not None
-    return bool(request.discover) and request.reuse and not request.documents and not scored
+    plain = request.reuse and not request.documents and request.embeds is None
+    return bool(request.discover) and plain and not scored

@@ -355,7 +355,7 @@ class Engine:
         keys = None if seq.job.request.background else seq.prefix_keys
         if keys is not None and start // size < stop // size:
             filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
-        seq.kv.commit([[*seq.ids[start:stop], *accepted]], filled=filled)
+        seq.kv.commit([[*seq.tokens(start, stop), *accepted]], filled=filled)
 
     def _verified(self, seq: SequenceState, stop: int, drafted: int, accepted: int) -> None:
         """Count the drafts of a row, and free the pages of those that were not accepted."""

@@ -1,4 +1,4 @@
-"""A request to the engine. Knows tokens and sampling; refuses to know text and tensors."""
+"""A request to the engine. Knows tokens, embedding rows and sampling; refuses to know text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..kv.owner import owner_of
+from ..kv.row import Token
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from .prompt_embeds import PromptEmbeds
 
 
 def new_id() -> str:
@@ -40,9 +42,20 @@ class Request:
     discover: bool | None = None  # blend also known documents that it does not name; None: the engine's default
     background: bool = False  # no caller waits for it: no metric counts it, and it adds no KV to the prefix index
     max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
+    embeds: PromptEmbeds | None = None  # rows that stand in the prompt instead of tokens
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", self.owner or owner_of(self.tenant))
+
+    @property
+    def tokens(self) -> Sequence[Token]:
+        """What KV knows the tokens of the prompt by."""
+        return self.prompt if self.embeds is None else self.embeds.tokens(self.prompt)
+
+    def ids_from(self, start: int) -> list[int]:
+        """The ids of the prompt from position `start` on; an embedding row has none."""
+        ids = self.prompt[start:]
+        return list(ids) if self.embeds is None else self.embeds.ids_only(ids, start)
 
     @property
     def samples(self) -> int:

@@ -21,7 +21,9 @@ def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowT
         return None
     assert seq.kv is not None
     ids, places = [*seq.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
-    row = Row(Ids(ids), places, seq.kv, want=_want(seq, work, len(drafts)), adapter=seq.job.request.adapter)
+    embeds = seq.job.request.embeds
+    source = Ids(ids) if embeds is None else embeds.source(ids, work.start)
+    row = Row(source, places, seq.kv, want=_want(seq, work, len(drafts)), adapter=seq.job.request.adapter)
     if seq.state is None or not work.draws:
         return RowTask(row, (), stop, on_result=with_watcher(seq))
     drawing = [seq.state, *(seq.state.fork(i) for i in range(1, work.forks + 1))]

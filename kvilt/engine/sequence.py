@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from ..executor.lora import AdapterLease
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys
+from ..kv.row import Token
 from ..sampling.sampler import SamplingState
 from .blend_decision import BlendDecision, OnLogits
 from .event import DraftCounts, Listener
@@ -68,6 +69,11 @@ class SequenceState:
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of its drafts so far
     on_first_logits: OnLogits | None = None  # until they are there
     job: Job = field(init=False)
+
+    def tokens(self, start: int = 0, stop: int | None = None) -> Sequence[Token]:
+        """What KV knows its tokens [start, stop) by."""
+        ids = self.ids if not start and stop is None else self.ids[start:stop]
+        return ids if (embeds := self.job.request.embeds) is None else embeds.tokens(ids, start)
 
     def send_first_logits(self, logits: Tensor) -> None:
         """Call the watcher of the first logits, once."""
@@ -129,8 +135,8 @@ class PoolAccounting:
         if (scoring := seq.scoring) is not None and not scoring.over:
             # Tokens that are found are not computed, so they have no logits.
             most = min(most, scoring.at - scoring.at % self.executor.layout.page_tokens)
-        known = seq.ids if sample.blend_progress is None else seq.ids[: sample.blend_progress.start]
-        seq.prefix_keys.extend(known, self.executor.layout.page_tokens)
+        known = None if sample.blend_progress is None else sample.blend_progress.start
+        seq.prefix_keys.extend(seq.tokens(0, known), self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(seq.prefix_keys, most)
         return PrefixHit(found.tokens, found.idle)
 

@@ -25,7 +25,7 @@ def fork_sequence(parent: SequenceState, sample: Sample, executor: Executor) -> 
     ids, prefix_keys = parent.ids[: sample.prompt], None
     if parent.prefix_keys is not None and parent.blending is None:
         prefix_keys = parent.prefix_keys.twin()
-        prefix_keys.extend(ids, executor.layout.page_tokens)
+        prefix_keys.extend(parent.tokens(0, sample.prompt), executor.layout.page_tokens)
     seq = SequenceState(sample, ids, parent.state.fork(sample.index), prefix_keys, cached=sample.prompt)
     seq.job = parent.job
     if parent.blending is not None:  # its own one, in case it is preempted and starts again

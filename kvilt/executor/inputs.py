@@ -32,6 +32,21 @@ class Inputs:
         if places != sorted(set(places)) or any(not 0 <= i < len(self.ids) for i in places):
             raise InputError("the places of embedding rows must ascend and lie inside the ids")
 
+    @staticmethod
+    def join(parts: Sequence[Sequence[int] | Tensor]) -> Inputs:
+        """Parts one after the other: token ids, or embedding rows as floats [rows, hidden]."""
+        ids: list[int] = []
+        at: list[int] = []
+        rows: list[Tensor] = []
+        for part in parts:
+            if isinstance(part, Tensor) and part.is_floating_point():
+                at += range(len(ids), len(ids) + len(part))
+                ids += [0] * len(part)
+                rows.append(part)
+            else:
+                ids += [operator.index(token) for token in part]
+        return Inputs(ids, at, torch.cat(rows)) if rows else Inputs(ids)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -79,6 +94,8 @@ def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size
 
 def read_ids(value: Iterable[Any], vocab_size: int) -> list[int]:
     """One sequence of checked token ids, perhaps empty."""
+    if isinstance(value, Inputs):
+        raise InputError("embedding rows cannot stand here; give text or token ids")
     return [_id(token, vocab_size) for token in _listed(value)]
 
 

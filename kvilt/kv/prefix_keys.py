@@ -9,7 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .owner import owner_of
 from .row import EMBEDDED, HASH_BYTES, Token, made_by
@@ -84,10 +84,10 @@ class PrefixKeys:
         self.node: PrefixNode | None = None
         self.placed = 0  # whole pages that the index has from this sequence, or gave to it
 
-    def extend(self, ids: Sequence[int], page_tokens: int) -> None:
-        """Make keys for the whole pages of `ids` that have none yet."""
-        for start in range(len(self.keys) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
-            self.add(array("q", ids[start : start + page_tokens]).tobytes())
+    def extend(self, tokens: Sequence[Token], page_tokens: int) -> None:
+        """Make keys for the whole pages of `tokens` that have none yet."""
+        for start in range(len(self.keys) * page_tokens, len(tokens) - page_tokens + 1, page_tokens):
+            self.add(_content(tokens[start : start + page_tokens]))
 
     def scope_of(self, page: int) -> PrefixScope:
         """The scope of the KV in a page."""
@@ -109,6 +109,15 @@ class PrefixKeys:
     def rewind(self) -> None:
         """The sequence gave its pages up and begins again; its tokens are what they were."""
         self.node, self.placed = None, 0
+
+
+def _content(tokens: Sequence[Token]) -> bytes:
+    """The tokens of a page as `CacheRow.content` has them."""
+    try:
+        return array("q", cast("Sequence[int]", tokens)).tobytes()
+    except TypeError:  # some of them are hashes of embedding rows
+        ids = array("q", [EMBEDDED if isinstance(token, bytes) else token for token in tokens])
+        return b"".join([ids.tobytes(), *(token for token in tokens if isinstance(token, bytes))])
 
 
 def _digest(data: bytes) -> bytes:

@@ -33,7 +33,7 @@ from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
-from .model import AdapterChoice, Chat, Model, Prompt, is_one
+from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
@@ -84,21 +84,24 @@ class AsyncLLM(Model):
 
     @overload
     async def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt
-        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self, prompt: PromptInput, params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> Completion: ...
 
     @overload
     async def generate(
-        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self, prompt: Sequence[PromptInput], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> list[Completion]: ...
 
     async def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self,
+        prompt: PromptInput | Sequence[PromptInput],
+        params: SamplingParams | None = None,
+        **fields: Unpack[CallFields],
     ) -> Completion | list[Completion]:
         """Continue a prompt, or each of a list of them at once: a Completion, or a list of them."""
         options, chosen = split_fields(params, fields)
         one = is_one(prompt)
-        prompts: Sequence[Any] = [prompt] if one else list(prompt)
+        prompts = each_prompt(prompt)
         each = [options] if one else [options.numbered(index) for index in range(len(prompts))]
         done = await _all(
             [
@@ -124,7 +127,7 @@ class AsyncLLM(Model):
 
     async def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         *,
         progress: bool = False,

@@ -14,12 +14,13 @@ from ..blend.certificate import Certificate
 from ..engine.admission import BorrowedKV
 from ..engine.request import Request
 from ..engine.view import EngineView
+from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
 from .answer import Answer, AnswerConfig
 from .completion import Completion, Stream
-from .model import AdapterChoice, Chat, Model, Prompt, is_one
+from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
 from .sync_runner import PendingAnswer, SyncRunner
@@ -40,18 +41,21 @@ class LLM(Model):
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt
-        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self, prompt: PromptInput, params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self, prompt: Sequence[PromptInput], params: SamplingParams | None = None, **fields: Unpack[CallFields]
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **fields: Unpack[CallFields]
+        self,
+        prompt: PromptInput | Sequence[PromptInput],
+        params: SamplingParams | None = None,
+        **fields: Unpack[CallFields],
     ) -> Completion | list[Completion]:
-        """Continue a prompt, or each of a list of them in one batch.
+        """Continue a prompt, or each of a list of them in one batch. A prompt is a text, token ids, or `Inputs`.
 
         With `kv` the prompt continues what that cache holds; the cache itself is forked, never changed. With `n`
         the prompt is computed once, and the samples after the first are the result's `alternatives`. `documents` stand
@@ -60,7 +64,7 @@ class LLM(Model):
         """
         options, chosen = split_fields(params, fields)
         one = is_one(prompt)
-        prompts: Sequence[Any] = [prompt] if one else list(prompt)
+        prompts = each_prompt(prompt)
         each = [options] if one else [options.numbered(index) for index in range(len(prompts))]
         done = self._runner.answers(
             [
@@ -70,7 +74,7 @@ class LLM(Model):
         )
         return done[0] if one else done
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]) -> Stream:
+    def stream(self, prompt: PromptInput, params: SamplingParams | None = None, **fields: Unpack[CallFields]) -> Stream:
         """`generate` for one prompt, piece by piece."""
         options, chosen = split_fields(params, fields)
         return self._runner.stream(self._preparing(partial(self._prompts.text, prompt), chosen, options), chosen)
@@ -145,13 +149,13 @@ class LLM(Model):
                 warmup.finished(ids)
         return warmup.results()
 
-    def prefill(self, prompt: Prompt, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
+    def prefill(self, prompt: PromptInput, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""
-        ids = self.prompt_ids(prompt)
+        given = prompt if isinstance(prompt, Inputs) else self.prompt_ids(prompt)
         lora_id = None if lora is None else self.executor.adapters.find(lora).id
         kv = self.executor.create_kv_cache()
         try:
-            self.executor.prefill(ids, kv, lora_id, lora_scale)
+            self.executor.prefill(given, kv, lora_id, lora_scale)
         except BaseException:
             kv.close()
             raise

@@ -16,7 +16,7 @@ from ..engine.engine import Engine
 from ..engine.request import Request, new_id
 from ..engine.sequence import ReclaimPages
 from ..errors import ContextOverflow, InputError, ParamError
-from ..executor.inputs import read_ids
+from ..executor.inputs import Inputs, RowInput, read_ids, read_inputs
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..metrics import Metrics
@@ -35,6 +35,7 @@ from .grammars import Grammars
 from .quality import gate_for
 
 Prompt = str | Sequence[int]
+PromptInput = Prompt | Inputs  # with embedding rows, such as those of an image, in places of their own
 Message = Mapping[str, Any]
 Chat = Sequence[Message] | RenderedChat  # messages, or messages that the template has rendered already
 ContextPrefix = str | Sequence[Message]  # a text, or the messages before the question
@@ -141,6 +142,12 @@ class Model:
             raise InputError("the prompt is empty; give at least one token")
         return ids
 
+    def prompt_input(self, prompt: PromptInput, begins: bool = True) -> RowInput:
+        """The tokens and embedding rows of a prompt; `begins` is False where it continues earlier text."""
+        if not isinstance(prompt, Inputs):
+            return RowInput(tuple(self.prompt_ids(prompt, begins)), {})
+        return read_inputs(prompt, 1, self.executor.spec.vocab_size, self.executor.spec.hidden_size)[0]
+
     def render_chat(
         self,
         messages: Chat,
@@ -234,11 +241,20 @@ class Model:
 
 def is_one(prompt: Any) -> bool:
     """Whether this is one prompt, and not a list of them."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | Inputs):
         return True
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Collection):
         raise InputError(f"a prompt is a text or token ids, or a list of these, not {type(prompt).__name__}")
-    return len(prompt) > 0 and not any(isinstance(each, Sequence) or getattr(each, "ndim", 0) for each in prompt)
+    return len(prompt) > 0 and not any(_is_prompt(each) for each in prompt)
+
+
+def each_prompt(prompt: Any) -> list[Any]:
+    """The prompts of a list; one prompt is a list of itself."""
+    return [prompt] if is_one(prompt) else list(prompt)
+
+
+def _is_prompt(part: Any) -> bool:
+    return isinstance(part, Sequence | Inputs) or getattr(part, "ndim", 0) > 0
 
 
 def after_cache(kv: KVCache, ids: list[int]) -> list[int]:

@@ -15,14 +15,16 @@ from ..blend.recipe import Recipe
 from ..engine.admission import BorrowedKV
 from ..engine.handle import HandleLoan, check_loan
 from ..engine.handles import Handles
+from ..engine.prompt_embeds import PromptEmbeds
 from ..engine.request import Request
 from ..errors import HandleMismatch, InputError, ParamError, TruncateError
+from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
 from .answer import AnswerConfig
 from .blend import PromptParts, listed
-from .model import Chat, Model, Prompt, after_cache, shared
+from .model import Chat, Model, Prompt, PromptInput, after_cache, shared
 from .offload import uninterruptible
 from .options import RequestOptions
 
@@ -36,6 +38,7 @@ class PreparedPrompt:
     continued_tokens: int = 0  # tokens of the cache that the prompt continues
     blend_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of the request about documents
     loan: HandleLoan | None = None  # of the handle that the prompt continues
+    embeds: PromptEmbeds | None = None  # rows that stand in it instead of tokens
 
     def without_cache(self) -> PreparedPrompt:
         """The same prompt, all of which is computed."""
@@ -89,6 +92,7 @@ class PromptPreparer:
                 reuse=not isinstance(options.kv, KVCache),
                 progress=progress,
                 adapter=self._adapter(prompt, options),
+                embeds=prompt.embeds,
                 **own,
                 **{**discovery.fields, **prompt.blend_fields},
             )
@@ -100,26 +104,33 @@ class PromptPreparer:
 
     def _adapter(self, prompt: PreparedPrompt, options: RequestOptions) -> Adapter:
         """The adapter of a request. The KV of its handle, if it has one, must have been computed with the same."""
-        adapter = self._model.adapter(options.adapter, prompt.ids)
+        # An embedding row is none of the tokens that may switch an adapter on.
+        ids = prompt.ids if prompt.embeds is None else prompt.embeds.masked(prompt.ids)
+        adapter = self._model.adapter(options.adapter, ids)
         if prompt.loan is not None:
             check_loan(prompt.loan, adapter, self._model.executor.adapters)
         return adapter
 
-    def text(self, prompt: Prompt, options: RequestOptions) -> PreparedPrompt:
-        """A text or tokens, which continue the options' cache or handle if there is one."""
+    def text(self, prompt: PromptInput, options: RequestOptions) -> PreparedPrompt:
+        """A text, tokens or tokens with embedding rows, which continue the options' cache or handle if there is one."""
         if listed(options.documents):
+            if isinstance(prompt, Inputs):
+                raise ParamError("documents", "cannot be blended into a prompt with embedding rows")
             parts = self._model.documents.before(prompt, options.documents, options.recipe or Recipe())
             return self._with_documents(parts, options)
-        ids = self._model.prompt_ids(prompt, begins=options.kv is None)
+        given = self._model.prompt_input(prompt, begins=options.kv is None)
+        ids, embeds = list(given.ids), PromptEmbeds.of(given)
         uninterruptible()  # a borrowed cache must be given back
         if isinstance(options.kv, str):
             loan = self._lend(options.tenant, options.kv)
             borrowed = BorrowedKV(loan.kv, exact=True) if loan.kv is not None else None
-            return PreparedPrompt([*loan.tokens, *ids], borrowed, len(loan.tokens), loan=loan)
+            own = embeds and embeds.after(len(loan.tokens))
+            return PreparedPrompt([*loan.tokens, *ids], borrowed, len(loan.tokens), loan=loan, embeds=own)
         if options.kv is None:
-            return PreparedPrompt(ids, None)
+            return PreparedPrompt(ids, None, embeds=embeds)
         all_ids, held = after_cache(options.kv, ids), options.kv.num_entries
-        return PreparedPrompt(all_ids, BorrowedKV(options.kv.fork()) if held else None, held)
+        own = embeds and embeds.after(held)
+        return PreparedPrompt(all_ids, BorrowedKV(options.kv.fork()) if held else None, held, embeds=own)
 
     def parts(self, parts: Sequence[Prompt], options: RequestOptions) -> PreparedPrompt:
         """A text, documents and a question."""

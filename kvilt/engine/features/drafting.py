@@ -125,7 +125,7 @@ class Drafting(Feature):
     def _begin(self, seq: SequenceState, state: SamplingState) -> DraftState | None:
         """A sample's draft state; None if it wants no drafts."""
         wanted, first = state.params.draft_tokens, self._states.get(seq.job.first)
-        if wanted == 0:
+        if wanted == 0 or seq.job.request.embeds is not None:  # a drafter sees ids alone
             return None
         sibling = first.draft_context if first is not None and seq.job.first is not seq else None
         draft_context = self._drafter.begin(seq.ids, state, sibling)

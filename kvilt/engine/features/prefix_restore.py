@@ -165,7 +165,7 @@ class PrefixRestore(Feature):
         prefix_keys, size = seq.prefix_keys, self._layout.page_tokens
         assert prefix_keys is not None
         assert self._identity is not None
-        tokens = seq.ids[: stop * size]
+        tokens = seq.tokens(0, stop * size)
         for scope, begin, end in (
             (prefix_keys.scope, first, min(stop, prefix_keys.adapted_page)),
             (prefix_keys.adapted_scope, max(first, prefix_keys.adapted_page), stop),
