@@ -22,21 +22,24 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 class RunConfig:
     """How a model is run; the same names in `kvilt.load(...)` and on the command line."""
 
-    device: str = "cpu"
+    device: str = "auto"  # auto: the GPU if there is one; cpu, cuda or cuda:1
     threads: int | None = None  # None: what torch chooses
     kv_memory: int | None = None  # bytes; None: a quarter of the available memory
     max_context: int | None = None  # tokens; None: the model's own
     kv_dtype: str = "auto"  # a name of the registry in kvilt/ops/kv_dtypes.py, which checks it
     backend: str = "auto"  # a name of the registry in kvilt/ops/select.py, which checks it
     lora_memory: int | None = None  # bytes that adapters may take between steps; None: 1 GiB
+    gpu_memory: float = 0.9  # of a GPU's memory, what weights, KV and activations may take together
 
     def __post_init__(self) -> None:
         for name in ("threads", "kv_memory", "max_context", "lora_memory"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
-        if self.device != "cpu":
-            raise ParamError("device", f"only 'cpu' is supported in this version, not {self.device!r}")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ParamError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        if not isinstance(self.gpu_memory, int | float) or not 0 < self.gpu_memory <= 1:
+            raise ParamError("gpu_memory", f"must be above 0 and at most 1, not {self.gpu_memory!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import effort
 import pytest
 import torch
 from absent import skip_without, told
+from backends import CPU_BACKENDS
 from hypothesis import is_hypothesis_test
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
-from kvilt.ops.select import BACKENDS
 from kvilt.weights.hub import resolve
 
 # Tiny models gain nothing from threads, and on a shared machine waiting threads cost a lot.
@@ -30,7 +30,7 @@ def smollm2_path() -> Path:
     return resolve("smollm2")
 
 
-TINY = [(reach, backend) for backend in BACKENDS for reach in ("full", "window")]
+TINY = [(reach, backend) for backend in CPU_BACKENDS for reach in ("full", "window")]
 
 
 @pytest.fixture(scope="session", params=TINY, ids="-".join)

@@ -91,10 +91,11 @@ RUNTIME = OptionGroup(
     "Runtime",
     MappingProxyType(
         {
-            "device": Option(str, "cpu", "Where to run: cpu."),
+            "device": Option(str, "auto", "Where to run: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."),
             "threads": Option(int | None, None, "CPU threads; default all."),
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
+            "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),
             "max_context": Option(int | None, None, "Longest sequence in tokens."),
             "kv_dtype": Option(str, "auto", "float32, float16, bfloat16 or int8; auto: what the backend prefers."),
             "backend": Option(str, "auto", "auto or reference."),

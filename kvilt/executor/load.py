@@ -23,6 +23,7 @@ from ..weights.source import Checkpoint, TensorSource, open_checkpoint
 from .executor import ModelExecutor
 
 PAGE_TOKENS = 32
+ACTIVATION_BYTES = 4 << 30  # of a GPU, left to steps and graphs
 
 
 def load_executor(path: Path, config: RunConfig | None = None, progress: Progress | None = None) -> ModelExecutor:
@@ -42,14 +43,14 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = select(config.backend, threads, torch.device(config.device))
+    ops = select(config.backend, threads, device_of(config))
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)
     kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
     decoder = assemble(checkpoint, spec, layout, ops, progress)
-    budget_bytes = config.kv_memory or available_memory_bytes() // 4
+    budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
     pages = budget_bytes // layout.page_bytes
     if pages < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
@@ -66,6 +67,24 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         lora_memory=config.lora_memory,
         expanded_formats=_expanded_formats(checkpoint.tensors, ops),
     )
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device that a configuration asks for; an error names what there is."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ParamError("device", f"{config.device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _kv_budget(device: torch.device, config: RunConfig) -> int:
+    """Bytes for pages: a quarter of what the machine has left, or of a GPU what weights and activations leave."""
+    if device.type != "cuda":
+        return available_memory_bytes() // 4
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory) - (total - free) - ACTIVATION_BYTES)
 
 
 def _expanded_formats(tensors: TensorSource, ops: Ops) -> tuple[str, ...]:

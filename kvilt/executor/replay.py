@@ -18,7 +18,6 @@ from ..models.step_adapters import StepAdapters
 from ..ops.contract import Recorded, Recorder
 from ..ops.lowrank import AdapterSlots
 
-MAX_ROWS = 64  # larger steps spend their time in products, not in Python
 MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 
 
@@ -55,7 +54,11 @@ class Replay:
 
         `observe` raises if the call was cancelled.
         """
-        if self._recorder is None or not (is_decode(batch) or is_verification(batch)) or not recordable(step_adapters):
+        if (
+            self._recorder is None
+            or not (is_decode(batch, self._recorder.max_rows) or is_verification(batch))
+            or not recordable(step_adapters)
+        ):
             return None
         recording = self._known(self._steps, batch.starts, step_adapters)
         if recording is None:
@@ -81,7 +84,7 @@ class Replay:
         There must be room for all of them. Stops after the first step in which a row draws one of its `ends`; a
         step without a likeliest token in some row is left out, for the caller to meet it again.
         """
-        if self._recorder is None or not is_decode(batch) or not recordable(step_adapters):
+        if self._recorder is None or not is_decode(batch, self._recorder.max_rows) or not recordable(step_adapters):
             return None
         recording = self._known(self._greedy, batch.starts, step_adapters)
         if recording is None:
@@ -140,9 +143,9 @@ class Replay:
         return recording
 
 
-def is_decode(batch: Batch) -> bool:
+def is_decode(batch: Batch, max_rows: int) -> bool:
     """Whether every row is one token through the whole model to its logits."""
-    if len(batch.rows) > MAX_ROWS or batch.num_tokens != len(batch.rows) or not is_plain(batch):
+    if len(batch.rows) > max_rows or batch.num_tokens != len(batch.rows) or not is_plain(batch):
         return False
     return all(isinstance(row.want, Last) for row in batch.rows)
 

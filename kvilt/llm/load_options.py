@@ -48,6 +48,7 @@ class RunFields(TypedDict, total=False):
     kv_dtype: str
     backend: str
     lora_memory: int | str | None  # bytes, or a size like 2G
+    gpu_memory: float  # share of a GPU that weights, KV and activations may take
 
 
 class LoadFields(RunFields, total=False):

@@ -189,6 +189,11 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """Records steps. What it holds between runs is memory, never state."""
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step worth recording: larger ones spend their time in products, not in launches."""
+        ...
+
     def record(self, step: Callable[[], Tensor]) -> Recorded | None:
         """Run `step` and remember what it did; None if it did something that cannot be remembered."""
         ...

@@ -23,10 +23,24 @@ MakeOps: TypeAlias = Callable[[torch.device, int | None], Ops]
 CPU = torch.device("cpu")
 
 
+class WrongDevice(Unsupported):
+    """A backend was asked for on a device that it is not made for."""
+
+
 def _native(isa: str, device: torch.device, threads: int | None) -> Ops:
     if device != CPU:
-        raise Unsupported(f"the native kernels run on the CPU, not on {device}")
+        raise WrongDevice(f"the native kernels run on the CPU, not on {device}")
     return NativeOps(threads, isa)
+
+
+def _triton(device: torch.device, _threads: int | None) -> Ops:
+    if device.type != "cuda":
+        raise WrongDevice(f"the triton kernels run on CUDA devices, not on {device}")
+    try:
+        from .triton.backend import TritonOps
+    except ImportError as error:
+        raise Unsupported(f"the CUDA kernels need triton ({error}); install it, or a torch built for CUDA") from None
+    return TritonOps(device)
 
 
 def _reference(device: torch.device, _threads: int | None) -> Ops:
@@ -34,7 +48,9 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 
 
 # In order of preference: `auto` takes the first one that this machine can run, in its best instruction set.
-BACKENDS: Mapping[str, MakeOps] = MappingProxyType({"native": partial(_native, "auto"), "reference": _reference})
+BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
+    {"native": partial(_native, "auto"), "triton": _triton, "reference": _reference}
+)
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")}
@@ -71,6 +87,8 @@ def select(backend: str = "auto", threads: int | None = None, device: torch.devi
     for make in BACKENDS.values():
         try:
             ops = make(device, threads)
+        except WrongDevice:
+            continue
         except Unsupported as reason:
             declined.append(reason)
             continue

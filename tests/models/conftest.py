@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from backends import CPU_BACKENDS
 from families import FAMILIES, Pair, random_model, write_checkpoint
 
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
-from kvilt.ops.select import BACKENDS
 
-PAIRS = [(family, backend) for family in sorted(FAMILIES) for backend in BACKENDS]
+PAIRS = [(family, backend) for family in sorted(FAMILIES) for backend in CPU_BACKENDS]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)

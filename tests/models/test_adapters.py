@@ -14,6 +14,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from backends import CPU_BACKENDS
 from families import FAMILIES, random_model, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_gguf_dialects import ARCHITECTURES, PERMUTED, interleave, write_gguf
@@ -25,7 +26,6 @@ from kvilt.errors import Unsupported
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
-from kvilt.ops.select import BACKENDS
 
 IDS = [3, 17, 41, 5, 5, 60, 22, 9, 77, 31, 2, 64, 18, 18, 90, 11, 7]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -95,7 +95,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def computes_what_peft_does(made: Tuned, apart: float) -> None:
     """On every backend; and the base model is another one, by so much at least."""
-    for backend in BACKENDS:
+    for backend in CPU_BACKENDS:
         executor = open_at(made.base, backend)
         found = logits_of(executor, executor.load_lora(made.adapter))
         close(found, made.logits[10:])
@@ -191,7 +191,7 @@ def test_dora_beside_biases_fused_maps_and_norms(family: str, tmp_path: Path) ->
 
 def test_dora_of_the_head(tmp_path: Path) -> None:
     made = tuned(tmp_path, "qwen3", use_dora=True, target_modules=["lm_head", "v_proj"])
-    for backend in BACKENDS:
+    for backend in CPU_BACKENDS:
         executor = open_at(made.base, backend)
         close(logits_of(executor, executor.load_lora(made.adapter)), made.logits[10:])
         executor.close()

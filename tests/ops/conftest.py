@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import interpreted  # noqa: F401 (before the kernels)
 import pytest
 import torch
 from torch import Tensor
 
 from kvilt.ops.contract import Ops, PageShape, PageStore, Paging, RowLengths
 from kvilt.ops.select import BACKENDS, CPU
+from kvilt.ops.triton.backend import TritonOps
 
 # How far a float32 result may be from the float64 truth, relative to the largest number around it.
-TOLERANCE = {"native": 4e-6, "reference": 2e-6}
+TOLERANCE = {"native": 4e-6, "triton": 4e-6, "reference": 2e-6}
 
 
 # The native kernels multiply packed weights with activations of eight bits.
-PACKED_TOLERANCE = {"native": 1e-2, "reference": 2e-6}
+PACKED_TOLERANCE = {"native": 1e-2, "triton": 4e-6, "reference": 2e-6}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ops(backend: str) -> Ops:
-    return BACKENDS[backend](CPU, 1)
+    return TritonOps(CPU, torch.float32) if backend == "triton" else BACKENDS[backend](CPU, 1)
 
 
 @pytest.fixture

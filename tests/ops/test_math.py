@@ -32,14 +32,17 @@ def q8_0(values: Tensor) -> tuple[QuantTensor, Tensor]:
 
 def test_a_backend_is_chosen_by_name_and_auto_takes_the_first() -> None:
     assert select("auto").name == next(iter(BACKENDS))
-    assert [select(name).name for name in BACKENDS] == list(BACKENDS)
+    here = [name for name in BACKENDS if name != "triton"]
+    assert [select(name).name for name in here] == here
+    with pytest.raises(Unsupported, match="run on CUDA devices, not on cpu"):
+        select("triton")
     with pytest.raises(Unsupported, match="there is no backend 'abacus'"):
         select("abacus")
 
 
 def test_numerics_name_the_backend(ops: Ops, backend: str) -> None:
     assert ops.numerics.startswith(backend)
-    assert ops.numerics == BACKENDS[backend](CPU, 1).numerics
+    assert backend == "triton" or ops.numerics == BACKENDS[backend](CPU, 1).numerics
 
 
 # Norms and gates.

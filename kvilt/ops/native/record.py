@@ -74,6 +74,8 @@ class NativeRecorded:
 class NativeRecorder:
     """Records for one runner. All recordings share their buffers, since only one of them runs at a time."""
 
+    max_rows = 64
+
     def __init__(self, runner: KernelRunner, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
         self._runner = runner
         self._using = using

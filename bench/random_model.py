@@ -1,0 +1,93 @@
+"""Checkpoints of any Llama shape with random weights, made on the device they run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvilt.weights.source import HF, Checkpoint
+from kvilt.weights.tensor_storage import TensorStorage
+
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0,
+}  # fmt: skip
+LLAMA_1B = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 1000, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@dataclass
+class RandomTensors:
+    """Normal numbers by name, the same ones every time."""
+
+    shapes: dict[str, tuple[int, ...]]
+    device: torch.device
+    dtype: torch.dtype
+    storages: dict[str, TensorStorage] = field(default_factory=dict)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def storage(self, name: str) -> TensorStorage:
+        count = 1
+        for size in self.shapes[name]:
+            count *= size
+        return TensorStorage("BF16", count * 2)
+
+    def tensor(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        seed = torch.Generator(self.device).manual_seed(sum(name.encode()))
+        return torch.randn(shape, generator=seed, dtype=self.dtype, device=self.device) * (0.6 / shape[1] ** 0.5)
+
+    def forget(self, name: str) -> None:
+        del name
+
+    def digest(self) -> str:
+        return "random"
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> RandomTensors:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def random_checkpoint(shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+    """A Llama of this shape."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, **shape,
+    }  # fmt: skip
+    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head = width // config["num_attention_heads"]
+    kv = head * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        shapes |= {
+            f"{at}input_layernorm.weight": (width,), f"{at}post_attention_layernorm.weight": (width,),
+            f"{at}self_attn.q_proj.weight": (width, width), f"{at}self_attn.k_proj.weight": (kv, width),
+            f"{at}self_attn.v_proj.weight": (kv, width), f"{at}self_attn.o_proj.weight": (width, width),
+            f"{at}mlp.gate_proj.weight": (inner, width), f"{at}mlp.up_proj.weight": (inner, width),
+            f"{at}mlp.down_proj.weight": (width, inner),
+        }  # fmt: skip
+    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
+    return Checkpoint(Path("random"), HF, config, {}, RandomTensors(shapes, torch.device(device), dtype))

@@ -1,0 +1,176 @@
+"""Attention over pages by explicit positions, for decode, ragged prefill and sparse sets of queries alike.
+
+A program takes a tile of queries of one row, with all heads that share a key head, over a share of the row's keys. Few
+queries over many keys are split among programs (flash decoding), and a second kernel merges the shares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import AttentionMask, Paging
+from ..reference import ReferencePages
+
+MAX_SPLITS = 32
+
+
+def attention(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    """`query` [tokens, heads, dim] to [tokens, heads, value_dim]."""
+    tokens, heads, dim = query.shape
+    shape, lengths = pages.shape, paging.lengths
+    group = heads // shape.kv_heads
+    decoding = lengths.max_query * group <= 16
+    block_m = 16 if decoding else 128 if dim <= 128 else 64
+    block_m = max(block_m, triton.next_power_of_2(group))
+    single = lengths.max_query <= block_m // group  # a row is one tile
+    tiles = lengths.rows if single else tokens // (block_m // group) + lengths.rows
+    splits = _splits(tiles * shape.kv_heads, paging.tables.shape[1] * shape.page_tokens) if decoding else 1
+    out = torch.empty((tokens, heads, shape.value_dim), dtype=query.dtype, device=query.device)
+    wide = (splits, tokens, heads)
+    parts = out if splits == 1 else torch.empty((*wide, shape.value_dim), dtype=torch.float32, device=query.device)
+    sums = out if splits == 1 else torch.empty((*wide, 2), dtype=torch.float32, device=query.device)
+    _attention[(tiles, shape.kv_heads, splits)](
+        query, pages.keys[layer], pages.values[layer], pages.key_scales, pages.value_scales,
+        paging.tables, paging.positions, lengths.cu_seqlens, parts, sums,
+        lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
+        query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
+        **_constants(shape.kv_heads, heads, dim, shape.value_dim, shape.page_tokens),
+        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SPLITS=splits, SINGLE=single,
+        BLOCK_M=block_m, BLOCK_N=64, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4 if block_m <= 64 else 8, num_stages=3 if block_m <= 16 else 2,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(tokens, heads)](
+            parts, sums, out, tokens, heads,
+            SPLITS=splits, DV=shape.value_dim, DV_PAD=triton.next_power_of_2(shape.value_dim),
+        )  # fmt: skip
+    return out
+
+
+def _splits(programs: int, most_keys: int) -> int:
+    """Enough programs for a card, and at least a few tiles of keys for each."""
+    return max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
+
+
+def _constants(kv_heads: int, heads: int, dim: int, value_dim: int, page_tokens: int) -> dict[str, Any]:
+    return {
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "PAGE": page_tokens,
+        "D": dim, "DV": value_dim, "D_PAD": max(16, triton.next_power_of_2(dim)),
+        "DV_PAD": max(16, triton.next_power_of_2(value_dim)),
+    }  # fmt: skip
+
+
+@triton.jit
+def _row_of(cu_seqlens, tile, rows, BLOCK_Q: tl.constexpr):
+    """The row of a tile: the last one whose first tile is not after it. Each row may leave one tile unused."""
+    low, high = 0, rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(cu_seqlens + middle) // BLOCK_Q + middle
+        low = tl.where(first <= tile, middle, low)
+        high = tl.where(first <= tile, high, middle)
+    return low
+
+
+@triton.jit
+def _attention(
+    query, keys, values, key_scales, value_scales, tables, positions, cu_seqlens, out, sums,
+    rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile if SINGLE else _row_of(cu_seqlens, tile, rows, BLOCK_Q)
+    row_start, row_stop = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
+    first = row_start if SINGLE else row_start + (tile - row_start // BLOCK_Q - row) * BLOCK_Q
+    if first >= row_stop:
+        return
+    last = tl.minimum(first + BLOCK_Q, row_stop) - 1
+
+    m = tl.arange(0, BLOCK_M)
+    token = first + m // GROUP
+    known = (m < BLOCK_Q * GROUP) & (token < row_stop)
+    head_of = head * GROUP + m % GROUP
+    at = tl.load(positions + token, mask=known, other=0)
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head + d[None, :]
+    q = tl.load(q_at, mask=known[:, None] & (d < D)[None, :], other=0.0)
+
+    # The keys that some query of the tile sees, from the start of a tile of them, shared out among splits.
+    stop = tl.load(positions + last) + 1
+    begin = stop * 0
+    if WINDOW:
+        begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLITS > 1:
+        each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), SPLITS) * BLOCK_N
+        begin = begin + split * each
+        stop = tl.minimum(stop, begin + each)
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    for start in range(begin, stop, BLOCK_N):
+        key = start + n
+        there = key < stop
+        page = tl.load(tables + row * stride_table + key // PAGE, mask=there, other=0)
+        slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head
+        k = tl.load(keys + slot[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+        if SCALED:
+            scores = scores * tl.load(key_scales + scale_offset + slot, mask=there, other=0.0)[None, :]
+        if CAPPED:
+            scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
+        seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        calm = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key yet
+        weights = tl.exp(scores - calm[:, None])
+        fading = tl.exp(best - calm)
+        total = total * fading + tl.sum(weights, 1)
+        # What no query sees may never have been written: 0 * NaN would be NaN.
+        useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
+        v = tl.load(values + slot[:, None] * DV + dv[None, :], mask=useful[:, None] & (dv < DV)[None, :], other=0.0)
+        if SCALED:
+            weights = weights * tl.load(value_scales + scale_offset + slot, mask=useful, other=0.0)[None, :]
+        mixed = mixed * fading[:, None]
+        mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed, input_precision=PRECISION)
+        best = higher
+
+    place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
+    if SPLITS == 1:
+        result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+    else:
+        place += split.to(tl.int64) * tokens * KV_HEADS * GROUP
+        tl.store(sums + place * 2, best, mask=known)
+        tl.store(sums + place * 2 + 1, total, mask=known)
+        result = mixed
+    tl.store(out + place[:, None] * DV + dv[None, :], result, mask=known[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def _merge(
+    parts, sums, out, tokens, heads, SPLITS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    place, step = token * heads + head, tokens * heads
+    dv = tl.arange(0, DV_PAD)
+    best = tl.load(sums + place * 2)
+    for split in range(1, SPLITS):
+        best = tl.maximum(best, tl.load(sums + (place + split * step) * 2))
+    total, mixed = 0.0, tl.zeros([DV_PAD], tl.float32)
+    for split in range(SPLITS):
+        own = place + split * step
+        share = tl.exp(tl.load(sums + own * 2) - best)
+        total += share * tl.load(sums + own * 2 + 1)
+        mixed += share * tl.load(parts + own.to(tl.int64) * DV + dv, mask=dv < DV, other=0.0)
+    tl.store(out + place * DV + dv, mixed / total, mask=dv < DV)

@@ -1,0 +1,84 @@
+"""Steps captured as CUDA graphs: one launch from Python for all kernels of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Paging
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A graph, what it returns, and the tokens it draws if it draws some."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
+    drawn: Tensor | None  # [rows] int64, -1 where a row has no largest logit
+    stopped: Callable[[], bool]
+
+    def run(self) -> bool:
+        if self.stopped():
+            return False
+        self.graph.replay()
+        return True
+
+    def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
+        assert self.drawn is not None
+        log = torch.empty((steps, len(ids)), dtype=torch.int64, device=ids.device)
+        done = 0
+        while done < steps and self.run():
+            log[done] = self.drawn
+            done += 1
+        tokens = log[:done].cpu()
+        return tokens[: _first_end(tokens, ends)]
+
+
+def _first_end(tokens: Tensor, ends: Sequence[Sequence[int]]) -> int:
+    """Steps up to the first in which a row draws one of its ends, or nothing; steps after it were in vain."""
+    for step, row in enumerate(tokens.tolist()):
+        if any(token < 0 or token in end for token, end in zip(row, ends, strict=True)):
+            return step + 1
+    return len(tokens)
+
+
+class GraphRecorder:
+    """Captures steps. All graphs share their memory, since only one of them runs at a time."""
+
+    max_rows = 512
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stopped = False
+        self._drawn: Tensor | None = None
+
+    def record(self, step: Callable[[], Tensor]) -> CapturedStep | None:
+        """Run `step` once as it is, which compiles its kernels, then capture it without running it."""
+        self._drawn = None
+        made = step().clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = step()
+        result.copy_(made)
+        return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
+
+    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+        best, drawn = logits.max(dim=-1)
+        self._drawn = torch.where(best.isfinite(), drawn, -1)
+        ids.copy_(drawn)
+        positions, lengths = paging[0].positions, paging[0].lengths
+        positions.add_(1)
+        lengths.seq_lens.add_(1)
+        for one in paging:
+            page = (positions // page_tokens).clamp_(max=one.tables.shape[1] - 1)
+            pages = one.tables.gather(1, page[:, None])[:, 0]
+            one.slots.copy_(pages * page_tokens + positions % page_tokens)
+
+    def stop(self, stopped: bool) -> None:
+        self._stopped = stopped

@@ -1,0 +1,143 @@
+"""Small kernels on activations and pages: norms, rotation, gates, and keys and values into their slots."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Activation, Rotation
+from ..reference import ReferencePages
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, times `weight`."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    warps = 8 if block >= 4096 else 4 if block >= 512 else 1
+    _rms_norm[(x.numel() // width,)](x, weight, out, width, eps, BLOCK=block, num_warps=warps)
+    return out
+
+
+@triton.jit
+def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = i < width
+    own = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(own * own, 0) / width + eps)
+    normed = own * scale * tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(out + row * width + i, normed, mask=inside)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of `x` [tokens, heads, dim]."""
+    tokens, heads, dim = x.shape
+    pairs = rotation.cos.shape[1]
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if 2 * pairs < dim:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    _rotate[(tokens, heads)](
+        x, rotation.cos, rotation.sin, out, x.stride(0), x.stride(1), heads, dim,
+        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs), HALF=rotation.pairing == "half", num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _turned(x, cos, sin, token, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of the pairs at `x`, turned; and where they stand."""
+    i = tl.arange(0, PAIRS_PAD)
+    inside = i < PAIRS
+    left = i if HALF else 2 * i
+    right = i + PAIRS if HALF else 2 * i + 1
+    a = tl.load(x + left, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + right, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * PAIRS + i, mask=inside, other=0.0)
+    s = tl.load(sin + token * PAIRS + i, mask=inside, other=0.0)
+    return left, right, inside, a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, stride_token, stride_head, heads, dim,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = x + token * stride_token + head * stride_head
+    left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
+    target = out + (token * heads + head) * dim
+    tl.store(target + left, a, mask=inside)
+    tl.store(target + right, b, mask=inside)
+
+
+def write(
+    pages: ReferencePages, layer: int, slots: Tensor, keys: Tensor, values: Tensor, rotation: Rotation | None
+) -> None:
+    """Put `keys` and `values` [tokens, kv_heads, dim] into `slots`; keys are rotated on the way."""
+    shape = pages.shape
+    pairs = 0 if rotation is None else rotation.cos.shape[1]
+    angles = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)  # not read without a rotation
+    _write[(len(slots), shape.kv_heads)](
+        keys, values, slots, *angles, pages.keys[layer], pages.values[layer],
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        KV_HEADS=shape.kv_heads, D=shape.key_dim, DV=shape.value_dim,
+        D_PAD=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(max(pairs, 1)),
+        HALF=rotation is None or rotation.pairing == "half", num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    keys, values, slots, cos, sin, key_pages, value_pages, key_token, key_head, value_token, value_head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(slots + token) * KV_HEADS + head
+    i = tl.arange(0, D_PAD)
+    source, target = keys + token * key_token + head * key_head, key_pages + place * D
+    if PAIRS < D // 2 or PAIRS == 0:
+        rest = (i >= 2 * PAIRS) & (i < D)
+        tl.store(target + i, tl.load(source + i, mask=rest, other=0.0), mask=rest)
+    if PAIRS > 0:
+        left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
+        tl.store(target + left, a, mask=inside)
+        tl.store(target + right, b, mask=inside)
+    own = tl.load(values + token * value_token + head * value_head + i, mask=i < DV, other=0.0)
+    tl.store(value_pages + place * DV + i, own, mask=i < DV)
+
+
+def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up, of rows that may stand apart."""
+    rows, width = gate.shape
+    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    block = 1024
+    _act_mul[(rows, triton.cdiv(width, block))](
+        gate, up, out, width, gate.stride(0), up.stride(0), KIND=_ACTIVATIONS[activation], BLOCK=block
+    )
+    return out
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """silu, tanh-gelu or gelu of float32."""
+    if KIND == 0:
+        return x * tl.sigmoid(x)
+    if KIND == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x * tl.sigmoid(2 * inner)
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    g = tl.load(gate + row * stride_gate + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_up + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, activated(g, KIND) * u, mask=inside)

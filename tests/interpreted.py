@@ -1,0 +1,56 @@
+"""Triton's interpreter, for machines without a GPU: kernels run as numpy, one program after the other.
+
+Importing this switches it on, so it comes before any import of kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 turns arrays of one element into ints, which numpy 2.4 refuses."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _widened(handle: Any) -> Any:
+    """bfloat16 is kept as bits, which the interpreter multiplies as whole numbers."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    return _create_dot(self, _widened(a), _widened(b), d, *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot
+
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _rounded(self: Any, src: Any, dst_type: Any) -> Any:
+    """To bfloat16 by rounding to the nearest, as a GPU does; the interpreter cuts bits off."""
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        return _cast(self, src, dst_type)
+    bits = np.ascontiguousarray(src.data).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return interpreter.TensorHandle(np.where(np.isnan(src.data), np.uint16(0x7FC0), rounded), dst_type.scalar)
+
+
+interpreter.InterpreterBuilder.cast_impl = _rounded
