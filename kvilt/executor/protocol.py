@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +20,7 @@ from ..metrics import Metrics
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import SamplerOutput, SamplingState
+from .call import ExecutorCall
 from .inputs import InputsLike
 from .lora import Adapters
 from .placement import KVPlacement
@@ -81,12 +80,15 @@ class Executor(Protocol):
         """One token per row of `logits`; the states do not advance."""
         ...
 
-    def call(self) -> AbstractContextManager[threading.Event]:
-        """Hold the executor for several runs that are one call to `cancel`: it stops the next layer of any of them."""
+    def call(self) -> ExecutorCall:
+        """Hold the executor for several runs that are one call to `cancel`; the handle stops it alone."""
         ...
 
     def cancel(self) -> None:
-        """Stop the call in progress before its next layer, from any thread; does nothing when there is none."""
+        """Stop the call in progress before its next layer, from any thread; does nothing when there is none.
+
+        Calls of other threads that wait for their turn go on.
+        """
         ...
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ It owns weights, kernels and the page pool, and remembers no sequence: all of th
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, Logits
-from ..errors import Cancelled, ContextOverflow, InputError, ModelClosed
+from ..errors import ContextOverflow, InputError, ModelClosed
 from ..kv.cache import KVCache, positive
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
@@ -26,6 +25,7 @@ from ..models.decoder import Decoder
 from ..models.spec import ModelSpec, rope_axes
 from ..models.step_adapters import StepAdapters
 from ..sampling.sampler import SamplerOutput, SamplingState, sample
+from .call import CallQueue, ExecutorCall, observe
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import check_row
 from .lora import Adapters, mark_rows
@@ -51,15 +51,14 @@ class StepExecutor:
         self.prefixes = PrefixIndex(pool)  # KV that no cache holds any more, for the next sequence with the same tokens
         self._max_context = max_context
         self.metrics = metrics or Metrics(EXECUTOR_METRICS)
-        self._lock = threading.RLock()
-        self.adapters = Adapters(decoder, lora_memory, self._lock)
+        self._calls = CallQueue(self._check_open, pool.ops.alone, self._stop_replay)
+        self.adapters = Adapters(decoder, lora_memory, self._calls.lock)
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
         self._axes = rope_axes(decoder.spec)
         self._on_close = on_close
         self._closed = False
-        self._running: threading.Event | None = None  # set to stop the call in progress
 
     @property
     def spec(self) -> ModelSpec:
@@ -86,7 +85,7 @@ class StepExecutor:
     @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
-        return self._running is not None
+        return self._calls.busy
 
     # The primitive.
 
@@ -176,36 +175,31 @@ class StepExecutor:
 
     # One call at a time.
 
-    @contextmanager
-    def call(self) -> Iterator[threading.Event]:
+    def call(self) -> ExecutorCall:
         """Hold the executor for several runs that are one call to `cancel`: it stops the next layer of any of them.
 
-        One caller at a time; a call inside a call shares its stop signal.
+        One caller at a time; a call inside a call shares its stop signal. What comes back is the caller's own handle:
+        its `cancel` stops this call alone.
         """
-        with self._lock:
-            self._check_open()
-            if self._running is not None:
-                yield self._running
-                return
-            self._running = threading.Event()
-            try:
-                with self._pool.ops.alone():
-                    yield self._running
-            finally:
-                self._running = None
+        return self._calls.call()
 
     def cancel(self) -> None:
-        """Stop the call in progress before its next layer; does nothing when there is none."""
-        if (running := self._running) is not None:
-            running.set()
-            self._replay.stop()
+        """Stop the call in progress before its next layer; does nothing when there is none.
+
+        With several callers that is the call of one of them, and those that wait go on. A caller that means its own
+        call uses the handle from `call`.
+        """
+        self._calls.cancel()
+
+    def _stop_replay(self) -> None:
+        self._replay.stop()
 
     def close(self) -> None:
         """Let go of the checkpoint's files, once the call in progress is done.
 
         Nothing runs afterwards and no KV is saved or loaded, since its identity is a hash of those files.
         """
-        with self._lock:
+        with self._calls.lock:
             self._closed = True
             self._pool.close()
             self._on_close()
@@ -213,8 +207,3 @@ class StepExecutor:
     def _check_open(self) -> None:
         if self._closed:
             raise ModelClosed()
-
-
-def observe(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise Cancelled()
