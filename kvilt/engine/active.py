@@ -18,8 +18,8 @@ from .features.feature import Feature, Forgotten
 from .forward import Result, RowDone
 from .isolation import contained, quietly
 from .notify import blend_report, detach_kv, notify
-from .plan import Sample
-from .scheduler import Advance, Scheduler
+from .scheduling.plan import Sample
+from .scheduling.scheduler import Advance, Scheduler
 from .sequence import Job, SequenceState
 from .sequence_kv import fork_sequence
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..batch import Adapted
 from ..blend.blender import Blending
@@ -15,11 +16,11 @@ from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys, PrefixScope
 from ..sampling.sampler import SamplingState
-from .blend_decision import BlendDecision, BlendJudge, OnLogits
-from .discovery import discovered, wants_discovery
 from .event import Listener
-from .plan import BlendProgress, Sample
+from .features.blend_decision import BlendDecision, BlendJudge, OnLogits
+from .features.discovery import discovered, wants_discovery
 from .request import Request
+from .scheduling.plan import BlendProgress, Sample
 from .scoring import Scoring
 from .sequence import Job, SequenceState
 
@@ -30,6 +31,40 @@ class BorrowedKV:
 
     kv: KVCache
     exact: bool = False  # computed by this executor from these tokens, for this tenant: it may enter the prefix index
+
+
+@dataclass(frozen=True, slots=True)
+class JobMaker:
+    """Makes the jobs of one engine."""
+
+    executor: Executor
+    chunks: Callable[[], ChunkCache] | None  # gives what documents of prompts are found in
+    judge: BlendJudge | None
+    discover: bool  # where a request does not say
+
+    def make(
+        self,
+        request: Request,
+        listener: Listener,
+        borrowed: BorrowedKV | None = None,
+        on_first_logits: OnLogits | None = None,
+    ) -> Job:
+        """A checked job; owns the borrowed cache, also if this raises."""
+        if request.discover is None and self.discover:
+            request = replace(request, discover=True)
+        try:
+            chunks = self._chunks_for(request)
+            return make_job(self.executor, request, listener, borrowed, chunks, self.judge, on_first_logits)
+        except BaseException:
+            if borrowed is not None:
+                borrowed.kv.close()
+            raise
+
+    def _chunks_for(self, request: Request) -> ChunkCache | None:
+        """What the documents of a request are found in; None where it has none and looks for none."""
+        if self.chunks is None or not (request.documents or wants_discovery(request)):
+            return None
+        return self.chunks()
 
 
 def make_job(

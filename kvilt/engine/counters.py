@@ -11,7 +11,7 @@ from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .event import Reason
 from .features.quality_checks import GATE_METRICS
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 from .sequence import Job, SequenceState
 
 _log = logging.getLogger(__name__)

@@ -8,38 +8,34 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..blend.chunk import ChunkCache
 from ..config import EngineConfig
-from ..errors import Cancelled, PoolExhausted
+from ..errors import Cancelled
 from ..executor.protocol import Executor
 from ..metrics import Metrics
 from ..store.store import Store
 from .active import ActiveRequests
-from .admission import BorrowedKV, make_job
-from .blend_decision import BlendJudge, OnLogits
+from .admission import BorrowedKV, JobMaker
 from .counters import ENGINE_METRICS, Counters
-from .discovery import wants_discovery
 from .event import Ended, Listener
+from .features.blend_decision import BlendJudge, OnLogits
 from .features.blending import BlendQueue
-from .features.feature import Abort, Fail, Feature, FinishedStep, MakeRow, Proposal, Requeue, Submit
+from .features.feature import Feature, Submit
+from .features.feature_set import FeatureSet
 from .features.prefix_restore import PrefixRestore
-from .forward import Result, RowDone, RowFailed, RowTask, forward
-from .handles import HandleInfo
+from .handles.handles import HandleInfo
 from .isolation import contained
-from .notify import notify
-from .page_counts import reached
-from .plan import Admission, Sample, StepPlan, Work
-from .proposals import HoldRows
+from .planner import Planner
 from .request import Request
-from .rows import row_task
-from .schedule_state import StepLimits
-from .scheduler import Scheduler
+from .scheduling.plan import Sample, StepPlan
+from .scheduling.proposals import HoldRows
+from .scheduling.schedule_state import StepLimits
+from .scheduling.scheduler import Scheduler
 from .sequence import Job, PoolAccounting, ReclaimPages, SequenceState
-from .sequence_kv import cache_for, out_of_pages
+from .step_runner import StepRunner
 from .view import EngineView, look
 
 
@@ -70,21 +66,22 @@ class Engine:
         config = config or EngineConfig()
         limits = StepLimits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
         self._executor, self._clock = executor, clock
-        self._judge, self._chunks, self._discover = judge, chunks, config.discover
+        self._jobs = JobMaker(executor, chunks, judge, config.discover)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
         self.wakeup = threading.Event()  # set, from any thread, when there may be something to do
         self._inbox: deque[Callable[[], None]] = deque()  # calls from other threads, until the next step
         self._arriving: dict[Job, None] = {}  # jobs in there
         self._seqs: dict[Sample, SequenceState] = {}
         restore = self._prefix_restore = _prefix_restore(executor, store, config, self.metrics, self.wakeup.set)
-        own = (BlendQueue(self.wakeup.set), *(() if restore is None else (restore,)))
-        self._features: tuple[Feature, ...] = (*features, *own)
-        self._on_evict = None if restore is None else restore.store_page  # of prefixes that this engine computes
-        load_prefix = None if restore is None else restore.load_prefix
-        self._accounting = PoolAccounting(executor, self._seqs, reclaim or _nothing_to_reclaim, load_prefix)
-        self._scheduler = Scheduler(limits, self._accounting, config.owner_weights)
-        self._counters = Counters(self.metrics, executor.pool, self._scheduler, clock)
-        self._active = ActiveRequests(executor, self._scheduler, self._counters, clock, self._seqs, self._features)
+        plugged: list[Feature] = [*features, BlendQueue(self.wakeup.set), *([] if restore is None else [restore])]
+        load_prefix, on_evict = (None, None) if restore is None else (restore.load_prefix, restore.store_page)
+        accounting = PoolAccounting(executor, self._seqs, reclaim or _nothing_to_reclaim, load_prefix)
+        scheduler = self._scheduler = Scheduler(limits, accounting, config.owner_weights)
+        counters = self._counters = Counters(self.metrics, executor.pool, scheduler, clock)
+        active = self._active = ActiveRequests(executor, scheduler, counters, clock, self._seqs, plugged)
+        every = self._features = FeatureSet(plugged, self._seqs, scheduler, active, self._submit)
+        self._planner = Planner(executor, self._seqs, scheduler, accounting, active, counters, every)
+        self._runner = StepRunner(executor, self._seqs, active, counters, every, on_evict)
 
     # The spine.
 
@@ -98,13 +95,11 @@ class Engine:
         if not plan.work:
             return False
         try:
-            step = self._forward(plan, self._tasks(plan))
-            for feature in self._features:
-                self._apply(feature.after_step(step, self._seqs))
-            drawn = [self._commit(*row) for row in zip(plan.work, step.tasks, step.results, strict=True)]
+            step = self._runner.run(plan)
+            self._features.after_step(step)
+            drawn = self._runner.commit(step)
             advances = self._scheduler.commit(plan, drawn)
-            done = [result for result, tokens in zip(step.results, drawn, strict=True) if tokens is not None]
-            self._active.notify_advances(advances, done)
+            self._active.notify_advances(advances, step.committed(drawn))
         except Cancelled:
             raise
         except BaseException as error:
@@ -114,6 +109,14 @@ class Engine:
             raise
         self._counters.update_gauges()
         return True
+
+    def _plan(self) -> StepPlan:
+        try:
+            self.drain_inbox()
+            return self._planner.plan()
+        except BaseException as error:  # an internal error, or an interrupt: no sequence's state can be trusted
+            self.fail_all(error)
+            raise
 
     # From any thread.
 
@@ -128,15 +131,7 @@ class Engine:
 
         The engine owns the borrowed cache from here on, also if this raises.
         """
-        if request.discover is None and self._discover:
-            request = replace(request, discover=True)
-        try:
-            chunks = self._chunks_for(request)
-            return make_job(self._executor, request, listener, borrowed, chunks, self._judge, on_first_logits)
-        except BaseException:
-            if borrowed is not None:
-                borrowed.kv.close()
-            raise
+        return self._jobs.make(request, listener, borrowed, on_first_logits)
 
     def add(self, job: Job, held: bool = False) -> None:
         """Admit a request at the next step; if `held`, it gets no row until `resume`."""
@@ -191,19 +186,17 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        return self.has_inbox or self._scheduler.ready or any(feature.has_ready for feature in self._features)
+        return self.has_inbox or self._scheduler.ready or self._features.has_ready
 
     @property
     def wait_timeout_s(self) -> float | None:
         """Seconds after which the driver asks again, if nothing wakes it; None where no sequence waits for a store."""
-        timeouts = [feature.wait_timeout_s for feature in self._features]
-        return min((timeout_s for timeout_s in timeouts if timeout_s is not None), default=None)
+        return self._features.wait_timeout_s
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests."""
         self.drain_inbox()
-        for feature in self._features:
-            self._apply(feature.stop())
+        self._features.stop()
         for job in list(self._active.jobs.values()):
             for seq in list(job.live):
                 self._active.end(seq, "error", error)
@@ -224,21 +217,6 @@ class Engine:
         for seq in job.live if job is not None else ():
             self._scheduler.apply(HoldRows(seq.sample, held))
 
-    def _apply(self, proposals: Iterable[Proposal]) -> None:
-        """Carry out what a feature proposes."""
-        for proposal in proposals:
-            match proposal:
-                case Requeue(seq, error):
-                    self._active.requeue(seq, error)
-                case Fail(seq, failure):
-                    self._active.fail(seq, failure)
-                case Submit():
-                    self._submit(proposal)
-                case Abort(request):
-                    self._active.abort(request)
-                case _:
-                    self._scheduler.apply(proposal)
-
     def _submit(self, own: Submit) -> None:
         """Admit a request of a feature, or tell its listener why not."""
         try:
@@ -247,123 +225,6 @@ class Engine:
             own.listener.on_event(Ended(0, "error", error=contained(error)))
         else:
             self._active.add(job)
-
-    def _chunks_for(self, request: Request) -> ChunkCache | None:
-        """What the documents of a request are found in; None where it has none and looks for none."""
-        if self._chunks is None or not (request.documents or wants_discovery(request)):
-            return None
-        return self._chunks()
-
-    # Planning.
-
-    def _plan(self) -> StepPlan:
-        """A plan that has work, if there is any; plans before it may only make room."""
-        try:
-            self.drain_inbox()
-            while True:
-                for feature in self._features:
-                    self._apply(feature.before_plan(self._seqs))
-                plan = self._scheduler.plan()
-                self._accounting.end_failed(self._active.fail)
-                plan = self._apply_plan(plan)
-                if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):
-                    return plan
-        except BaseException as error:  # an internal error, or an interrupt: no sequence's state can be trusted
-            self.fail_all(error)
-            raise
-
-    def _apply_plan(self, plan: StepPlan) -> StepPlan:
-        """Preempt and admit as a plan says; returns the plan without the requests that failed meanwhile."""
-        for gone in plan.preempted:
-            if (seq := self._seqs.get(gone.sample)) is not None:
-                self._active.guarded(seq, partial(self._active.preempt, seq), None)
-        for new in plan.admitted:
-            if (seq := self._seqs.get(new.sample)) is not None:
-                self._active.guarded(seq, partial(self._place, seq, new), None)
-        if plan.starved in self._seqs and not self._accounting.free_kept_pages(True):
-            starved = self._seqs[plan.starved]
-            self._active.end(starved, "error", out_of_pages(starved, self._executor))
-        if all(work.sample in self._seqs for work in plan.work):
-            return plan
-        return replace(plan, work=tuple(work for work in plan.work if work.sample in self._seqs))
-
-    def _place(self, seq: SequenceState, new: Admission) -> None:
-        """Give a sample the cache it starts with."""
-        seq.kv = cache_for(seq, new.hit.tokens, self._executor)
-        found = seq.kv.num_entries
-        self._scheduler.set_cached(new.sample, found)  # another thread may have taken pages since they were counted
-        for feature in self._features:
-            self._apply(feature.begin(seq))
-        if seq.cached is None:
-            seq.cached = min(found, new.sample.prompt)
-            if not seq.job.request.background:
-                self._counters.sample_started(seq)
-
-    # Running.
-
-    def _tasks(self, plan: StepPlan) -> list[RowTask | None]:
-        """The rows of a plan: those that features make, and the next tokens of all other samples."""
-        makers: dict[Sample, MakeRow] = {}
-        for feature in self._features:
-            makers.update(feature.rows(plan, self._seqs))
-        return [self._task(work, makers) for work in plan.work]
-
-    def _task(self, work: Work, makers: Mapping[Sample, MakeRow]) -> RowTask | None:
-        seq = self._seqs[work.sample]
-        if work.start != work.sample.computed:  # it found fewer tokens than it was promised
-            return None
-        return self._active.guarded(seq, makers.get(work.sample) or partial(row_task, seq, work), None)
-
-    def _forward(self, plan: StepPlan, tasks: Sequence[RowTask | None]) -> FinishedStep:
-        there = [i for i, task in enumerate(tasks) if task is not None]
-        results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
-        by_place = dict(zip(there, results, strict=True))
-        return FinishedStep(plan, tasks, [by_place.get(i) for i in range(len(tasks))])
-
-    def _commit(self, work: Work, task: RowTask | None, result: Result | None) -> Sequence[int] | None:
-        """Advance a sample's cache; the tokens it drew, or None if its row was not done."""
-        if task is None or result is None or (seq := self._seqs.get(work.sample)) is None:
-            return None
-        match result:
-            case RowFailed(PoolExhausted() as error) if work.sample.is_blending:  # a document is not there after all
-                self._active.requeue(seq, error)
-                return None
-            case RowFailed(error):
-                self._active.fail(seq, error)
-                return None
-            case RowDone():
-                return self._active.guarded(seq, partial(self._row_done, seq, work, task, result), None)
-
-    def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone) -> Sequence[int]:
-        """A row was computed: its cache grows, and its listener is notified."""
-        accepted = result.tokens[:-1] if work.drafts else ()
-        stop = reached(work) + len(accepted)
-        if stop > work.start:
-            self._grow(seq, work.start, stop, accepted)
-        if task.drafts:
-            self._verified(seq, stop, len(task.drafts), len(accepted))
-        if stop > work.start and work.start < work.sample.prompt:
-            self._active.prompt_progress(seq, min(stop, work.sample.prompt))
-        if result.scores is not None and seq.scoring is not None:
-            notify(seq.job, seq.scoring.event(seq.ids, work.start, result.scores))
-        return result.tokens
-
-    def _grow(self, seq: SequenceState, start: int, stop: int, accepted: Sequence[int]) -> None:
-        """Positions [start, stop) of a cache are computed, the last of them from accepted drafts."""
-        assert seq.kv is not None
-        size, filled = self._executor.layout.page_tokens, None
-        keys = None if seq.job.request.background else seq.prefix_keys
-        if keys is not None and start // size < stop // size:
-            filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
-        seq.kv.commit([[*seq.tokens(start, stop), *accepted]], filled=filled)
-
-    def _verified(self, seq: SequenceState, stop: int, drafted: int, accepted: int) -> None:
-        """Count the drafts of a row, and free the pages of those that were not accepted."""
-        assert seq.kv is not None
-        seq.drafts = seq.drafts.plus(drafted, accepted)
-        self._counters.verified(drafted, accepted)
-        if seq.kv.row(0).reserved - stop >= self._executor.layout.page_tokens:
-            seq.kv.truncate(stop)
 
 
 def _prefix_restore(

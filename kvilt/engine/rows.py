@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ..batch import Ids, Last, Logits, Nothing, Row, Want
 from ..errors import PoolExhausted
 from .forward import RowTask
-from .plan import Work
+from .scheduling.plan import Work
 from .sequence import SequenceState
 
 

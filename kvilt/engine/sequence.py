@@ -15,11 +15,11 @@ from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys
 from ..kv.row import Token
 from ..sampling.sampler import SamplingState
-from .blend_decision import BlendDecision, OnLogits
 from .event import DraftCounts, Listener
+from .features.blend_decision import BlendDecision, OnLogits
 from .isolation import contained
-from .plan import PrefixHit, Sample
 from .request import Request
+from .scheduling.plan import PrefixHit, Sample
 from .scoring import Scoring
 
 T = TypeVar("T")

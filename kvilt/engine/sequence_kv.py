@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import PoolExhausted
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
-from .plan import Sample
+from .scheduling.plan import Sample
 from .sequence import SequenceState
 
 

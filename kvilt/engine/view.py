@@ -12,7 +12,7 @@ from typing import Literal
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_branches import PrefixBranch
-from .handles import HandleInfo
+from .handles.handles import HandleInfo
 from .sequence import SequenceState
 
 State = Literal["running", "waiting", "held"]

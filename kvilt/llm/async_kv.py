@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..batch import Adapter
-from ..engine.handles import HandleInfo, Handles
+from ..engine.handles.handles import HandleInfo, Handles
 from ..errors import InputError, QueueFull
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of

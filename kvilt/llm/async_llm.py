@@ -20,7 +20,7 @@ from ..batch import Adapter
 from ..blend.certificate import Certificate
 from ..engine.admission import BorrowedKV
 from ..engine.driver import Driver
-from ..engine.handles import Handles
+from ..engine.handles.handles import Handles
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import StepHung

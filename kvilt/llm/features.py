@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..blend.quality_gate import QualityGate
-from ..engine.blend_decision import BlendJudge
+from ..engine.features.blend_decision import BlendJudge
 from ..engine.features.drafting import Drafting
 from ..engine.features.feature import Feature
 from ..engine.features.quality_checks import QualityChecks

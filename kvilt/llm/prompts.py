@@ -13,8 +13,8 @@ from typing import Any
 from ..batch import Adapter
 from ..blend.recipe import Recipe
 from ..engine.admission import BorrowedKV
-from ..engine.handle import HandleLoan, check_loan
-from ..engine.handles import Handles
+from ..engine.handles.handle import HandleLoan, check_loan
+from ..engine.handles.handles import Handles
 from ..engine.prompt_embeds import PromptEmbeds
 from ..engine.request import Request
 from ..errors import HandleMismatch, InputError, ParamError, TruncateError

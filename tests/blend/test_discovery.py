@@ -174,7 +174,7 @@ def test_a_restart_finds_what_the_disk_has(executor: Executor, tmp_path: Path) -
         ask(make(executor, store), QUILT, named=True, tenant="t")
     with kept() as store:
         engine = make(executor, store, True)
-        chunks = engine._chunks()  # type: ignore[misc]
+        chunks = engine._jobs.chunks()  # type: ignore[misc]
         chunks.read("t")
         chunks._finder.settle(30)
         for tenant, spans in (("t", OTHER.documents), ("", ())):

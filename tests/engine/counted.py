@@ -6,9 +6,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvilt.engine.plan import PrefixHit, Sample, StepPlan, Work
-from kvilt.engine.schedule_state import StepLimits
-from kvilt.engine.scheduler import Advance, Scheduler
+from kvilt.engine.scheduling.plan import PrefixHit, Sample, StepPlan, Work
+from kvilt.engine.scheduling.schedule_state import StepLimits
+from kvilt.engine.scheduling.scheduler import Advance, Scheduler
 
 
 def keys_of(text: Sequence[int], size: int) -> list[bytes]:

@@ -24,7 +24,7 @@ from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.counters import PREEMPTIONS
 from kvilt.engine.engine import Engine
 from kvilt.engine.features.drafting import Drafting
-from kvilt.engine.handles import Handles
+from kvilt.engine.handles.handles import Handles
 from kvilt.engine.prompt_embeds import PromptEmbeds
 from kvilt.engine.request import Request
 from kvilt.errors import InputError, ParamError

@@ -12,10 +12,10 @@ from effort import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvilt.engine.admission_policy import PATIENCE_STEPS
-from kvilt.engine.fairness import Account, Owners, max_min
-from kvilt.engine.plan import Sample
-from kvilt.engine.schedule_state import StepLimits
+from kvilt.engine.scheduling.admission_policy import PATIENCE_STEPS
+from kvilt.engine.scheduling.fairness import Account, Owners, max_min
+from kvilt.engine.scheduling.plan import Sample
+from kvilt.engine.scheduling.schedule_state import StepLimits
 
 SETTINGS = settings(
     max_examples=examples(120), derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -16,7 +16,7 @@ from small import load_small
 
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import ENGINE_METRICS, HANDLES
-from kvilt.engine.handles import Handles
+from kvilt.engine.handles.handles import Handles
 from kvilt.errors import HandleExpired, HandleLimit, HandleUnknown, KviltError
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache

@@ -14,8 +14,8 @@ from small import load_small
 from kvilt import Inputs
 from kvilt.config import EngineConfig
 from kvilt.engine.counters import ENGINE_METRICS, HANDLES
-from kvilt.engine.handle import Handle, from_note
-from kvilt.engine.handles import Handles
+from kvilt.engine.handles.handle import Handle, from_note
+from kvilt.engine.handles.handles import Handles
 from kvilt.errors import (
     BlobError,
     CacheClosed,

@@ -18,8 +18,8 @@ from kvilt.config import EngineConfig
 from kvilt.engine.admission import BorrowedKV
 from kvilt.engine.engine import Engine
 from kvilt.engine.features.drafting import Drafting
-from kvilt.engine.handle import check_loan
-from kvilt.engine.handles import Handles
+from kvilt.engine.handles.handle import check_loan
+from kvilt.engine.handles.handles import Handles
 from kvilt.engine.request import Request
 from kvilt.errors import AdapterUnknown, InputError
 from kvilt.executor.protocol import Executor

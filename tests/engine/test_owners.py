@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from kvilt.engine.features.feature import Proposal
-from kvilt.engine.plan import BlendProgress, Sample
+from kvilt.engine.scheduling.plan import BlendProgress, Sample
 from kvilt.engine.sequence import Job, SequenceState
 
 PACKAGE = Path(__file__).parents[2] / "kvilt"

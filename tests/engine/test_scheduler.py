@@ -11,10 +11,10 @@ from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvilt.engine import scheduler as module
-from kvilt.engine.plan import PrefixHit, Sample
-from kvilt.engine.schedule_state import StepLimits
-from kvilt.engine.scheduler import Scheduler
+from kvilt.engine.scheduling import scheduler as module
+from kvilt.engine.scheduling.plan import PrefixHit, Sample
+from kvilt.engine.scheduling.schedule_state import StepLimits
+from kvilt.engine.scheduling.scheduler import Scheduler
 from kvilt.errors import ParamError
 
 SETTINGS = settings(

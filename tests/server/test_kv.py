@@ -200,7 +200,7 @@ def test_a_server_without_a_folder_saves_nothing(start: Start) -> None:
 def test_a_folder_that_cannot_be_written(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
-    from kvilt.engine import handles
+    from kvilt.engine.handles import handles
 
     def full(_path: Path, _data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))

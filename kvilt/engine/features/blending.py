@@ -14,10 +14,10 @@ from ...blend.blender import Blending
 from ...errors import PoolExhausted
 from ..forward import RowDone, RowTask
 from ..isolation import contained, quietly
-from ..page_counts import reached
-from ..plan import Sample, StepPlan, Work
-from ..proposals import AdvanceBlend, WaitForStore
 from ..rows import with_watcher
+from ..scheduling.page_counts import reached
+from ..scheduling.plan import Sample, StepPlan, Work
+from ..scheduling.proposals import AdvanceBlend, WaitForStore
 from ..sequence import SequenceState
 from .feature import Fail, Feature, FinishedStep, Forgotten, MakeRow, Proposal, Requeue, Sequences
 

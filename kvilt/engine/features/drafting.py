@@ -18,9 +18,9 @@ from ...speculative.cost import DraftCosts, StepPrice
 from ...speculative.drafter import Draft, DraftContext, Drafter
 from ..forward import RowDone
 from ..isolation import contained, quietly
-from ..plan import Sample, StepPlan
-from ..proposals import WantDrafts
 from ..rows import row_task
+from ..scheduling.plan import Sample, StepPlan
+from ..scheduling.proposals import WantDrafts
 from ..sequence import SequenceState
 from .feature import Feature, FinishedStep, Forgotten, MakeRow, Proposal, Sequences
 

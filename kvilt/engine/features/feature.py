@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ...errors import PoolExhausted
-from ..blend_decision import OnLogits
 from ..event import Listener
 from ..forward import Result, RowTask
-from ..plan import Sample, StepPlan
-from ..proposals import ScheduleProposal
 from ..request import Request
+from ..scheduling.plan import Sample, StepPlan
+from ..scheduling.proposals import ScheduleProposal
 from ..sequence import SequenceState
+from .blend_decision import OnLogits
 
 Sequences = Mapping[Sample, SequenceState]  # all that are in progress
 MakeRow = Callable[[], RowTask | None]  # None: the row waits for a later step
@@ -67,6 +67,10 @@ class FinishedStep:
     plan: StepPlan
     tasks: Sequence[RowTask | None]
     results: Sequence[Result | None]
+
+    def committed(self, drawn: Sequence[Sequence[int] | None]) -> list[Result | None]:
+        """The results of the rows that drew these tokens; one that was not committed drew None."""
+        return [result for result, tokens in zip(self.results, drawn, strict=True) if tokens is not None]
 
 
 class Feature(Protocol):

@@ -24,8 +24,8 @@ from ...store.loading import Loading
 from ...store.store import Store
 from ..counters import RESTORED
 from ..isolation import contained, quietly
-from ..plan import PrefixHit
-from ..proposals import WaitForStore
+from ..scheduling.plan import PrefixHit
+from ..scheduling.proposals import WaitForStore
 from ..sequence import SequenceState
 from .feature import Feature, Forgotten, Proposal, Sequences
 

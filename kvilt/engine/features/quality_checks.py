@@ -20,12 +20,12 @@ from ...blend.recipe import Recipe
 from ...executor.lora import AdapterLease
 from ...executor.protocol import Executor
 from ...metrics import Counter, Gauge, Histogram, Metrics
-from ..blend_decision import BlendDecision
 from ..event import Ended, Event
 from ..isolation import contained
-from ..proposals import HoldRows
 from ..request import Request
+from ..scheduling.proposals import HoldRows
 from ..sequence import SequenceState
+from .blend_decision import BlendDecision
 from .feature import Abort, Feature, Proposal, Sequences, Submit
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...engine.handles import HandleInfo
+from ...engine.handles.handles import HandleInfo
 from ...kv.file import sweep
 from ...kv.owner import owner_of
 from ...llm import AsyncLLM, Completion

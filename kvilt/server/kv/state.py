@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ...engine.handles import HandleInfo
+from ...engine.handles.handles import HandleInfo
 from ...engine.view import EngineView
 from ...errors import HandleError
 from ...kv.owner import owner_of

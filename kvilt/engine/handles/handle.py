@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..batch import Adapted, Adapter
-from ..errors import InputError
-from ..executor.lora import Adapters
-from ..kv.cache import KVCache
-from ..kv.owner import owner_of
-from ..kv.row import BASE, made_by
-from ..store.note import HandleNote
+from ...batch import Adapted, Adapter
+from ...errors import InputError
+from ...executor.lora import Adapters
+from ...kv.cache import KVCache
+from ...kv.owner import owner_of
+from ...kv.row import BASE, made_by
+from ...store.note import HandleNote
 
 
 @dataclass(slots=True, eq=False)

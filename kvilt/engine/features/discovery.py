@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..batch import Adapted, Base
-from ..blend.chunk import ChunkCache
-from ..executor.protocol import Executor
-from .request import Request
+from ...batch import Adapted, Base
+from ...blend.chunk import ChunkCache
+from ...executor.protocol import Executor
+from ..request import Request
 
 
 def discovered(executor: Executor, request: Request, chunks: ChunkCache, known: int) -> Request:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..blend.recipe import Recipe
-from .request import Request
+from ...blend.recipe import Recipe
+from ..request import Request
 
 OnLogits = Callable[[Tensor], None]  # gets logits [vocab] that it may keep
 

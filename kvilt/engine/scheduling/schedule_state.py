@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import ParamError
+from ...errors import ParamError
 from .fairness import Owners, Share
 from .page_counts import PageCounts, is_last
 from .plan import Admission, PageAccounting, Preemption, Sample, StepPlan, Work

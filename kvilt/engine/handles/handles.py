@@ -18,23 +18,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..batch import Adapter
-from ..config import EngineConfig
-from ..errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
-from ..executor.protocol import Executor
-from ..kv.cache import KVCache, read_file
-from ..kv.codec import describe, pack, unpack
-from ..kv.file import write_whole
-from ..kv.identity import Identity
-from ..kv.owner import owner_of
-from ..kv.row import BASE, EXACT, maker_parts
-from ..metrics import Metrics
-from ..store.address import tenant_of
-from ..store.note import HandleNote
-from ..store.notes import HandleNotes
-from .counters import HANDLES
+from ...batch import Adapter
+from ...config import EngineConfig
+from ...errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
+from ...executor.protocol import Executor
+from ...kv.cache import KVCache, read_file
+from ...kv.codec import describe, pack, unpack
+from ...kv.file import write_whole
+from ...kv.identity import Identity
+from ...kv.owner import owner_of
+from ...kv.row import BASE, EXACT, maker_parts
+from ...metrics import Metrics
+from ...store.address import tenant_of
+from ...store.note import HandleNote
+from ...store.notes import HandleNotes
+from ..counters import HANDLES
+from ..request import new_id
 from .handle import Handle, HandleLoan, from_note, pages_of
-from .request import new_id
 
 MAX_EXPIRED = 4096  # ids of expired handles, to answer "expired" rather than "unknown"
 
