@@ -16,7 +16,7 @@ from ..kv.codec import describe
 from ..kv.row import RowImage, Token, maker_parts
 from ..sampling.params import SamplingParams
 from .decode_loop import DecodeLoop, room_for, sampling_states
-from .inputs import STEP_TOKENS, InputsLike, RowInput, read_inputs
+from .inputs import STEP_TOKENS, InputsLike, RowInput, read_active_inputs, read_ids, read_inputs
 from .step_executor import StepExecutor
 
 
@@ -25,18 +25,33 @@ class ModelExecutor(StepExecutor):
 
     def prefill(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> None:
         """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
-        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
+
+        def read() -> list[RowInput]:
+            return read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
+
+        with self.call(), self._using(read, kv, lora_id, lora_scale) as (rows, adapters):
             self._extend(rows, kv, adapters)
 
-    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> Tensor:
-        """One decode step for your own sampler: float32 logits [batch, vocab] after the input."""
-        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
+    def step(
+        self,
+        inputs: InputsLike,
+        kv: KVCache,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+        active: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """One decode step for your own sampler: float32 logits [batch, vocab] after the input.
+
+        Rows that are not `active`, or whose input is empty, are skipped: their cache stays, and their logits are NaN.
+        """
+        read = self._reader(inputs, kv, active)
+        with self.call(), self._using(read, kv, lora_id, lora_scale) as (rows, adapters):
             reserve_all(kv, [len(row) for row in rows])
             with settled(kv):
                 since = kv.lengths
                 logits = self._forward(rows, kv, Last(), adapters)
                 kv.commit([row.tokens() for row in rows], since)
-            return logits
+            return in_their_rows(logits, rows)
 
     def sample_tokens(
         self,
@@ -46,24 +61,37 @@ class ModelExecutor(StepExecutor):
         lora_id: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_scale: float = 1.0,
+        active: Sequence[bool] | None = None,
     ) -> list[list[int]]:
         """Up to `num_steps` sampled ids per row, without leaving the executor.
 
         A row ends early at one of its stop tokens (which it returns), at its `max_tokens` or at the end of its context.
-        Afterwards the cache holds the input and all sampled tokens but the last.
+        Afterwards the cache holds the input and all sampled tokens but the last. Rows that are not `active`, or whose
+        input is empty, are skipped: nothing is sampled for them.
         """
         num_steps = positive("num_steps", num_steps)
-        with self.call(), self._using(inputs, kv, lora_id, lora_scale) as (rows, adapters):
+        read = self._reader(inputs, kv, active)
+        with self.call(), self._using(read, kv, lora_id, lora_scale) as (rows, adapters):
             states = sampling_states(rows, kv, params, self.spec.vocab_size)
             # All room is found before any work, so that no step can fail for want of pages.
             most = [min(num_steps, state.params.max_tokens or num_steps) for state in states]
-            reserve_all(kv, [room_for(kv, index, len(row), most[index]) for index, row in enumerate(rows)])
+            room = [room_for(kv, index, len(row), most[index]) if row else 0 for index, row in enumerate(rows)]
+            reserve_all(kv, room)
 
             def forward(pending: Sequence[RowInput]) -> Tensor:
                 return self._forward(pending, kv, Last(), adapters)
 
             with settled(kv):
                 return DecodeLoop(self, forward, kv, states, adapters).run(num_steps, rows)
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """The embedding rows of token ids, float32 [ids, hidden], as the first layer reads them: rows for `Inputs`.
+
+        They are those of the base model; an adapter of the embedding has no part in them.
+        """
+        tokens = torch.tensor(read_ids(ids, self.spec.vocab_size), dtype=torch.int64, device=self._pool.device)
+        with self.call(), torch.no_grad():
+            return self._decoder.embed(tokens).to(torch.float32, copy=True)
 
     def score(
         self,
@@ -129,16 +157,27 @@ class ModelExecutor(StepExecutor):
         said = describe(data).identity.adapter
         return said if maker_parts(said)[0] == identity else identity
 
+    def _reader(self, inputs: InputsLike, kv: KVCache, active: Sequence[bool] | None) -> Callable[[], list[RowInput]]:
+        """Reads the inputs of a call that may skip rows."""
+        spec = self.spec
+        return lambda: read_active_inputs(inputs, kv.batch_size, spec.vocab_size, spec.hidden_size, active)
+
     @contextmanager
     def _using(
-        self, inputs: InputsLike, kv: KVCache, lora_id: int | None, lora_scale: float
+        self, read: Callable[[], list[RowInput]], kv: KVCache, lora_id: int | None, lora_scale: float
     ) -> Iterator[tuple[list[RowInput], list[Adapter]]]:
         """The rows of an input and what each runs on; the adapter stays loaded for the length of the call."""
         if kv.pool is not self._pool:
             raise InputError("this KV cache belongs to another executor; copy it over with select_and_copy_from")
-        rows = read_inputs(inputs, kv.batch_size, self.spec.vocab_size, self.spec.hidden_size)
-        adapters = self._adapters(lora_id, lora_scale, len(rows), lambda i: [*kv.tokens(i), *rows[i].tokens()])
-        hold = self.adapters.hold(adapters[0])
+        rows = read()
+        adapters: list[Adapter] = [Base()] * len(rows)
+        running = [i for i, row in enumerate(rows) if row]
+        chosen = self._adapters(
+            lora_id, lora_scale, len(running), lambda n: [*kv.tokens(running[n]), *rows[running[n]].tokens()]
+        )
+        for i, adapter in zip(running, chosen, strict=True):
+            adapters[i] = adapter
+        hold = self.adapters.hold(chosen[0])
         try:
             yield rows, adapters
         finally:
@@ -210,6 +249,15 @@ class ModelExecutor(StepExecutor):
     def _step_tokens(self, rows: int) -> int:
         """Tokens of each of so many rows in a step."""
         return min(max(1, STEP_TOKENS // rows), self._pool.step_tokens or STEP_TOKENS)
+
+
+def in_their_rows(logits: Tensor, rows: Sequence[RowInput]) -> Tensor:
+    """Logits of the rows that ran as logits of all rows; NaN, which no sampler draws from, for those that did not."""
+    if len(logits) == len(rows):
+        return logits
+    every = logits.new_full((len(rows), logits.shape[1]), float("nan"))
+    every[[i for i, row in enumerate(rows) if row]] = logits
+    return every
 
 
 def reserve_all(kv: KVCache, tokens: Sequence[int]) -> None:

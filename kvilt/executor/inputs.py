@@ -85,11 +85,28 @@ NO_INPUT = RowInput((), {})
 
 
 def read_inputs(value: InputsLike, batch_size: int, vocab_size: int, hidden_size: int) -> list[RowInput]:
-    """One checked input per row of a cache."""
+    """One checked input per row of a cache, none of them empty."""
+    return [_read_row(row, vocab_size, hidden_size) for row in _rows_of(value, batch_size)]
+
+
+def read_active_inputs(
+    value: InputsLike, batch_size: int, vocab_size: int, hidden_size: int, active: Sequence[bool] | None = None
+) -> list[RowInput]:
+    """The same, where rows may be skipped: those that `active` says no to, whatever their input, and empty ones."""
+    rows = _rows_of(value, batch_size)
+    if active is not None and (len(active) != batch_size or not all(isinstance(one, bool) for one in active)):
+        raise InputError(f"active must be {batch_size} times True or False, one for each row, not {active!r:.80}")
+    runs = [len(row) > 0 and (active is None or active[i]) for i, row in enumerate(rows)]
+    if not any(runs):
+        raise InputError("the input is empty: no row has a token that is to run; give at least one token")
+    return [_read_row(row, vocab_size, hidden_size) if run else NO_INPUT for row, run in zip(rows, runs, strict=True)]
+
+
+def _rows_of(value: InputsLike, batch_size: int) -> list[Inputs | list[Any]]:
     rows = _per_row(value, batch_size)
     if len(rows) != batch_size:
         raise InputError(f"{len(rows)} inputs were given for a cache of {batch_size} rows")
-    return [_read_row(row, vocab_size, hidden_size) for row in rows]
+    return rows
 
 
 def read_ids(value: Iterable[Any], vocab_size: int) -> list[int]:

@@ -117,8 +117,18 @@ class Executor(Protocol):
         """Extend the cache by the input: by all of it, or, if anything fails, not at all."""
         ...
 
-    def step(self, inputs: InputsLike, kv: KVCache, lora_id: int | None = None, lora_scale: float = 1.0) -> Tensor:
-        """One decode step for the caller's own sampler: float32 logits [batch, vocab] after the input."""
+    def step(
+        self,
+        inputs: InputsLike,
+        kv: KVCache,
+        lora_id: int | None = None,
+        lora_scale: float = 1.0,
+        active: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """One decode step for the caller's own sampler: float32 logits [batch, vocab] after the input.
+
+        Rows that are not `active`, or whose input is empty, are skipped, here and in `sample_tokens`.
+        """
         ...
 
     def sample_tokens(
@@ -129,8 +139,13 @@ class Executor(Protocol):
         lora_id: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_scale: float = 1.0,
+        active: Sequence[bool] | None = None,
     ) -> list[list[int]]:
         """Up to `num_steps` sampled ids per row, without leaving the executor."""
+        ...
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """The embedding rows of token ids, float32 [ids, hidden], as `Inputs` takes them."""
         ...
 
     def score(

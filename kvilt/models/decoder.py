@@ -139,12 +139,16 @@ class Decoder:
     def _rotations(self, positions: Tensor) -> dict[RopeSpec, Rotation]:
         return {rope: rotation(rope, at, positions, self.ops) for rope, at in self.frequencies.items()}
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """What tokens start with, as the first layer reads it [tokens, hidden]."""
+        return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
+
     def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
         """What all tokens start with: their embeddings, or the vectors they come as."""
         vectors = step.vectors
         if vectors is not None and vectors.at is None:
             return vectors.values.to(self.ops.dtype)
-        x = self.ops.embed(self.embedding, step.ids, self.spec.embed_scale)
+        x = self.embed(step.ids)
         if vectors is not None:
             x[vectors.at] = vectors.values.to(x.dtype)
         for own in () if step_adapters is None else step_adapters.embedded:
