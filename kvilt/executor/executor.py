@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..batch import Adapter, Base, Batch, Ids, Last, Nothing, Row, Score, Scores
 from ..errors import BlobError, InputError
-from ..kv.cache import KVCache, positive, read_file, read_images
+from ..kv.cache import KVCache, positive
 from ..kv.codec import describe
-from ..kv.row import RowImage, Token, maker_parts
+from ..kv.row import EXACT, RowImage, Token, maker_parts
+from ..kv.saved import read_file, read_images
 from ..sampling.params import SamplingParams
 from .decode_loop import DecodeLoop, room_for, sampling_states
 from .inputs import STEP_TOKENS, InputsLike, RowInput, read_active_inputs, read_ids, read_inputs
@@ -135,19 +136,21 @@ class ModelExecutor(StepExecutor):
         accept_numerics: bool = False,
         lora_id: int | None = None,
         lora_scale: float = 1.0,
+        origin: str = EXACT,
     ) -> KVCache:
         """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is.
 
-        KV that an adapter made is opened by naming that adapter, with its scale.
+        KV that an adapter made is opened by naming that adapter, with its scale. KV of a blend, which is not what the
+        model computes, is opened by naming its `origin`, and is not computed again.
         """
         data = read_file(self._pool, path, self._room)
         adapter = Base() if lora_id is None else self.adapters.choose(lora_id, lora_scale)
         maker = self._maker(data, adapter)
         try:
-            images = read_images(self._pool, data, self._room, accept_numerics, maker)
+            images = read_images(self._pool, data, self._room, accept_numerics, maker, origin)
             return KVCache.of_images(self._pool, images, self._room)
         except BlobError as error:
-            if error.field != "identity.numerics":
+            if error.field != "identity.numerics" or origin != EXACT:
                 raise
         return self._compute_again(read_images(self._pool, data, self._room, True, maker), lora_id, lora_scale)
 

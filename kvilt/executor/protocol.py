@@ -16,6 +16,7 @@ from ..kv.cache import KVCache
 from ..kv.layout import KVLayout
 from ..kv.pool import PagePool
 from ..kv.prefix import PrefixIndex
+from ..kv.row import EXACT
 from ..metrics import Metrics
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
@@ -107,8 +108,12 @@ class Executor(Protocol):
         accept_numerics: bool = False,
         lora_id: int | None = None,
         lora_scale: float = 1.0,
+        origin: str = EXACT,
     ) -> KVCache:
-        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is."""
+        """A saved cache. KV made with other numerics is computed again from its tokens, unless accepted as it is.
+
+        KV of a blend is opened by naming its `origin`.
+        """
         ...
 
     # Calls made of `run`.

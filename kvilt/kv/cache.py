@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, SupportsIndex, TypeGuard, TypeVar
 
 from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch, TruncateError
-from .codec import max_bytes, pack, unpack
+from .codec import pack
 from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
 from .row import BASE, EXACT, CacheRow, RowImage, Token, held, rows_from_images
+from .saved import read_images
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,9 +254,12 @@ class KVCache:
             identity = replace(identity, origin=origin, adapter=maker)
         return pack(images, self.layout, identity)
 
-    def load(self, data: bytes, accept_numerics: bool = False, maker: str = BASE) -> None:
-        """Become what `data` holds, or raise a BlobError and stay as it was. `maker`: what must have made the KV."""
-        images = read_images(self._pool, data, self._capacity, accept_numerics, maker)
+    def load(self, data: bytes, accept_numerics: bool = False, maker: str = BASE, origin: str = EXACT) -> None:
+        """Become what `data` holds, or raise a BlobError and stay as it was.
+
+        `maker` and `origin` say what must have made the KV, and how: `load` takes those that it was saved with.
+        """
+        images = read_images(self._pool, data, self._capacity, accept_numerics, maker, origin)
         if len(images) != self.batch_size:
             raise BlobError("rows", f"{len(images)} rows do not fit a cache of batch size {self.batch_size}")
         self._adopt(images)
@@ -368,24 +372,6 @@ def positive(name: str, number: object) -> int:
     if not _is_whole(number) or operator.index(number) < 1:
         raise InputError(f"{name} must be a whole number and at least 1, not {number!r}")
     return operator.index(number)
-
-
-def read_file(pool: PagePool, path: str | os.PathLike[str], capacity: int) -> bytes:
-    """The bytes of a saved cache, unless they are more than any cache of this pool could have."""
-    data_bytes, most_bytes = Path(path).stat().st_size, max_bytes(pool.nbytes, pool.pages, capacity)
-    if data_bytes > most_bytes:
-        raise BlobError("size", f"{data_bytes} bytes are more than the KV memory holds; raise kv_memory")
-    return Path(path).read_bytes()
-
-
-def read_images(
-    pool: PagePool, data: bytes, capacity: int, accept_numerics: bool = False, maker: str = BASE
-) -> list[RowImage]:
-    """The rows of a blob, if they could be rows of this pool; a BlobError otherwise."""
-    images = unpack(data, pool.layout, replace(pool.identity(), adapter=maker), capacity, accept_numerics)
-    if any(token >= pool.token_limit for image in images for token in image.ids):
-        raise BlobError("payload.tokens", f"a token id is past this model's vocabulary of {pool.token_limit}")
-    return images
 
 
 def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:

@@ -94,9 +94,7 @@ def unpack(
     rows = _row_headers(fields, layout, capacity, payload)
     images, at = [], 0
     for row in rows:
-        images.append(
-            _row_image(row, layout, payload[at : at + _row_bytes(row, layout)], maker_parts(identity.adapter))
-        )
+        images.append(_row_image(row, layout, payload[at : at + _row_bytes(row, layout)], identity))
         at += _row_bytes(row, layout)
     return images
 
@@ -172,7 +170,8 @@ def _check_identity(found: Any, own: Identity, accept_numerics: bool) -> None:
     found = _names(found)
     for field in _IDENTITY_FIELDS:
         if found[field] != expected[field]:
-            raise BlobError(f"identity.{field}", "this KV was made by another model, adapter, recipe or tenant")
+            how = f"; to take it as it is, give origin={found[field][:80]!r}" if field == "origin" else ""
+            raise BlobError(f"identity.{field}", f"this KV was made by another model, adapter, recipe or tenant{how}")
     if not accept_numerics and found["numerics"] != expected["numerics"]:
         raise BlobError(
             "identity.numerics",
@@ -248,7 +247,7 @@ def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
     return length, embeds, firsts
 
 
-def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview, maker: tuple[str, int]) -> RowImage:
+def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview, identity: Identity) -> RowImage:
     ids = array("q", bytes(payload[: 8 * row.length]))
     at = 8 * row.length
     embeds = {}
@@ -262,7 +261,7 @@ def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview, maker: tu
         size = sum(_part_bytes(group.shape, row.length - first))
         groups.append(_keys_values(payload[at : at + size], group.shape, row.length - first))
         at += size
-    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups), adapter=maker[0], adapted_from=maker[1])
+    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups), identity.origin, *maker_parts(identity.adapter))
 
 
 def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:

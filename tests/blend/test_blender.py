@@ -353,6 +353,30 @@ def test_a_blended_cache_says_so_in_its_bytes(native: Executor, store: Store) ->
             other.load(data)
 
 
+def test_a_blended_cache_opens_again_for_a_caller_that_names_its_origin(
+    native: Executor, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
+    origin, own = blending.recipe.name, native.pool.identity()
+    with kv:
+        kv.save(tmp_path / "blended.kv")
+        with monkeypatch.context() as patch:
+            patch.setattr(native.pool, "identity", lambda: replace(own, numerics="another CPU"))
+            kv.save(tmp_path / "foreign.kv")
+        for wrong in ({}, {"origin": "blend:another"}):
+            with pytest.raises(BlobError, match=r"identity\.origin: .* give origin="):
+                native.open_kv_cache(tmp_path / "blended.kv", **wrong)
+        with native.open_kv_cache(tmp_path / "blended.kv", origin=origin) as again, native.create_kv_cache() as other:
+            other.load(kv.serialize(), origin=origin)
+            for same in (again, other):
+                assert same.origin == origin
+                assert same.serialize() == kv.serialize()
+        with pytest.raises(BlobError, match=r"identity\.numerics"):  # computed again, it would be exact and not this
+            native.open_kv_cache(tmp_path / "foreign.kv", origin=origin)
+        with native.open_kv_cache(tmp_path / "foreign.kv", accept_numerics=True, origin=origin) as accepted:
+            assert accepted.origin == origin
+
+
 def test_a_stored_blended_cache_is_found_by_its_recipe_alone(native: Executor, store: Store) -> None:
     _, kv, blending = blended(native, ChunkCache(native, store), QUILT, recipe(0.2))
     identity, layout = native.pool.identity(), native.layout

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvilt.errors import ContextOverflow, InputError, PoolExhausted
-from kvilt.kv.cache import KVCache, read_file
+from kvilt.kv.cache import KVCache
 from kvilt.kv.layout import Full, KVLayout, Latent, LayerGroup, Window
 from kvilt.kv.pool import PagePool
 from kvilt.kv.prefix_keys import PrefixKeys
 from kvilt.kv.row import RowImage
+from kvilt.kv.saved import read_file
 from kvilt.kv.sizing import SEQUENCE_TOKENS, STEP_TOKENS, split_memory
 from kvilt.ops.contract import PageShape
 from kvilt.ops.kv_dtypes import FLOAT16

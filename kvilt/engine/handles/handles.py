@@ -22,12 +22,13 @@ from ...batch import Adapter
 from ...config import EngineConfig
 from ...errors import BlobError, HandleExpired, HandleLimit, HandleUnknown, InputError, ParamError, TruncateError
 from ...executor.protocol import Executor
-from ...kv.cache import KVCache, read_file
+from ...kv.cache import KVCache
 from ...kv.codec import describe, pack, unpack
 from ...kv.file import write_whole
 from ...kv.identity import Identity
 from ...kv.owner import owner_of
 from ...kv.row import BASE, EXACT, maker_parts
+from ...kv.saved import read_file
 from ...metrics import Metrics
 from ...store.address import tenant_of
 from ...store.note import HandleNote
