@@ -66,8 +66,7 @@ def batch(executor: Executor, bandwidth: float, rows: int, context: int) -> None
     """Many sequences in one step."""
     with executor.create_kv_cache(rows) as kv:
         prompt = [1 + i % 900 for i in range(context)]
-        for first in range(0, rows, 8):
-            executor.prefill([prompt if first <= i < first + 8 else [] for i in range(rows)], kv)
+        executor.prefill([prompt] * rows, kv)
         executor.sample_tokens(40, [[5]] * rows, kv, params=GREEDY)
         steps = 32
         seconds = median_s(lambda: executor.sample_tokens(steps, [[7]] * rows, kv, params=GREEDY), 3) / steps

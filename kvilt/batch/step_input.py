@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kv.pool import PagePool
-from ..ops.contract import Interpolation, Paging, RowLengths
+from ..ops.contract import Interpolation, Paging, RowLengths, is_dense
 from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, UnrotatedKV
 
 
@@ -239,12 +239,12 @@ def _segment(
     everywhere = [p for row in chosen for p in row.positions]
     seq_lens = [everywhere[stop - 1] + 1 for stop in starts[1:]]
     positions, own_starts, own_lens = numbers.add(everywhere), numbers.add(starts), numbers.add(seq_lens)
-    maxima = max(map(int.__sub__, starts[1:], starts)), max(seq_lens)
+    facts = max(map(int.__sub__, starts[1:], starts)), max(seq_lens), is_dense(starts, everywhere), tuple(seq_lens)
     groups = [_paging(g, chosen, pool, numbers) for g in range(len(pool.layout.groups))]
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
 
     def build(flat: Tensor) -> Segment:
-        lengths = RowLengths(starts, flat[own_starts], flat[own_lens], *maxima)
+        lengths = RowLengths(starts, flat[own_starts], flat[own_lens], *facts)
         at, table_rows = flat[positions], len(chosen)
         paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
         own = None if tokens is None else flat[tokens]

@@ -17,7 +17,15 @@ from ..kv.row import EXACT, RowImage, Token, maker_parts
 from ..kv.saved import read_file, read_images
 from ..sampling.params import SamplingParams
 from .decode_loop import DecodeLoop, room_for, sampling_states
-from .inputs import STEP_TOKENS, InputsLike, RowInput, read_active_inputs, read_ids, read_inputs
+from .inputs import (
+    GPU_STEP_TOKENS,
+    STEP_TOKENS,
+    InputsLike,
+    RowInput,
+    read_active_inputs,
+    read_ids,
+    read_inputs,
+)
 from .step_executor import StepExecutor
 
 
@@ -251,7 +259,8 @@ class ModelExecutor(StepExecutor):
 
     def _step_tokens(self, rows: int) -> int:
         """Tokens of each of so many rows in a step."""
-        return min(max(1, STEP_TOKENS // rows), self._pool.step_tokens or STEP_TOKENS)
+        most = STEP_TOKENS if self._pool.device.type == "cpu" else GPU_STEP_TOKENS
+        return min(max(1, most // rows), self._pool.step_tokens or most)
 
 
 def in_their_rows(logits: Tensor, rows: Sequence[RowInput]) -> Tensor:

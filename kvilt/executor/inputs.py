@@ -52,6 +52,7 @@ class Inputs:
 
 
 STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
+GPU_STEP_TOKENS = 8192  # the same where products need more rows to be efficient
 
 # One sequence, and what every method of an executor takes: one for a cache of batch 1, a list of them otherwise.
 RowLike = Inputs | Sequence[int] | Tensor

@@ -29,18 +29,21 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, context: LayerContext, residual: Tensor | None = None) -> Tensor:
-        """`x` [tokens, hidden] to [tokens, hidden], plus `residual`; writes this layer's keys and values."""
+    def __call__(
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+    ) -> Tensor:
+        """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        parts = context.linears(x, (self.q, self.k, self.v))
+        parts = context.linears(x, (self.q, self.k, self.v), norm)
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
         rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
-        if rotation is not None:
-            q = ops.rotate(q, rotation)
-        ops.write(store, self.place.layer, paging.slots, k, v, rotation)
+        if rotation is None:
+            ops.write(store, self.place.layer, paging.slots, k, v)
+        else:
+            q = ops.rotate_and_write(store, self.place.layer, paging.slots, q, k, v, rotation)
         if context.tap is not None:
             context.tap.written(k, v)
         for repair in context.repairs:

@@ -39,9 +39,8 @@ class Layer:
     post_feed_forward_norm: Norm | None = None
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        ops = context.ops
-        x = _added(self.attention, self.attention_norm(x, ops), context, x, self.post_attention_norm)
-        return _added(self.feed_forward, self.feed_forward_norm(x, ops), context, x, self.post_feed_forward_norm)
+        x = _added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
+        return _added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
 
 
 def _nbytes(linear: Linear) -> int:
@@ -49,12 +48,12 @@ def _nbytes(linear: Linear) -> int:
 
 
 def _added(
-    block: Attention | FeedForward, x: Tensor, context: LayerContext, residual: Tensor, norm: Norm | None
+    block: Attention | FeedForward, norm: Norm, context: LayerContext, stream: Tensor, post_norm: Norm | None
 ) -> Tensor:
-    """The stream `residual` with what a block makes of `x`, which a family may normalize first."""
-    if norm is None:
-        return block(x, context, residual)
-    return context.ops.add(residual, norm(block(x, context), context.ops))
+    """The stream with what a block makes of it, normalized before the block and in some families again after it."""
+    if post_norm is None:
+        return block(stream, context, stream, norm)
+    return context.ops.add(stream, post_norm(block(stream, context, None, norm), context.ops))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .layers import DenseFeedForward, LayerContext, Linear
+from .layers import DenseFeedForward, LayerContext, Linear, Norm
 from .spec import ExpertsSpec
 
 
@@ -24,7 +24,11 @@ class Experts:
     router: Linear
     experts: tuple[DenseFeedForward, ...]
 
-    def __call__(self, x: Tensor, context: LayerContext, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+    ) -> Tensor:
+        """The experts of `x`, which is normalized first, plus `residual`."""
+        x = x if norm is None else norm(x, context.ops)
         weights, chosen = self._route(x, context)
         out = torch.zeros_like(x) if residual is None else residual.clone()
         for index in sorted(set(chosen.flatten().tolist())):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..batch import PlacedRepair
 from ..kv.layout import LayerSlot
-from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, Rotation
+from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, RmsNorm, Rotation
 from .spec import FeedForwardSpec, NoRope, RopeSpec
 from .step_adapters import StepAdapters
 
@@ -69,11 +69,13 @@ class LayerContext:
     step_adapters: StepAdapters | None = None  # some rows run on adapters
     repairs: tuple[LayerRepair, ...] = ()  # KV of tokens that some rows repair in this layer
 
-    def linears(self, x: Tensor, maps: Sequence[Linear]) -> list[Tensor]:
-        """Several linear maps of the same input, each token's adapter included."""
+    def linears(self, x: Tensor, maps: Sequence[Linear], norm: Norm | None = None) -> list[Tensor]:
+        """Several linear maps of the same input, normalized first, each token's adapter included."""
+        if self.step_adapters is None:
+            return self.ops.linears(x, [linear.map for linear in maps], None if norm is None else norm.pair)
+        x = x if norm is None else norm(x, self.ops)
         outs = self.ops.linears(x, [linear.map for linear in maps])
-        if self.step_adapters is not None:
-            self.step_adapters.add(maps, x, outs, self.ops)
+        self.step_adapters.add(maps, x, outs, self.ops)
         return outs
 
     def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
@@ -126,6 +128,11 @@ class Norm:
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
+    @property
+    def pair(self) -> RmsNorm:
+        """As the backend takes it together with the maps behind it."""
+        return self.weight, self.eps
+
 
 @dataclass(frozen=True, slots=True)
 class DenseFeedForward:
@@ -136,14 +143,18 @@ class DenseFeedForward:
     up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, context: LayerContext, residual: Tensor | None = None) -> Tensor:
-        return context.linear(self._opened(x, context), self.down, residual)
+    def __call__(
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+    ) -> Tensor:
+        """The block of `x`, which is normalized first, plus `residual`."""
+        return context.linear(self._opened(x, context, norm), self.down, residual)
 
-    def _opened(self, x: Tensor, context: LayerContext) -> Tensor:
+    def _opened(self, x: Tensor, context: LayerContext, norm: Norm | None) -> Tensor:
         ops, step_adapters = context.ops, context.step_adapters
         if step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name):
-            return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation)
-        gate, up = context.linears(x, (self.gate, self.up))
+            pair = None if norm is None else norm.pair
+            return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation, pair)
+        gate, up = context.linears(x, (self.gate, self.up), norm)
         return ops.act_mul(gate, up, self.spec.activation)
 
 

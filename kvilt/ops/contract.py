@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -41,6 +42,8 @@ _NO_SCALES = torch.empty(0)  # of dtypes without scales
 # What a backend multiplies with, and a map: a weight [out, in] and perhaps a bias [out].
 Prepared: TypeAlias = Weight | PackedWeight
 LinearMap: TypeAlias = tuple[Prepared, Tensor | None]
+# A root-mean-square norm: its weight and its epsilon.
+RmsNorm: TypeAlias = tuple[Tensor, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class RowLengths:
     seq_lens: Tensor  # [rows] int64
     max_query: int  # the most tokens of a row
     max_seq: int  # the most keys of a row
+    dense: bool = False  # the tokens of each row are the last ones of its keys, none left out between them
+    ends: tuple[int, ...] = ()  # `seq_lens` as plain ints, of the step as it was made
 
     @staticmethod
     def of(starts: tuple[int, ...], positions: Sequence[int], device: torch.device | None = None) -> RowLengths:
@@ -97,6 +102,8 @@ class RowLengths:
             torch.tensor(seq_lens, device=device),
             max(map(int.__sub__, starts[1:], starts)),
             max(seq_lens),
+            is_dense(starts, positions),
+            tuple(seq_lens),
         )
 
     @property
@@ -112,7 +119,14 @@ class RowLengths:
             torch.cat([self.seq_lens, ones]),
             self.max_query,
             self.max_seq,
+            self.dense,
+            self.ends + (1,) * more,
         )
+
+
+def is_dense(starts: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether no row leaves out a position between its first and its last one."""
+    return all(positions[b - 1] - positions[a] == b - a - 1 for a, b in pairwise(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +325,17 @@ class Ops(Protocol):
         """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `residual` [tokens, out]."""
         ...
 
-    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
-        """Several linear maps of the same input, which a backend then has to look at only once."""
+    def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
+        """Several linear maps of the same input, which a backend then has to look at only once.
+
+        With a norm, the input is normalized first, as by `rms_norm`.
+        """
         ...
 
-    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
-        """activation(gate(x)) * up(x)."""
+    def gate_up(
+        self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
+    ) -> Tensor:
+        """activation(gate(x)) * up(x), of the normalized input where there is a norm."""
         ...
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -391,6 +410,19 @@ class Ops(Protocol):
         With a rotation the keys come unrotated and are rotated here, to the same bits as by `rotate`: this is how a
         stored chunk is placed at any position.
         """
+        ...
+
+    def rotate_and_write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        """`rotate` of `query`, and `write` of the others with that rotation."""
         ...
 
     def interpolate(

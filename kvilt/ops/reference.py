@@ -29,6 +29,7 @@ from .contract import (
     Paging,
     Pairing,
     Prepared,
+    RmsNorm,
     Rotation,
 )
 from .kv_dtypes import FLOAT32, KVDtype
@@ -98,10 +99,14 @@ class ReferenceOps:
         out = F.linear(x, _plain(weight), bias)
         return out if residual is None else residual + out
 
-    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
+        x = x if norm is None else self.rms_norm(x, *norm)
         return [self.linear(x, weight, bias) for weight, bias in maps]
 
-    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+    def gate_up(
+        self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
+    ) -> Tensor:
+        x = x if norm is None else self.rms_norm(x, *norm)
         return _ACTIVATIONS[activation](self.linear(x, *gate)) * self.linear(x, *up)
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -195,6 +200,19 @@ class ReferenceOps:
         dtype = pages.shape.dtype
         _put(dtype, pages.keys[layer], pages.key_scales[layer], slots, keys)
         _put(dtype, pages.values[layer], pages.value_scales[layer], slots, values)
+
+    def rotate_and_write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        self.write(store, layer, slots, keys, values, rotation)
+        return self.rotate(query, rotation)
 
     def interpolate(
         self,

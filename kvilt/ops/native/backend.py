@@ -24,6 +24,7 @@ from ..contract import (
     Paging,
     Pairing,
     Prepared,
+    RmsNorm,
     Rotation,
 )
 from ..kv_dtypes import FLOAT16
@@ -117,7 +118,8 @@ class NativeOps:
         self._runner.linears([packed.handle], *to, f32(x), x.shape[0])
         return out
 
-    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
+        x = x if norm is None else self.rms_norm(x, *norm)
         packed = [self._packed(weight) for weight, _ in maps]
         for (_, bias), one in zip(maps, packed, strict=True):
             x = _input(x, one)
@@ -127,7 +129,10 @@ class NativeOps:
         self._runner.linears([one.handle for one in packed], *to, f32(x), x.shape[0])
         return outs
 
-    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+    def gate_up(
+        self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
+    ) -> Tensor:
+        x = x if norm is None else self.rms_norm(x, *norm)
         gate_weight, up_weight = self._packed(gate[0]), self._packed(up[0])
         check(gate_weight.shape == up_weight.shape, "up", "a gate and what it opens must have one shape")
         x = _input(x, gate_weight)
@@ -213,6 +218,20 @@ class NativeOps:
         rotation: Rotation | None = None,
     ) -> None:
         paged.write(self._runner, store, layer, slots, keys, values, rotation)
+
+    def rotate_and_write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        query = self.rotate(query, rotation)
+        self.write(store, layer, slots, keys, values, rotation)
+        return query
 
     def interpolate(
         self,

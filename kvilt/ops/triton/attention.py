@@ -1,7 +1,7 @@
 """Attention over pages by explicit positions, for decode, ragged prefill and sparse sets of queries alike.
 
 A program takes a tile of queries of one row, with all heads that share a key head, over a share of the row's keys. Few
-queries over many keys are split among programs (flash decoding), and a second kernel merges the shares.
+queries over many keys are split among programs (flash decoding), and the last of them merges the shares.
 """
 
 from __future__ import annotations
@@ -9,24 +9,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
 
 MAX_SPLITS = 32
+COUNTERS = 1 << 16  # tiles times key heads of a step that is split
+LONG = 1024  # queries of a row from which on torch's own attention is faster
 
 
-def attention(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-    """`query` [tokens, heads, dim] to [tokens, heads, value_dim]."""
+def attention(
+    query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask, counters: Tensor
+) -> Tensor:
+    """`query` [tokens, heads, dim] to [tokens, heads, value_dim]. `counters` are zero before and after."""
     tokens, heads, dim = query.shape
     shape, lengths = pages.shape, paging.lengths
     group = heads // shape.kv_heads
+    if lengths.dense and lengths.max_query >= LONG and _is_plain(query, pages, mask):
+        return _long_rows(query, pages, layer, paging, mask)
     decoding = lengths.max_query * group <= 16
-    block_m = 16 if decoding else 128 if dim <= 128 else 64
-    block_m = max(block_m, triton.next_power_of_2(group))
+    block_m = max(16 if decoding else 128 if dim <= 128 else 64, triton.next_power_of_2(group))
     single = lengths.max_query <= block_m // group  # a row is one tile
     tiles = lengths.rows if single else tokens // (block_m // group) + lengths.rows
     splits = _splits(tiles * shape.kv_heads, paging.tables.shape[1] * shape.page_tokens) if decoding else 1
@@ -36,7 +43,7 @@ def attention(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, 
     sums = out if splits == 1 else torch.empty((*wide, 2), dtype=torch.float32, device=query.device)
     _attention[(tiles, shape.kv_heads, splits)](
         query, pages.keys[layer], pages.values[layer], pages.key_scales, pages.value_scales,
-        paging.tables, paging.positions, lengths.cu_seqlens, parts, sums,
+        paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
         **_constants(shape.kv_heads, heads, dim, shape.value_dim, shape.page_tokens),
@@ -44,11 +51,32 @@ def attention(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, 
         BLOCK_M=block_m, BLOCK_N=64, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4 if block_m <= 64 else 8, num_stages=3 if block_m <= 16 else 2,
     )  # fmt: skip
-    if splits > 1:
-        _merge[(tokens, heads)](
-            parts, sums, out, tokens, heads,
-            SPLITS=splits, DV=shape.value_dim, DV_PAD=triton.next_power_of_2(shape.value_dim),
-        )  # fmt: skip
+    return out
+
+
+def _is_plain(query: Tensor, pages: ReferencePages, mask: AttentionMask) -> bool:
+    """Whether torch's own attention computes this: half precision on a GPU, no window, no cap, no scales."""
+    plain = query.is_cuda and query.dtype == pages.keys.dtype and query.dtype != torch.float32
+    return plain and not mask.window and not mask.soft_cap and pages.shape.key_dim == pages.shape.value_dim
+
+
+def _long_rows(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    """Row by row with torch's attention, on a copy of the row's keys and values: fastest where queries are many."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    starts, size = paging.starts, pages.shape.page_tokens
+    keys, values = (one[layer].view(-1, size, *one.shape[2:]) for one in (pages.keys, pages.values))
+    for row in range(paging.lengths.rows):
+        span = slice(starts[row], starts[row + 1])
+        count = span.stop - span.start
+        seen = paging.lengths.ends[row]
+        table = paging.tables[row, : -(-seen // size)]
+        k, v = (one[table].flatten(0, 1)[:seen].transpose(0, 1)[None] for one in (keys, values))
+        q = query[span].transpose(0, 1)[None]
+        bias = None if count == seen else causal_lower_right(count, seen)
+        made = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=mask.scale, enable_gqa=True
+        )
+        out[span] = made[0].transpose(0, 1)
     return out
 
 
@@ -79,7 +107,7 @@ def _row_of(cu_seqlens, tile, rows, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _attention(
-    query, keys, values, key_scales, value_scales, tables, positions, cu_seqlens, out, sums,
+    query, keys, values, key_scales, value_scales, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
@@ -147,30 +175,28 @@ def _attention(
         best = higher
 
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
-    if SPLITS == 1:
-        result = mixed / tl.where(total == 0, 1.0, total)[:, None]
-    else:
-        place += split.to(tl.int64) * tokens * KV_HEADS * GROUP
-        tl.store(sums + place * 2, best, mask=known)
-        tl.store(sums + place * 2 + 1, total, mask=known)
-        result = mixed
-    tl.store(out + place[:, None] * DV + dv[None, :], result, mask=known[:, None] & (dv < DV)[None, :])
-
-
-@triton.jit
-def _merge(
-    parts, sums, out, tokens, heads, SPLITS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr
-):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    place, step = token * heads + head, tokens * heads
-    dv = tl.arange(0, DV_PAD)
-    best = tl.load(sums + place * 2)
-    for split in range(1, SPLITS):
-        best = tl.maximum(best, tl.load(sums + (place + split * step) * 2))
-    total, mixed = 0.0, tl.zeros([DV_PAD], tl.float32)
-    for split in range(SPLITS):
+    inside = known[:, None] & (dv < DV)[None, :]
+    if SPLITS > 1:
+        step = tokens.to(tl.int64) * KV_HEADS * GROUP
         own = place + split * step
-        share = tl.exp(tl.load(sums + own * 2) - best)
-        total += share * tl.load(sums + own * 2 + 1)
-        mixed += share * tl.load(parts + own.to(tl.int64) * DV + dv, mask=dv < DV, other=0.0)
-    tl.store(out + place * DV + dv, mixed / total, mask=dv < DV)
+        tl.store(sums + own * 2, best, mask=known)
+        tl.store(sums + own * 2 + 1, total, mask=known)
+        tl.store(parts + own[:, None] * DV + dv[None, :], mixed, mask=inside)
+        # The program that comes last merges the shares of all, and leaves the counter as it was.
+        tl.debug_barrier()
+        counter = counters + tile * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(counter, 0)
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for other in range(SPLITS):
+            best = tl.maximum(best, tl.load(sums + (place + other * step) * 2, mask=known, other=0.0, volatile=True))
+        total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+        for other in range(SPLITS):
+            own = place + other * step
+            share = tl.exp(tl.load(sums + own * 2, mask=known, other=0.0, volatile=True) - best)
+            total += share * tl.load(sums + own * 2 + 1, mask=known, other=0.0, volatile=True)
+            theirs = tl.load(parts + own[:, None] * DV + dv[None, :], mask=inside, other=0.0, volatile=True)
+            mixed += share[:, None] * theirs
+    result = mixed / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + place[:, None] * DV + dv[None, :], result, mask=inside)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...quant.tensor import QuantTensor
-from ..contract import Activation, AttentionMask, LinearMap, PageStore, Paging, Prepared, Rotation
+from ..contract import Activation, AttentionMask, LinearMap, PageStore, Paging, Prepared, RmsNorm, Rotation
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
@@ -32,6 +32,7 @@ class TritonOps(ReferenceOps):
         super().__init__(device, dtype)
         self.kv_dtype = FLOAT32 if dtype == torch.float32 else BFLOAT16
         self._recorder = GraphRecorder() if device.type == "cuda" else None
+        self._counters = torch.zeros(paged.COUNTERS, dtype=torch.int32, device=device)
 
     @property
     def numerics(self) -> str:
@@ -47,6 +48,20 @@ class TritonOps(ReferenceOps):
         assert isinstance(weight, Tensor), "a weight packed by another backend"
         return weight
 
+    def _fused(self, weights: Sequence[Prepared]) -> Tensor:
+        """Weights of one input as one tensor. The first time they move into it, so that they are in memory once.
+
+        That is before any step with them is captured: a graph knows memory by its address.
+        """
+        dense = [self._dense(weight) for weight in weights]
+        if not _adjacent(dense):
+            whole, start = torch.cat(dense), 0
+            for one in dense:
+                one.set_(whole[start : start + len(one)])  # type: ignore[call-overload]
+                start += len(one)
+        outputs, first = sum(len(one) for one in dense), dense[0]
+        return first.as_strided((outputs, first.shape[1]), first.stride(), first.storage_offset())
+
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         dense = self._dense(weight)
         if len(x) == 1:
@@ -55,17 +70,23 @@ class TritonOps(ReferenceOps):
             return F.linear(x, dense, bias)
         return torch.addmm(residual if bias is None else residual + bias, x, dense.T)
 
-    def linears(self, x: Tensor, maps: Sequence[LinearMap]) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
+        weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
+        whole = self._fused(weights)
         if len(x) == 1 and len(maps) <= 3:
-            return products.gemv(
-                x.contiguous(), [self._dense(weight) for weight, _ in maps], [bias for _, bias in maps], None
-            )
-        return [self.linear(x, weight, bias) for weight, bias in maps]
+            return products.gemv(x.contiguous(), [self._dense(weight) for weight in weights], biases, None, norm)
+        x = x if norm is None else self.rms_norm(x, *norm)
+        parts = F.linear(x, whole).split([weight.shape[0] for weight in weights], dim=1)
+        return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
-    def gate_up(self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation) -> Tensor:
+    def gate_up(
+        self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
+    ) -> Tensor:
         if len(x) == 1 and gate[1] is None and up[1] is None:
-            return products.gate_up(x.contiguous(), self._dense(gate[0]), self._dense(up[0]), activation)
-        return vectors.act_mul(self.linear(x, *gate), self.linear(x, *up), activation)
+            self._fused([gate[0], up[0]])
+            return products.gate_up(x.contiguous(), self._dense(gate[0]), self._dense(up[0]), activation, norm)
+        opened, passed = self.linears(x, [gate, up], norm)
+        return vectors.act_mul(opened, passed, activation)
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return vectors.act_mul(gate, up, activation)
@@ -77,7 +98,7 @@ class TritonOps(ReferenceOps):
         return vectors.rotate(x, rotation)
 
     def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return paged.attention(query, _own(store), layer, paging, mask)
+        return paged.attention(query, _own(store), layer, paging, mask, self._counters)
 
     def write(
         self,
@@ -89,10 +110,35 @@ class TritonOps(ReferenceOps):
         rotation: Rotation | None = None,
     ) -> None:
         pages = _own(store)
-        if pages.shape.scales:
+        if pages.shape.scales:  # to bytes in plain torch
             super().write(store, layer, slots, keys, values, rotation)
         else:
             vectors.write(pages, layer, slots, keys, values, rotation)
+
+    def rotate_and_write(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        pages = _own(store)
+        if pages.shape.scales:
+            return super().rotate_and_write(store, layer, slots, query, keys, values, rotation)
+        return vectors.rotate_and_write(pages, layer, slots, query, keys, values, rotation)
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether they stand one after the other in one piece of memory."""
+    at, storage = tensors[0].storage_offset(), tensors[0].untyped_storage().data_ptr()
+    for one in tensors:
+        if one.untyped_storage().data_ptr() != storage or one.storage_offset() != at:
+            return False
+        at += one.numel()
+    return True
 
 
 def _own(store: PageStore) -> ReferencePages:

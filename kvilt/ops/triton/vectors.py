@@ -112,6 +112,59 @@ def _write(
     tl.store(value_pages + place * DV + i, own, mask=i < DV)
 
 
+def rotate_and_write(
+    pages: ReferencePages, layer: int, slots: Tensor, query: Tensor, keys: Tensor, values: Tensor, rotation: Rotation
+) -> Tensor:
+    """`query` rotated, in one launch with `write`."""
+    shape, (tokens, heads, dim) = pages.shape, query.shape
+    pairs = rotation.cos.shape[1]
+    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+    _rotate_and_write[(tokens, heads + shape.kv_heads)](
+        query, keys, values, slots, rotation.cos, rotation.sin, out, pages.keys[layer], pages.values[layer],
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        HEADS=heads, KV_HEADS=shape.kv_heads, D=dim, DV=shape.value_dim,
+        D_PAD=triton.next_power_of_2(max(dim, shape.value_dim)),
+        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs), HALF=rotation.pairing == "half", num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate_and_write(
+    query, keys, values, slots, cos, sin, out, key_pages, value_pages,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, D_PAD)
+    source, target = query + token * query_token + head * query_head, out + (token * HEADS + head) * D
+    if head >= HEADS:
+        head -= HEADS
+        place = tl.load(slots + token) * KV_HEADS + head
+        own = tl.load(values + token * value_token + head * value_head + i, mask=i < DV, other=0.0)
+        tl.store(value_pages + place * DV + i, own, mask=i < DV)
+        _turn_into(keys + token * key_token + head * key_head, cos, sin, token, key_pages + place * D,
+                   D, D_PAD, PAIRS, PAIRS_PAD, HALF)  # fmt: skip
+    else:
+        _turn_into(source, cos, sin, token, target, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
+
+
+@triton.jit
+def _turn_into(
+    source, cos, sin, token, target,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One head, turned, from one place to another."""
+    if 2 * PAIRS < D:
+        i = tl.arange(0, D_PAD)
+        rest = (i >= 2 * PAIRS) & (i < D)
+        tl.store(target + i, tl.load(source + i, mask=rest, other=0.0), mask=rest)
+    left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
+    tl.store(target + left, a, mask=inside)
+    tl.store(target + right, b, mask=inside)
+
+
 def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up, of rows that may stand apart."""
     rows, width = gate.shape
