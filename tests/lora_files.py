@@ -1,4 +1,4 @@
-"""PEFT folders for the tiny model, written without peft: any ranks, parts, dtypes and damage."""
+"""PEFT folders and GGUF adapters for the tiny model, written without peft: any ranks, parts, dtypes and damage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tiny import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
@@ -78,3 +80,36 @@ def write_lora(
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     save_file(dict(tensors or lora_tensors(rank, parts, seed, dtype)), folder / "adapter_model.safetensors")
     return folder
+
+
+def write_gguf_lora(
+    path: Path, tensors: Mapping[str, Any] | None = None, architecture: str = "llama", **fields: Any
+) -> Path:
+    """An adapter of q of every layer; `tensors` and `fields` go over the usual ones, None leaves one out."""
+    dice = np.random.default_rng(3)
+    held: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        at = f"blk.{layer}.attn_q.weight"
+        held[f"{at}.lora_a"] = dice.standard_normal((4, HIDDEN), np.float32)
+        held[f"{at}.lora_b"] = dice.standard_normal((HIDDEN, 4), np.float32)
+    held |= dict(tensors or {})
+    writer = gguf.GGUFWriter(path, architecture)
+    said = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0} | fields
+    for name, value in said.items():
+        match value:
+            case str():
+                writer.add_string(name, value)
+            case float():
+                writer.add_float32(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case list():
+                writer.add_array(name, value)
+    for name, tensor in held.items():
+        if tensor is not None:
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -11,7 +11,7 @@ from ..blend.blender import Blending
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import BlendPrompt
 from ..errors import InputError, ParamError, TruncateError
-from ..executor.lora import check_maker
+from ..executor.kv_maker import check_maker
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys, PrefixScope

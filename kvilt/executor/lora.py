@@ -6,7 +6,6 @@ An adapter that is not in memory lies in its folder and comes back when a row ne
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from bisect import bisect_left
@@ -20,40 +19,24 @@ import torch
 
 from ..batch import Adapted, Adapter, Base, Embeds, Hidden, Row, Source, token_count
 from ..errors import AdapterUnknown, InputError, ParamError, WeightError
-from ..kv.row import BASE, CacheRow, made_by
+from ..kv.row import BASE
 from ..models.adapters import FittedAdapter, fit, map_shapes
 from ..models.decoder import Decoder
 from ..models.step_adapters import EMBEDDING, AdapterTables, MagnitudeGain, RowEmbedding, StepAdapters, part_of
 from ..ops.lowrank import AdapterSlots
-from ..weights.gguf_lora import is_gguf, open_gguf_lora
-from ..weights.peft import open_peft
+from ..weights.assets import AssetsLike, ModelAssets
+from .adapter_info import AdapterCounts, AdapterInfo
 
 DEFAULT_BUDGET_BYTES = 1 << 30
 MAX_NAME = 256
 MAX_ADAPTERS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """What can be said of a loaded adapter."""
-
-    id: int
-    name: str
-    content: str  # hash of everything that decides what it computes
-    rank: int  # the largest
-    parts: tuple[str, ...]  # kinds of maps it changes
-    nbytes: int
-    resident: bool  # in memory now; otherwise the next row brings it back
-    users: int  # requests and running steps that hold it
-    invocation: tuple[int, ...]  # tokens that switch it on; empty: it is always on
-    loaded_s: float  # since the epoch
-
-
 @dataclass(slots=True, eq=False)
 class _Loaded:
     id: int
     name: str
-    path: Path
+    assets: ModelAssets
     inside: Path | None
     facts: FittedAdapter | None  # None while it is not in memory
     content: str
@@ -103,21 +86,17 @@ class Adapters:
 
     # Coming and going.
 
-    def load(self, path: str | os.PathLike[str], name: str | None = None, inside: Path | None = None) -> int:
-        """Load a PEFT folder or a GGUF adapter under a name, its own if not given. With `inside`, all of it must lie
-        there."""
-        if not isinstance(path, str | os.PathLike):
-            raise InputError(f"an adapter is loaded from the path of its folder, not from a {type(path).__name__}")
-        folder = Path(path)
-        own = folder.absolute().stem if is_gguf(folder) else folder.absolute().name
-        name = _checked_name(name if name is not None else own)
+    def load(self, assets: AssetsLike, name: str | None = None, inside: Path | None = None) -> int:
+        """Load an adapter under a name, its own if not given. With `inside`, all of it must lie there."""
+        found = ModelAssets.of(assets, self.budget_bytes)
         with self._lock:
+            name = _checked_name(name if name is not None else found.name or f"adapter-{self._next_id}")
             self._check_free(name)
-        fitted = self._read(folder, inside)
+        fitted = self._read(found, inside)
         with self._lock:
             self._check_free(name)  # another thread may have been quicker
             one = _Loaded(
-                id=self._next_id, name=name, path=folder.absolute(), inside=inside, facts=None, content=fitted.content,
+                id=self._next_id, name=name, assets=found, inside=inside, facts=None, content=fitted.content,
                 rank=fitted.rank, parts=_parts(fitted), nbytes=fitted.nbytes, invocation=fitted.invocation,
                 loaded_s=time.time(),
             )  # fmt: skip
@@ -193,6 +172,20 @@ class Adapters:
             return BASE
         with self._lock:
             return f"{self._known(adapter.adapter_id).content}@{adapter.scale!r}"
+
+    def snapshot(self) -> AdapterCounts:
+        """How many there are, counted at one moment."""
+        with self._lock:
+            every = list(self._loaded.values())
+            return AdapterCounts(
+                loaded=sum(not one.leaving for one in every),
+                unloading=sum(one.leaving for one in every),
+                active=sum(one.users > 0 for one in every),
+                resident=sum(one.slot is not None for one in every),
+                resident_bytes=self.resident_bytes,
+                loads=self.loads,
+                evictions=self.evictions,
+            )
 
     def __len__(self) -> int:
         return sum(not one.leaving for one in list(self._loaded.values()))
@@ -284,7 +277,7 @@ class Adapters:
                     self._loaded.move_to_end(one.id)
                 if one.slot is not None:
                     continue
-            fitted = self._read(one.path, one.inside)
+            fitted = self._read(one.assets, one.inside)
             if fitted.content != one.content:
                 raise WeightError(
                     one.name, "the files of this adapter changed since it was loaded; unload it and load it again"
@@ -312,8 +305,8 @@ class Adapters:
             self._bank.drop(one.slot)
         one.slot = one.facts = None
 
-    def _read(self, folder: Path, inside: Path | None) -> FittedAdapter:
-        with open_gguf_lora(folder, inside) if is_gguf(folder) else open_peft(folder, inside) as adapter:
+    def _read(self, assets: ModelAssets, inside: Path | None) -> FittedAdapter:
+        with assets.open(inside) as adapter:
             if adapter.nbytes > self.budget_bytes:
                 raise ParamError(
                     "lora_memory", f"the adapter takes {adapter.nbytes} bytes and {self.budget_bytes} are allowed"
@@ -347,39 +340,12 @@ class Adapters:
         return one.name if one is not None else str(adapter.adapter_id)
 
 
-def mark_rows(rows: Sequence[Row], adapters: Adapters) -> None:
-    """Name the adapter of each row in its cache; refuse rows whose KV another adapter made."""
-    for row in rows:
-        own = row.cache.row(row.cache_row)
-        check_maker(own, row.adapter, adapters)
-        own.adapter, own.adapted_from = adapters.identity(row.adapter), _begins(row.adapter)
-
-
-def check_maker(row: CacheRow, adapter: Adapter, adapters: Adapters) -> None:
-    """Raise unless an adapter may continue the KV of a cache's row.
-
-    KV of the base model, of an adapter and of the same adapter at another scale are three kinds; only an adapter that
-    is switched on by tokens continues KV of the base model.
-    """
-    made, begins = adapters.identity(adapter), _begins(adapter)
-    wanted = made_by(made, begins) if row.length > begins else BASE
-    if row.length and row.maker != wanted:
-        raise InputError(
-            f"this cache holds KV of {row.maker[:80]!r} and that of {wanted[:80]!r} is needed; "
-            "compute it again, or give the adapter and scale it was made with"
-        )
-
-
 def _looked_up(source: Source, first: int) -> list[int]:
     """Which of a row's tokens, from `first` on, enter as ids."""
     if isinstance(source, Hidden):
         return []
     vectors = set(source.at) if isinstance(source, Embeds) else set()
     return [i for i in range(first, token_count(source)) if i not in vectors]
-
-
-def _begins(adapter: Adapter) -> int:
-    return adapter.begins if isinstance(adapter, Adapted) else 0
 
 
 def _parts(fitted: FittedAdapter) -> frozenset[str]:

@@ -21,6 +21,7 @@ from ..metrics import Metrics
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import SamplerOutput, SamplingState
+from ..weights.assets import AssetsLike
 from .call import ExecutorCall
 from .inputs import InputsLike
 from .lora import Adapters
@@ -166,8 +167,8 @@ class Executor(Protocol):
 
     # Adapters.
 
-    def load_lora(self, assets: str | os.PathLike[str], name: str | None = None) -> int:
-        """Load an adapter from its PEFT folder and return its id."""
+    def load_lora(self, assets: AssetsLike, name: str | None = None) -> int:
+        """Load an adapter from its path, an open file or bytes in memory, and return its id."""
         ...
 
     def unload_lora(self, lora_id: int) -> None:

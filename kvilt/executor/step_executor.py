@@ -5,7 +5,6 @@ It owns weights, kernels and the page pool, and remembers no sequence: all of th
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,12 @@ from ..models.decoder import Decoder
 from ..models.spec import ModelSpec, rope_axes
 from ..models.step_adapters import StepAdapters
 from ..sampling.sampler import SamplerOutput, SamplingState, sample
+from ..weights.assets import AssetsLike
 from .call import CallQueue, ExecutorCall, observe
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
 from .inputs import check_row
-from .lora import Adapters, mark_rows
+from .kv_maker import mark_rows
+from .lora import Adapters
 from .placement import KVPlacement
 from .replay import Replay
 
@@ -149,8 +150,12 @@ class StepExecutor:
             raise ContextOverflow(asked, self._max_context)
         return KVCache(self._pool, batch_size, asked, owner)
 
-    def load_lora(self, assets: str | os.PathLike[str], name: str | None = None) -> int:
-        """Load an adapter from its PEFT folder and return its id."""
+    def load_lora(self, assets: AssetsLike, name: str | None = None) -> int:
+        """Load an adapter and return its id.
+
+        `assets` is the path of its PEFT folder or GGUF file; an open GGUF file, or its bytes; or a mapping from the
+        names of a PEFT folder's files to paths, open files or bytes. Open files are read now and may then be closed.
+        """
         self._check_open()
         return self.adapters.load(assets, name)
 
@@ -160,16 +165,16 @@ class StepExecutor:
 
     def lora_metrics_snapshot(self) -> dict[str, Any]:
         """Adapters, what they take, and the rows each has served."""
-        adapters, rows = self.adapters, self.metrics.snapshot()[ROWS.name]["series"]
-        every = adapters.all()
+        counts, rows = self.adapters.snapshot(), self.metrics.snapshot()[ROWS.name]["series"]
         return {
-            "loaded": len(every),
-            "active": sum(one.users > 0 for one in every),
-            "resident": sum(one.resident for one in every),
-            "bytes": adapters.resident_bytes,
-            "budget_bytes": adapters.budget_bytes,
-            "loads": adapters.loads,
-            "evictions": adapters.evictions,
+            "loaded": counts.loaded,
+            "unloading": counts.unloading,
+            "active": counts.active,
+            "resident": counts.resident,
+            "bytes": counts.resident_bytes,
+            "budget_bytes": self.adapters.budget_bytes,
+            "loads": counts.loads,
+            "evictions": counts.evictions,
             "rows": {series["labels"]["adapter"]: int(series["value"]) for series in rows},
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ..store.store import Store
 from ..text.chat import ChatTemplate, RenderedChat
 from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
+from ..weights.assets import AssetsLike
 from .answer import AnswerConfig
 from .blend import Documents, PromptParts
 from .features import plugins_for
@@ -202,8 +202,8 @@ class Model:
         messages = [*context_prefix, {"role": "user", "content": "?"}]  # documents stand before any question
         return self.chat_template.encode_around(self.tokenizer, messages, 1)[0]
 
-    def load_lora(self, path: str | os.PathLike[str], name: str | None = None) -> int:
-        """Load an adapter from its PEFT folder, under its folder's name if not given; returns its id."""
+    def load_lora(self, path: AssetsLike, name: str | None = None) -> int:
+        """Load an adapter, under its own name if not given, and return its id; `path` as in `executor.load_lora`."""
         return self.executor.load_lora(path, name)
 
     def unload_lora(self, which: int | str) -> None:

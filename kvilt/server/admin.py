@@ -11,7 +11,7 @@ from pydantic import Field
 
 from .. import __version__
 from ..errors import AdapterUnknown, KviltError, ModelNotFound
-from ..executor.lora import AdapterInfo
+from ..executor.adapter_info import AdapterInfo
 from ..llm.offload import OWNER
 from .auth import check_admin, check_metrics
 from .http.errors import HTTPError

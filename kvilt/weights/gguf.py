@@ -16,6 +16,7 @@ import torch
 from ..errors import WeightError
 from ..quant.tensor import QuantTensor, Weight
 from .gguf_split import GGUFPart, TensorLocation, join, open_parts
+from .mapped import MappedFile
 from .tensor_storage import TensorStorage
 
 # Formats that torch itself can hold come out as ordinary tensors.
@@ -47,7 +48,15 @@ class GGUFFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Map `path`, and its siblings if it is a part, and check every header; WeightError names what is wrong."""
-        parts = open_parts(path)
+        return cls._joined(open_parts(path))
+
+    @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> Self:
+        """One file whose bytes are in memory; a part of several is not looked for in others."""
+        return cls._joined((GGUFPart.of(MappedFile.in_memory(name, data)),))
+
+    @classmethod
+    def _joined(cls, parts: Sequence[GGUFPart]) -> Self:
         try:
             return cls(parts, *join(parts))
         except BaseException:

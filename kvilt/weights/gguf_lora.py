@@ -100,11 +100,19 @@ def open_gguf_lora(path: str | os.PathLike[str], inside: Path | None = None) -> 
             raise WeightError(file.name, "lies outside the folder that adapters may be loaded from")
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{str(path)!r} cannot be looked at ({error}); check the path") from error
-    opened = GGUFFile.open(file)
+    return _opened(file, GGUFFile.open(file))
+
+
+def open_gguf_lora_bytes(data: bytes, name: str = "adapter.gguf") -> GGUFAdapter:
+    """An adapter whose file is in memory."""
+    return _opened(Path(name), GGUFFile.of_bytes(name, data))
+
+
+def _opened(path: Path, file: GGUFFile) -> GGUFAdapter:
     try:
-        return GGUFAdapter(file, opened)
+        return GGUFAdapter(path, file)
     except BaseException:
-        opened.close()
+        file.close()
         raise
 
 

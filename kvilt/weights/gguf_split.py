@@ -30,7 +30,11 @@ class GGUFPart:
     @classmethod
     def open(cls, path: Path) -> GGUFPart:
         """Map a file and check its whole header."""
-        file = MappedFile(path)
+        return cls.of(MappedFile(path))
+
+    @classmethod
+    def of(cls, file: MappedFile) -> GGUFPart:
+        """Check the whole header of a file that is mapped; it is closed if anything is wrong."""
         try:
             return cls(file, read_header(file.map, file.size))
         except BaseException:

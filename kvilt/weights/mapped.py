@@ -10,6 +10,7 @@ import mmap
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +29,29 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             with path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                if self.size == 0:
-                    raise WeightError("file", f"{path.name} is empty; fetch it again")
-                self._map: mmap.mmap | None = _map_private(file.fileno(), self.size)
+                size = file.seek(0, 2)
+                _check_size(path, size)
+                self._hold(path, _map_private(file.fileno(), size), size)
         except FileNotFoundError as error:
             raise ModelNotFound(f"there is no file {str(path)!r}; check the path") from error
         except (OSError, ValueError) as error:
             raise WeightError("file", f"{path.name} cannot be mapped: {error}") from error
+
+    @classmethod
+    def in_memory(cls, name: str, data: bytes) -> Self:
+        """The same over a copy of bytes that lie in no file, under a name for messages."""
+        _check_size(Path(name), len(data))
+        held = mmap.mmap(-1, len(data))
+        held[:] = data
+        own = cls.__new__(cls)
+        own._hold(Path(name), held, len(data), anonymous=True)
+        return own
+
+    def _hold(self, path: Path, held: mmap.mmap, size: int, anonymous: bool = False) -> None:
+        self.path, self.size, self._anonymous = path, size, anonymous
+        self._map: mmap.mmap | None = held
         # numpy holds the map's buffer for as long as any slice lives, so closing can never leave a dangling view.
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
         self._digest: str | None = None
@@ -52,7 +65,8 @@ class MappedFile:
 
     def view(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Bytes start..stop without a copy, after checking that the file still has them."""
-        now = self.map.size()  # asks the descriptor the map keeps, not the path
+        mapped = self.map
+        now = self.size if self._anonymous else mapped.size()  # asks the descriptor the map keeps, not the path
         if now < stop:
             raise WeightError("file", f"{self.path.name} was cut from {self.size} to {now} bytes while in use")
         assert self._bytes is not None and 0 <= start <= stop <= self.size
@@ -65,6 +79,8 @@ class MappedFile:
 
     def forget(self, start: int, stop: int) -> None:
         """Give the memory of bytes start..stop back; a later access reads them from the file again."""
+        if self._anonymous:
+            return  # there is no file to read them from
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and first < last and self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
@@ -87,6 +103,11 @@ class MappedFile:
             return
         with suppress(BufferError):  # views are still out; the last of them closes it
             held.close()
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size == 0:
+        raise WeightError("file", f"{path.name} is empty; fetch it again")
 
 
 def _map_private(descriptor: int, size: int) -> mmap.mmap:

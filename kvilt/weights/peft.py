@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ModelNotFound, Unsupported, WeightError
 from .files import PICKLES
-from .json_file import read_object
+from .json_file import parse_object, read_object
 from .module_pattern import MatchBudget, ModulePattern
 from .safetensors import SafetensorsFiles
 
@@ -150,7 +150,19 @@ def open_peft(path: str | os.PathLike[str], inside: Path | None = None) -> PeftF
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{str(path)!r} cannot be looked at ({error}); check the path") from error
     config = read_config(read_object(folder / CONFIG))
-    tensors = SafetensorsFiles.open(folder / WEIGHTS)
+    return _opened(folder, config, SafetensorsFiles.open(folder / WEIGHTS))
+
+
+def open_peft_files(files: Mapping[str, bytes], name: str = "adapter") -> PeftFolder:
+    """An adapter whose files are in memory, by their names in a folder."""
+    for file in (CONFIG, WEIGHTS):
+        if file not in files:
+            raise WeightError(file, f"is missing; an adapter is {CONFIG} and {WEIGHTS}, and {sorted(files)} were given")
+    config = read_config(parse_object(files[CONFIG], CONFIG))
+    return _opened(Path(name), config, SafetensorsFiles.of_bytes(WEIGHTS, files[WEIGHTS]))
+
+
+def _opened(folder: Path, config: PeftConfig, tensors: SafetensorsFiles) -> PeftFolder:
     try:
         return PeftFolder(folder, config, tensors)
     except BaseException:

@@ -60,6 +60,16 @@ class SafetensorsFiles:
         return cls._open({path.name: path}, index=None)
 
     @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> Self:
+        """One file whose bytes are in memory."""
+        file = MappedFile.in_memory(name, data)
+        try:
+            return cls({name: file}, _read_header(file))
+        except BaseException:
+            file.close()
+            raise
+
+    @classmethod
     def open_folder(cls, folder: Path) -> Self:
         """Open a folder's only safetensors file, or the shards its index names."""
         index_path = folder / INDEX

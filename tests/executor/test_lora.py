@@ -257,12 +257,16 @@ def test_unloading_while_a_step_runs_neither_stops_nor_changes_it(base: Path, fo
     thread = threading.Thread(target=lambda: found.extend(decoded(executor, [prompt(2, 5)], [adapter], steps=1)))
     thread.start()
     assert inside.wait(60)
+    nbytes = executor.adapters.find(lora).nbytes
     executor.unload_lora(lora)
-    assert executor.lora_metrics_snapshot()["bytes"] > 0
+    kinds = ("loaded", "unloading", "active", "resident", "bytes")
+    during = executor.lora_metrics_snapshot()
+    assert [during[kind] for kind in kinds] == [0, 1, 1, 1, nbytes], "it is still used and still in memory"
     go_on.set()
     thread.join()
     assert torch.equal(found[0], wanted)
-    assert executor.lora_metrics_snapshot()["bytes"] == 0
+    after = executor.lora_metrics_snapshot()
+    assert [after[kind] for kind in kinds] == [0, 0, 0, 0, 0]
     executor.close()
 
 
@@ -419,6 +423,11 @@ def test_metrics_count_adapters_rows_and_bytes(native: Executor, folders: dict[s
     assert (found["loaded"], found["active"], found["resident"]) == (1, 0, 1)
     assert found["rows"]["counted"] == 2
     assert found["bytes"] == native.adapters.find(lora).nbytes > 0
+    hold = native.adapters.hold(native.adapters.choose(lora))
+    assert hold is not None
+    assert native.lora_metrics_snapshot()["active"] == 1
+    hold.release()
+    assert native.lora_metrics_snapshot()["active"] == 0
 
 
 def test_a_store_keeps_an_adapters_kv_apart(executor: Executor, folders: dict[str, Path]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
+from lora_files import write_gguf_lora as write
 from tiny import HIDDEN, LAYERS, write_tiny
 
 from kvilt.config import RunConfig
@@ -24,37 +24,6 @@ Q0 = "blk.0.attn_q.weight"
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return load_executor(write_tiny(tmp_path_factory.mktemp("base")), RunConfig(kv_memory=1 << 20, threads=1))
-
-
-def write(path: Path, tensors: Mapping[str, Any] | None = None, architecture: str = "llama", **fields: Any) -> Path:
-    """An adapter of q of every layer; `tensors` and `fields` go over the usual ones, None leaves one out."""
-    dice = np.random.default_rng(3)
-    held: dict[str, Any] = {}
-    for layer in range(LAYERS):
-        at = f"blk.{layer}.attn_q.weight"
-        held[f"{at}.lora_a"] = dice.standard_normal((4, HIDDEN), np.float32)
-        held[f"{at}.lora_b"] = dice.standard_normal((HIDDEN, 4), np.float32)
-    held |= dict(tensors or {})
-    writer = gguf.GGUFWriter(path, architecture)
-    said = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0} | fields
-    for name, value in said.items():
-        match value:
-            case str():
-                writer.add_string(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case list():
-                writer.add_array(name, value)
-    for name, tensor in held.items():
-        if tensor is not None:
-            writer.add_tensor(name, np.ascontiguousarray(tensor))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_what_is_read(executor: Executor, tmp_path: Path) -> None:
