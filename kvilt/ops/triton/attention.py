@@ -177,7 +177,7 @@ def _attention(
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
     inside = known[:, None] & (dv < DV)[None, :]
     if SPLITS > 1:
-        step = tokens.to(tl.int64) * KV_HEADS * GROUP
+        step = tokens * KV_HEADS * GROUP
         own = place + split * step
         tl.store(sums + own * 2, best, mask=known)
         tl.store(sums + own * 2 + 1, total, mask=known)
