@@ -322,7 +322,10 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `residual` [tokens, out]."""
+        """`x` [tokens, in] times `weight` [out, in] transposed, plus `bias` [out], plus `residual` [tokens, out].
+
+        May use the memory of `residual`, which the caller does not need any more.
+        """
         ...
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:

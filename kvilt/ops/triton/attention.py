@@ -76,6 +76,8 @@ def _long_rows(query: Tensor, pages: ReferencePages, layer: int, paging: Paging,
         made = F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, scale=mask.scale, enable_gqa=True
         )
+        if paging.lengths.rows == 1:
+            return made[0].transpose(0, 1).contiguous()
         out[span] = made[0].transpose(0, 1)
     return out
 
@@ -136,10 +138,15 @@ def _attention(
     begin = stop * 0
     if WINDOW:
         begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // BLOCK_N * BLOCK_N
+    shares = stop * 0 + 1
     if SPLITS > 1:
-        each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), SPLITS) * BLOCK_N
-        begin = begin + split * each
-        stop = tl.minimum(stop, begin + each)
+        tiles = tl.cdiv(stop - begin, BLOCK_N)
+        each = tl.cdiv(tiles, SPLITS)
+        shares = tl.cdiv(tiles, each)  # of programs that have some keys to look at
+        if split >= shares:
+            return
+        begin = begin + split * each * BLOCK_N
+        stop = tl.minimum(stop, begin + each * BLOCK_N)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -176,7 +183,7 @@ def _attention(
 
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
     inside = known[:, None] & (dv < DV)[None, :]
-    if SPLITS > 1:
+    if shares > 1:
         step = tokens * KV_HEADS * GROUP
         own = place + split * step
         tl.store(sums + own * 2, best, mask=known)
@@ -185,14 +192,14 @@ def _attention(
         # The program that comes last merges the shares of all, and leaves the counter as it was.
         tl.debug_barrier()
         counter = counters + tile * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") < shares - 1:
             return
         tl.store(counter, 0)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        for other in range(SPLITS):
+        for other in range(shares):
             best = tl.maximum(best, tl.load(sums + (place + other * step) * 2, mask=known, other=0.0, volatile=True))
         total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        for other in range(SPLITS):
+        for other in range(shares):
             own = place + other * step
             share = tl.exp(tl.load(sums + own * 2, mask=known, other=0.0, volatile=True) - best)
             total += share * tl.load(sums + own * 2 + 1, mask=known, other=0.0, volatile=True)

@@ -68,7 +68,9 @@ class TritonOps(ReferenceOps):
             return products.gemv(x.contiguous(), [dense], [bias], residual)[0]
         if residual is None:
             return F.linear(x, dense, bias)
-        return torch.addmm(residual if bias is None else residual + bias, x, dense.T)
+        if bias is not None:
+            residual = residual + bias
+        return residual.addmm_(x, dense.T) if residual.dtype == x.dtype else residual + F.linear(x, dense)
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
         weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]

@@ -119,12 +119,13 @@ def rotate_and_write(
     shape, (tokens, heads, dim) = pages.shape, query.shape
     pairs = rotation.cos.shape[1]
     out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    _rotate_and_write[(tokens, heads + shape.kv_heads)](
+    block = min(triton.next_power_of_2(heads), 16 if tokens > 512 else 1)  # heads of a program; few tokens need many
+    _rotate_and_write[(tokens, triton.cdiv(heads, block) + triton.cdiv(shape.kv_heads, block))](
         query, keys, values, slots, rotation.cos, rotation.sin, out, pages.keys[layer], pages.values[layer],
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         HEADS=heads, KV_HEADS=shape.kv_heads, D=dim, DV=shape.value_dim,
-        D_PAD=triton.next_power_of_2(max(dim, shape.value_dim)),
-        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs), HALF=rotation.pairing == "half", num_warps=1,
+        D_PAD=triton.next_power_of_2(max(dim, shape.value_dim)), PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs),
+        HALF=rotation.pairing == "half", BLOCK=block, num_warps=1 if block == 1 else 4,
     )  # fmt: skip
     return out
 
@@ -134,35 +135,46 @@ def _rotate_and_write(
     query, keys, values, slots, cos, sin, out, key_pages, value_pages,
     query_token, query_head, key_token, key_head, value_token, value_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = tl.arange(0, D_PAD)
-    source, target = query + token * query_token + head * query_head, out + (token * HEADS + head) * D
-    if head >= HEADS:
-        head -= HEADS
-        place = tl.load(slots + token) * KV_HEADS + head
-        own = tl.load(values + token * value_token + head * value_head + i, mask=i < DV, other=0.0)
-        tl.store(value_pages + place * DV + i, own, mask=i < DV)
-        _turn_into(keys + token * key_token + head * key_head, cos, sin, token, key_pages + place * D,
-                   D, D_PAD, PAIRS, PAIRS_PAD, HALF)  # fmt: skip
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    if block < first:
+        head = block * BLOCK + tl.arange(0, BLOCK)
+        source, target = query + token * query_token + head * query_head, out + (token * HEADS + head) * D
+        _turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
     else:
-        _turn_into(source, cos, sin, token, target, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
+        head = (block - first) * BLOCK + tl.arange(0, BLOCK)
+        known = head < KV_HEADS
+        place = tl.load(slots + token) * KV_HEADS + head
+        i = tl.arange(0, D_PAD)
+        inside = known[:, None] & (i < DV)[None, :]
+        own = tl.load(values + token * value_token + head[:, None] * value_head + i[None, :], mask=inside, other=0.0)
+        tl.store(value_pages + place[:, None] * DV + i[None, :], own, mask=inside)
+        source = keys + token * key_token + head * key_head
+        _turn_heads(source, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
 
 
 @triton.jit
-def _turn_into(
-    source, cos, sin, token, target,
+def _turn_heads(
+    source, cos, sin, token, target, known,
     D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One head, turned, from one place to another."""
+    """Some heads of a token, turned, from their places to others."""
     if 2 * PAIRS < D:
-        i = tl.arange(0, D_PAD)
-        rest = (i >= 2 * PAIRS) & (i < D)
-        tl.store(target + i, tl.load(source + i, mask=rest, other=0.0), mask=rest)
-    left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
-    tl.store(target + left, a, mask=inside)
-    tl.store(target + right, b, mask=inside)
+        j = tl.arange(0, D_PAD)
+        rest = known[:, None] & ((j >= 2 * PAIRS) & (j < D))[None, :]
+        tl.store(target[:, None] + j[None, :], tl.load(source[:, None] + j[None, :], mask=rest, other=0.0), mask=rest)
+    i = tl.arange(0, PAIRS_PAD)
+    inside = known[:, None] & (i < PAIRS)[None, :]
+    left = (i if HALF else 2 * i)[None, :]
+    right = (i + PAIRS if HALF else 2 * i + 1)[None, :]
+    a = tl.load(source[:, None] + left, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + right, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
+    s = tl.load(sin + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
+    tl.store(target[:, None] + left, a * c - b * s, mask=inside)
+    tl.store(target[:, None] + right, b * c + a * s, mask=inside)
 
 
 def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
