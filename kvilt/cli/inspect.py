@@ -15,6 +15,7 @@ from ..errors import TokenizerError, Unsupported
 from ..executor.load import PAGE_TOKENS
 from ..kv.codec import MAGIC, VERSION, describe
 from ..kv.layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
+from ..kv.sizing import split_memory
 from ..models.assemble import read_spec
 from ..models.spec import (
     ExpertsSpec,
@@ -341,7 +342,10 @@ def _kv_facts(spec: ModelSpec, dtype: KVDtype) -> KVFacts:
     layout = kv_layout(spec, PAGE_TOKENS, dtype)
     token_bytes = layout.page_bytes // PAGE_TOKENS
     return KVFacts(
-        dtype.name, token_bytes, _GIB // layout.page_bytes * PAGE_TOKENS, _context_bytes(layout, spec.context)
+        dtype.name,
+        token_bytes,
+        max(split_memory(layout, _GIB, spec.context)) * PAGE_TOKENS,
+        _context_bytes(layout, spec.context),
     )
 
 

@@ -183,7 +183,7 @@ def details(llm: LLM, model: str, load_s: float) -> str:
         f"{model}: {spec.family}, {len(spec.layers)} layers, hidden {spec.hidden_size}, "
         f"vocabulary {spec.vocab_size}, context {executor.max_context} of {spec.context}\n"
         f"loaded in {load_s:.2f} s · {pool.ops.numerics} · "
-        f"KV pool of {pool.pages} pages, {pool.pages * pool.layout.page_bytes >> 20} MiB"
+        f"KV pool of {' and '.join(map(str, dict.fromkeys(pool.group_pages)))} pages, {pool.nbytes >> 20} MiB"
     )
 
 

@@ -123,7 +123,7 @@ class LlmExecutor:
             max_context=executor.max_context,
             page_tokens=pool.layout.page_tokens,
             layer_groups=tuple(type(group.reach).__name__.lower() for group in groups),
-            max_rows=pool.pages,
+            max_rows=min(pool.group_pages),
             expanded_formats=executor.expanded_formats,
         )
 

@@ -123,7 +123,7 @@ def _job(
     if borrowed is not None and not reused:
         borrowed.kv.close()
     base = borrowed.kv if borrowed is not None and reused else None
-    sample = _sample(request, state, prefix_keys, capacity, blending)
+    sample = _sample(executor, request, state, prefix_keys, capacity, blending)
     watcher = on_first_logits if decision is None else decision.on_first_logits or on_first_logits
     ids = list(request.prompt)
     first = SequenceState(sample, ids, state, prefix_keys, scoring, blending=blending, on_first_logits=watcher)
@@ -185,13 +185,23 @@ def _decision(
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
     blend_prompt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
-    if not blend_prompt.worth(request.recipe, layers):
+    if not blend_prompt.worth(request.recipe, layers) or not _windows_hold(executor, request, chunks):
         return None
     if judge is None:
         return BlendDecision(request.recipe)
     adapter = executor.adapters.identity(request.adapter)
     draws = request.params is not None and request.params.max_tokens != 0
     return judge.judge(request, adapter, lambda recipe: blend_prompt.worth(recipe, layers), draws)
+
+
+def _windows_hold(executor: Executor, request: Request, chunks: ChunkCache) -> bool:
+    """Whether a prompt can be blended in window groups with few pages: it is written as a whole.
+
+    Beside it there must be room for a document that is not stored. What does not fit can be computed step by step.
+    """
+    pool, scratch_tokens = executor.pool, max(map(len, request.documents)) + len(chunks.context_prefix)
+    need = pool.layout.pages_for(len(request.prompt) + 1) + pool.layout.pages_for(scratch_tokens)
+    return all(need <= pool.group_pages[group] for group in pool.small_groups)
 
 
 def _scoring(request: Request, borrowed: BorrowedKV | None) -> Scoring | None:
@@ -229,6 +239,7 @@ def _room(executor: Executor, request: Request, borrowed: BorrowedKV | None) -> 
 
 
 def _sample(
+    executor: Executor,
     request: Request,
     state: SamplingState | None,
     prefix_keys: PrefixKeys | None,
@@ -251,7 +262,7 @@ def _sample(
         keys=prefix_keys.keys if prefix_keys is not None and not request.background else (),
         end_ids=state.end_ids if state is not None else frozenset(),
         draws=state is not None,
-        max_step_tokens=request.max_step_tokens,
+        max_step_tokens=min(filter(None, (request.max_step_tokens, executor.pool.step_tokens)), default=0),
         # The next token is drawn from the last token's logits, so that token has a row of its own.
         scored=(prompt if state is None else prompt - 1) if wants_scores else 0,
         blend_progress=None

@@ -82,11 +82,11 @@ class Counters:
         if (now := (free, self.scheduler.running, self.scheduler.waiting)) == self.gauges:
             return
         self.gauges = now
-        used = [self.pool.pages - pages for pages in free]
+        used = [total - pages for total, pages in zip(self.pool.group_pages, free, strict=True)]
         used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.pool.layout.groups, strict=True))
         self.metrics.set(RUNNING, self.scheduler.running)
         self.metrics.set(WAITING, self.scheduler.waiting)
-        self.metrics.set(KV_USAGE, sum(used) / (self.pool.pages * len(used)))
+        self.metrics.set(KV_USAGE, sum(used) / sum(self.pool.group_pages))
         self.metrics.set(KV_BYTES, used_bytes, tier="memory")
 
     def sample_started(self, seq: SequenceState) -> None:

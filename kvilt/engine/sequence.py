@@ -19,7 +19,7 @@ from .event import DraftCounts, Listener
 from .features.blend_decision import BlendDecision, OnLogits
 from .isolation import contained
 from .request import Request
-from .scheduling.plan import PrefixHit, Sample
+from .scheduling.plan import GroupPages, Pages, PrefixHit, Sample
 from .scoring import Scoring
 
 T = TypeVar("T")
@@ -96,13 +96,15 @@ class PoolAccounting:
         """Free some KV that is only kept for later; pinned KV stays."""
         return self.free_kept_pages(False)
 
-    def total(self) -> int:
-        """Pages of each group."""
-        return self.executor.pool.pages
+    def groups(self) -> Sequence[GroupPages]:
+        """The layer groups; one that has as many pages as any other is counted as if it kept all."""
+        pool = self.executor.pool
+        small = [group.window_pages if g in pool.small_groups else None for g, group in enumerate(pool.layout.groups)]
+        return tuple(map(GroupPages, pool.group_pages, small))
 
-    def free(self) -> int:
-        """Pages that may be taken in every group."""
-        return min(self.executor.pool.free_pages())
+    def free(self) -> Pages:
+        """Pages of each group that may be taken."""
+        return self.executor.pool.free_pages()
 
     def hit(self, sample: Sample, most: int) -> PrefixHit:
         """The prefix a waiting sample would find: its borrowed cache, or what the index has of its tokens."""

@@ -38,4 +38,5 @@ def out_of_pages(seq: SequenceState, executor: Executor) -> PoolExhausted:
     """The error of a sample that needs pages, though no other one is left to preempt."""
     layout, pool = executor.layout, executor.pool
     needed = layout.pages_for(seq.sample.known) - layout.pages_for(seq.sample.computed)
-    return PoolExhausted(max(1, needed), min(pool.free_pages()), pool.pages)
+    free, total = min(zip(pool.free_pages(), pool.group_pages, strict=True))
+    return PoolExhausted(max(1, needed), free, total)

@@ -12,6 +12,7 @@ from ..config import RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
+from ..kv.sizing import split_memory
 from ..models.assemble import Progress, assemble, read_spec
 from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
@@ -51,8 +52,8 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
     decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
-    pages = budget_bytes // layout.page_bytes
-    if pages < 1:
+    pages = split_memory(layout, budget_bytes, max_context)
+    if min(pages) < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     try:

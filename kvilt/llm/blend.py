@@ -118,7 +118,8 @@ class Documents:
             most = self._executor.max_context - needed + tokens
             raise ParamError(name, f"has {tokens} tokens, and with a max_context this small {most} fit; shorten it")
         size = pool.layout.page_tokens
-        if -(-needed // size) + -(-(needed - 1) // size) > pool.pages:  # the chunk, and the prompt that makes it
+        # The chunk, and the prompt that makes it, each written as a whole.
+        if -(-needed // size) + -(-(needed - 1) // size) > min(pool.group_pages):
             raise ParamError(name, f"has {tokens} tokens, for which the KV memory is too small; raise kv_memory")
 
     def parts(self, parts: Sequence[str | Sequence[int]], recipe: Recipe) -> PromptParts:

@@ -44,7 +44,7 @@ def drafter_for(
         return NgramDrafter(draft_tokens or _MOST_NGRAM)
     name = os.fspath(draft)
     # A page of a smaller model is smaller, so this is room for every sequence that the large model can hold.
-    small, words = load(name, executor.pool.pages * executor.layout.page_bytes // 2)
+    small, words = load(name, executor.pool.nbytes // 2)
     if (first := first_difference(tokenizer, words)) is not None:
         small.close()
         raise ParamError(

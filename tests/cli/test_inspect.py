@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from commands import Done
 from fake_hub import serving
-from tiny import write_tiny
+from tiny import write_tiny, write_tiny_mixed
 
 from kvilt.cli.inspect import cache_facts, checkpoint_facts
 from kvilt.cli.inspect_view import count, plain, size
@@ -96,6 +96,12 @@ def test_tokens_per_gib_is_what_the_executor_reserves(tmp_path: Path) -> None:
     pages = executor.pool.pages * executor.pool.layout.page_tokens
     assert pages == facts.tokens_per_gib // 16 // 32 * 32
     assert facts.context_bytes == 256 * facts.token_bytes
+
+
+def test_tokens_per_gib_of_a_model_with_windows(tmp_path: Path) -> None:
+    """Window layers get fewer pages, so more tokens fit than equal groups would hold."""
+    (facts, *_) = checkpoint_facts(write_tiny_mixed(tmp_path / "tiny", window=40, context=1 << 16)).kv
+    assert 2 * (1 << 30) < facts.tokens_per_gib * facts.token_bytes < 3 * (1 << 30)
 
 
 def test_a_folder_of_safetensors_without_a_tokenizer(tmp_path: Path) -> None:

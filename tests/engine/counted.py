@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvilt.engine.scheduling.plan import PrefixHit, Sample, StepPlan, Work
+from kvilt.engine.scheduling.plan import GroupPages, PrefixHit, Sample, StepPlan, Work
 from kvilt.engine.scheduling.schedule_state import StepLimits
 from kvilt.engine.scheduling.scheduler import Advance, Scheduler
 
@@ -213,11 +213,11 @@ class Kitchen:
 
     # What the scheduler asks.
 
-    def total(self) -> int:
-        return self.pages.total
+    def groups(self) -> tuple[GroupPages, ...]:
+        return (GroupPages(self.pages.total),)
 
-    def free(self) -> int:
-        return self.pages.takeable
+    def free(self) -> tuple[int, ...]:
+        return (self.pages.takeable,)
 
     def reclaim(self) -> bool:
         if not self.kept:

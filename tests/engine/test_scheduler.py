@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvilt.engine.scheduling import scheduler as module
-from kvilt.engine.scheduling.plan import PrefixHit, Sample
+from kvilt.engine.scheduling.plan import GroupPages, PrefixHit, Sample
 from kvilt.engine.scheduling.schedule_state import StepLimits
 from kvilt.engine.scheduling.scheduler import Scheduler
 from kvilt.errors import ParamError
@@ -317,11 +317,11 @@ class Some:
     def __init__(self, pages: int = 8) -> None:
         self.pages = pages
 
-    def total(self) -> int:
-        return self.pages
+    def groups(self) -> tuple[GroupPages, ...]:
+        return (GroupPages(self.pages),)
 
-    def free(self) -> int:
-        return self.pages
+    def free(self) -> tuple[int, ...]:
+        return (self.pages,)
 
     def reclaim(self) -> bool:
         return False

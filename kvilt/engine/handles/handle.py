@@ -60,9 +60,11 @@ def from_note(note: HandleNote, now_s: float, today_s: float) -> Handle:
 
 
 def pages_of(handles: Sequence[Handle]) -> int:
-    """Pages that these handles hold of the fullest group, shared ones once."""
-    held = [one.kv.pages() for one in handles if one.kv is not None]
-    return max((len({page for pages in group for page in pages}) for group in zip(*held, strict=True)), default=0)
+    """Pages that these handles hold of the group of which it is the largest share, shared ones once."""
+    held = [one.kv for one in handles if one.kv is not None]
+    groups = zip(*(kv.pages() for kv in held), strict=True)
+    counts = [len({page for pages in group for page in pages}) for group in groups]
+    return held[0].pool.largest_share(counts) if held else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import add, gt, sub
 from typing import Literal
 
 from .page_counts import usable
-from .plan import Admission, PrefixHit, Sample
+from .plan import Admission, Pages, PrefixHit, Sample
 from .schedule_state import PlanBuilder, ScheduleState, rank_of
 
 # A sample that alone needs more than its owner's share of pages waits this many plans for room. Then the scheduler
@@ -26,9 +27,9 @@ Outcome = Literal["done", "full", "preempted"]
 class _Round:
     """What the admissions of one plan have left."""
 
-    room: int  # free pages that are not promised
-    held: dict[str, int]  # pages, by owner
-    rights: dict[str, int]  # pages, by owner
+    room: Pages  # free pages that are not promised
+    held: dict[str, int]  # shares of pages, by owner
+    rights: dict[str, int]  # shares of pages, by owner
     tight: bool = False  # a sample did not fit: from here on no owner gets more than its share
     loads_prefix: bool = False  # an admitted sample waits for its prefix from a store
 
@@ -47,8 +48,8 @@ class AdmissionPolicy:
             queues.setdefault(sample.owner, deque()).append(sample)
         if not queues:
             return
-        held, rights = state.held_pages(), state.owners.rights(state.pages.total())
-        left = _Round(builder.pages - state.promised_pages(builder), held, rights)
+        held, rights = state.held_pages(), state.owners.rights(state.counts.largest)
+        left = _Round(state.unpromised_pages(builder), held, rights)
         while queues:
             owner = min(queues, key=lambda one: self._order(queues[one][0], held[one]))
             sample, share = queues[owner].popleft(), builder.shares[owner]
@@ -72,17 +73,19 @@ class AdmissionPolicy:
         if self._awaits_page(sample):
             return "done"
         need = state.counts.whole(sample, hit, alone=not state.running)
-        if left.tight and left.held[owner] + need > left.rights[owner]:
+        share = state.counts.share(need)
+        if left.tight and left.held[owner] + share > left.rights[owner]:
             return "full"
-        left.room += state.reclaim(builder, need - left.room)
-        if need > left.room:
+        left.room = [*map(add, left.room, state.reclaim(builder, [*map(sub, need, left.room)]))]
+        missing = [*map(sub, need, left.room)]
+        if max(missing) > 0:
             # Room that is kept for a sample whose prefix is being loaded is not lost.
-            if not left.loads_prefix and self._make_room(builder, sample, need - left.room, left.held, left.rights):
+            if not left.loads_prefix and self._make_room(builder, sample, missing, left.held, left.rights):
                 return "preempted"
             left.tight = True
             return "full"
-        left.room -= need
-        left.held[owner] += need
+        left.room = [*map(sub, left.room, need)]
+        left.held[owner] += share
         if state.pages.loads_prefix(sample, hit):
             left.loads_prefix = sample.waits_for_store = True
         else:
@@ -119,7 +122,7 @@ class AdmissionPolicy:
         if count := usable(sample, builder.shares[sample.owner].tokens):
             state.add_work(builder, sample, count)
 
-    def _hit(self, sample: Sample, room: int) -> PrefixHit:
+    def _hit(self, sample: Sample, room: Pages) -> PrefixHit:
         """The longest hit; where its last, partly filled page would be one too many, the longest of whole pages.
 
         If another sample computes the page after the hit, `awaited_page` is set to it.
@@ -129,7 +132,7 @@ class AdmissionPolicy:
         if sample.blend_progress is not None:
             most = min(most, sample.blend_progress.start)
         hit = state.pages.hit(sample, most)
-        if hit.tokens % size and state.counts.whole(sample, hit, alone=not state.running) > room:
+        if hit.tokens % size and any(map(gt, state.counts.whole(sample, hit, alone=not state.running), room)):
             hit = state.pages.hit(sample, most - most % size)
         page = hit.tokens // size
         if (
@@ -148,7 +151,7 @@ class AdmissionPolicy:
         return sample.awaited_page is not None
 
     def _make_room(
-        self, builder: PlanBuilder, sample: Sample, missing: int, held: Mapping[str, int], rights: Mapping[str, int]
+        self, builder: PlanBuilder, sample: Sample, missing: Pages, held: Mapping[str, int], rights: Mapping[str, int]
     ) -> bool:
         """The first sample of an owner does not fit. True: another one is preempted, or none is left, so it starves.
 
@@ -164,7 +167,7 @@ class AdmissionPolicy:
             builder.starved = sample
             return True
         others = [one for one in state.running if one.owner != sample.owner and one.protected_until < state.plan_number]
-        if held[sample.owner] + state.counts.all(sample) <= rights[sample.owner]:
+        if held[sample.owner] + state.counts.share(state.counts.all(sample)) <= rights[sample.owner]:
             others = [one for one in others if held[one.owner] > rights[one.owner]]
         elif held[sample.owner]:
             return False
@@ -172,9 +175,9 @@ class AdmissionPolicy:
             sample.blocked_since = sample.blocked_since or state.plan_number
             return False
         for one in sorted(others, key=lambda one: state.preemption_order(one, held), reverse=True):
-            missing -= state.counts.taken(one)  # at most: some of its pages may be shared
+            missing = [*map(sub, missing, state.counts.taken(one))]  # at most: some of its pages may be shared
             state.preempt(builder, one)
-            if missing <= 0:
+            if max(missing) <= 0:
                 break
         return bool(others)
 

@@ -77,14 +77,26 @@ class PrefixHit:
     idle: int = 0
 
 
+# Pages of each layer group. A step takes as many of every group. Between steps a window group has fewer in use.
+Pages = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """The pages of one layer group."""
+
+    total: int
+    window: int | None = None  # the most that a sample holds between two steps; None: it keeps all
+
+
 class PageAccounting(Protocol):
     """What the scheduler asks of the page pool and the prefix index."""
 
-    def total(self) -> int:
-        """Pages there are."""
+    def groups(self) -> Sequence[GroupPages]:
+        """The layer groups; they do not change."""
         ...
 
-    def free(self) -> int:
+    def free(self) -> Pages:
         """Pages that may be taken now."""
         ...
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add, lt, sub
 
 from ...errors import ParamError
 from .fairness import Owners, Share
 from .page_counts import PageCounts, is_last
-from .plan import Admission, PageAccounting, Preemption, Sample, StepPlan, Work
+from .plan import Admission, PageAccounting, Pages, Preemption, Sample, StepPlan, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class PlanBuilder:
 
     tokens: int
     rows: int
-    pages: int
+    pages: list[int]  # of each layer group
     shares: dict[str, Share]  # of tokens and rows, for each owner
     work: list[Work] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
@@ -54,7 +55,7 @@ class ScheduleState:
         self.limits = limits
         self.pages = pages
         self.owners = Owners(weights)
-        self.counts = PageCounts(limits.page_tokens)
+        self.counts = PageCounts(limits.page_tokens, limits.step_tokens, pages.groups())
         self.waiting: list[Sample] = []  # by rank
         self.running: list[Sample] = []  # by rank
         self.computing: dict[bytes, Sample] = {}  # pages that a running sample is going to compute, by key
@@ -102,31 +103,34 @@ class ScheduleState:
 
     # Pages.
 
-    def reclaim(self, builder: PlanBuilder, missing: int) -> int:
+    def reclaim(self, builder: PlanBuilder, missing: Pages) -> Pages:
         """Free pages that no sample computes with, until `missing` are found; returns how many were found."""
-        found = 0
-        while found < missing:
+        found = [0] * len(builder.pages)
+        while any(map(lt, found, missing)):
             before = self.pages.free()
             if not self.pages.reclaim():
                 break
-            found += self.pages.free() - before
-        builder.pages += found
+            found = [*map(add, found, map(sub, self.pages.free(), before))]
+        builder.pages = [*map(add, builder.pages, found)]
         return found
 
-    def promised_pages(self, builder: PlanBuilder) -> int:
-        """Pages beyond this step that running samples need to compute what they know, and one token more."""
-        taken = {work.sample: work.count for work in builder.work}
-        return sum(
-            self.counts.rest(sample) - self.counts.need(sample, taken.get(sample, 0)) + self.counts.beside(sample)
-            for sample in self.running
-            if not sample.held
-        )
+    def unpromised_pages(self, builder: PlanBuilder) -> list[int]:
+        """Pages that no running sample needs to compute what it knows, and one token more."""
+        taken, left = {work.sample: work.count for work in builder.work}, list(builder.pages)
+        for sample in self.running:
+            if not sample.held:
+                planned = self.counts.need(sample, taken.get(sample, 0))  # the builder has taken these
+                left = [n - more + planned for n, more in zip(left, self.counts.promised(sample), strict=True)]
+        return left
 
     def held_pages(self) -> dict[str, int]:
-        """Pages that the running samples of each owner have or are promised; a shared page counts for each sample."""
+        """Pages that the running samples of each owner have or are promised; a shared page counts for each sample.
+
+        They are counted as a share of the group of which a sample holds the largest.
+        """
         held = dict.fromkeys(self.owners.accounts, 0)
         for sample in self.running:
-            held[sample.owner] += self.counts.all(sample)
+            held[sample.owner] += self.counts.share(self.counts.all(sample))
         return held
 
     def set_computed(self, sample: Sample, stop: int) -> None:
@@ -151,7 +155,8 @@ class ScheduleState:
         forks = sample.width - 1 if draws else 0
         work = Work(sample, sample.computed, had + count, draws, forks)
         builder.work.append(work)
-        builder.pages -= self.counts.need(sample, had + count) - self.counts.need(sample, had)
+        if taken := self.counts.need(sample, had + count) - self.counts.need(sample, had):
+            builder.pages = [n - taken for n in builder.pages]
         share = builder.shares[sample.owner]
         builder.tokens, share.tokens = builder.tokens - count, share.tokens - count
         self.owners.serve(sample.owner, count)

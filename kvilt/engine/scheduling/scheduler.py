@@ -112,7 +112,7 @@ class Scheduler:
         state.plan_number += 1
         tokens, rows = self._step_tokens(), state.limits.max_rows
         shares = state.owners.shares(rows, tokens, self._demands)
-        builder = PlanBuilder(tokens, rows, state.pages.free(), shares)
+        builder = PlanBuilder(tokens, rows, list(state.pages.free()), shares)
         self._continue_running(builder)
         if builder.short is not None:
             self._preempt_one(builder, builder.short)
@@ -196,7 +196,7 @@ class Scheduler:
             had = builder.work[place].count if place is not None else 0
             more = usable(sample, had + builder.tokens) - had
             new_pages = state.counts.need(sample, had + more) - state.counts.need(sample, had)
-            if more <= 0 or new_pages > builder.pages or (place is None and not builder.rows):
+            if more <= 0 or new_pages > min(builder.pages) or (place is None and not builder.rows):
                 continue
             work = state.add_work(builder, sample, more, had)
             if place is not None:
@@ -218,12 +218,13 @@ class Scheduler:
 
     def _fits(self, builder: PlanBuilder, sample: Sample, count: int) -> bool:
         state = self._state
-        if state.counts.need(sample, count) <= builder.pages:
+        if (need := state.counts.need(sample, count)) <= min(builder.pages):
             return True
         if sample.shared_tail:
             sample.shared_tail = state.pages.shares_tail(sample)
-        state.reclaim(builder, state.counts.need(sample, count) - builder.pages)
-        return state.counts.need(sample, count) <= builder.pages
+            need = state.counts.need(sample, count)
+        state.reclaim(builder, [need - n for n in builder.pages])
+        return need <= min(builder.pages)
 
     def _preempt_one(self, builder: PlanBuilder, short: Sample) -> None:
         """Preempt one sample: one without a reader first, then the last of the owner that holds the most pages.
@@ -250,7 +251,7 @@ class Scheduler:
         places = [at for at, work in enumerate(builder.work) if work.draws and not work.forks and work.sample in asked]
         if not places:
             return
-        room = builder.pages - self._state.promised_pages(builder)
+        room = min(self._state.unpromised_pages(builder))
         for at in places:
             work, sample = builder.work[at], builder.work[at].sample
             count = min(asked[sample], builder.tokens, sample.limit - sample.known - 1)
@@ -272,6 +273,7 @@ def _forked(parent: Sample, index: int) -> Sample:
         owner=parent.owner,
         priority=parent.priority,
         end_ids=parent.end_ids,
+        max_step_tokens=parent.max_step_tokens,
     )
     fork.known, fork.computed = parent.known, parent.computed
     fork.rank = (*parent.rank[:2], index)
