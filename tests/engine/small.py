@@ -33,12 +33,14 @@ def load_small(folder: Path, pages: int, window: int | None = None, backend: str
     return load_executor(folder, RunConfig(kv_memory=pages * page_bytes, backend=backend, threads=1))
 
 
-def load_mixed(folder: Path, pages: Sequence[int], window: int = WINDOW, backend: str = "auto") -> ModelExecutor:
+def load_mixed(folder: Path, pages: Sequence[int], context: int = CONTEXT, backend: str = "auto") -> ModelExecutor:
     """An executor of a model with a full and a window group whose pool has so many pages of each."""
-    loaded = load_executor(write_tiny_mixed(folder, window, CONTEXT), RunConfig(backend=backend, threads=1))
+    loaded = load_executor(
+        write_tiny_mixed(folder, WINDOW, context), RunConfig(kv_memory=1 << 22, backend=backend, threads=1)
+    )
     pool = loaded.pool
     return ModelExecutor(
-        loaded._decoder, PagePool(pool.layout, pages, pool.ops, pool.identity, token_limit=VOCAB), CONTEXT
+        loaded._decoder, PagePool(pool.layout, pages, pool.ops, pool.identity, token_limit=VOCAB), context
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from drafters import Broken, Free, Oracle
 from effort import some
-from small import Ask, Ear, asks, finish, load_small, start
+from small import Ask, Ear, asks, finish, load_mixed, load_small, start
 from tiny import VOCAB
 
 from kvilt.config import EngineConfig
@@ -137,6 +137,18 @@ def day(executor: Executor, twin: Executor, seed: int) -> Counter[str]:
         accepted=accepted,
         rejected=count(engine.metrics, DRAFTED.name) - accepted,
     )
+
+
+def test_a_draft_model_with_few_pages_for_windows_reads_long_prompts(tmp_path: Path) -> None:
+    """Step by step, as the large model does: its window group has a third of the pages that the prompt fills."""
+    executor, twin = (load_mixed(tmp_path, (80, 26), 4096, "native") for _ in range(2))
+    ask = Ask(tuple((7 * i + i // 5) % VOCAB for i in range(2000)), SamplingParams(max_tokens=40, temperature=0.0))
+    engine = with_drafts(executor, ModelDrafter(twin, 5))
+    ear = start(engine, ask)
+    finish(engine)
+    assert ear.tokens[0] == ask.alone(load_mixed(tmp_path, (80, 80), 4096, "native"))
+    assert count(engine.metrics, ACCEPTED.name) == count(engine.metrics, DRAFTED.name) > 10
+    assert twin.pool.usage().used == 0
 
 
 def test_the_same_model_as_its_own_draft_is_always_right(twin: Executor, tmp_path: Path) -> None:
