@@ -19,6 +19,7 @@ from ..store.store import Store
 from .document_finder import DocumentFinder
 from .known_documents import DocumentScope
 from .recipe import Span
+from .retriever import StoreRetriever
 
 
 class ChunkCache:
@@ -41,6 +42,12 @@ class ChunkCache:
         """Begin to look for a document; its layers arrive in order."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)  # it will be stored: a missing document gets computed
         return self._store.open_chunk(self._identity(tenant, maker), ids, self.form)
+
+    def retriever(self, tenant: str = "", maker: str = BASE, device: torch.device | None = None) -> StoreRetriever:
+        """Finds these documents in prompts of any engine; tensors on `device`, by default the executor's."""
+        return StoreRetriever(
+            self._store, self._identity(tenant, maker), self.form, device or self._executor.pool.device
+        )
 
     def keep(
         self,

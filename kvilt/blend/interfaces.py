@@ -29,6 +29,7 @@ class BlendRetrieverResult:
     v: Tensor | None
     valid_mask: Tensor  # [total tokens], on the CPU
     original_positions: Tensor  # [total tokens], where each key was rotated; 0 where invalid
+    rotated: bool | None = None  # whether keys are; None: not said, which is refused where it makes a difference
 
 
 class BlendRetrieverTask(ABC):
@@ -74,3 +75,29 @@ class BlendExecutor(ABC):
         only the selected ones, and the caller hands back the positions it was given. `query_start_loc` [requests + 1]
         is over the original lengths; `token_dim` is the token axis of the fresh tensors.
         """
+
+    def blend_result(
+        self,
+        layer_id: int,
+        retrieved: BlendRetrieverResult,
+        fresh_q: Tensor,
+        fresh_k: Tensor,
+        fresh_v: Tensor,
+        positions: Tensor,
+        query_start_loc: Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        """`blend` for one layer as a retriever gives it, with all that its result says."""
+        return self.blend(
+            layer_id,
+            retrieved.k,
+            retrieved.v,
+            retrieved.valid_mask,
+            retrieved.original_positions,
+            fresh_q,
+            fresh_k,
+            fresh_v,
+            positions,
+            query_start_loc,
+            token_dim,
+        )

@@ -27,6 +27,11 @@ class KeyRotation:
     rope: Rope
     last: bool = False  # the rotated dimensions are the last ones of a key, as in latent attention
 
+    @property
+    def scales(self) -> bool:
+        """Whether rotation changes the length of a key too, so that a key at position 0 is not an unrotated one."""
+        return isinstance(self.rope, RopeSpec) and magnitude(self.rope) != 1.0
+
     def place(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [tokens, heads, dim] that were never rotated, as they are at `positions`."""
         if isinstance(self.rope, NoRope):

@@ -47,13 +47,13 @@ class StoredTask(BlendRetrieverTask):
         origins = torch.zeros(self._total, dtype=torch.int64, device=self._device)
         hits = self._found(layer_id)
         if not hits:
-            return BlendRetrieverResult(None, None, valid, origins)
+            return BlendRetrieverResult(None, None, valid, origins, rotated=False)
         form = self._form[layer_id]
         k, v = (self._room(form.heads, dim, form.dtype) for dim in (form.key_dim, form.value_dim))
         for piece in hits:
             layer, span = piece.loading.layer(layer_id), slice(piece.start, piece.stop)
             k[span], v[span], valid[span] = layer.keys.to(k), layer.values.to(v), 1
-        return BlendRetrieverResult(k, v, valid, origins)
+        return BlendRetrieverResult(k, v, valid, origins, rotated=False)
 
     def _room(self, heads: int, dim: int, dtype: str) -> Tensor:
         return torch.empty((self._total, heads, dim), dtype=KV_DTYPES[dtype].storage, device=self._device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, ParamError
 from ..models.spec import Rope
-from .interfaces import BlendExecutor, BlendOutput
+from .interfaces import BlendExecutor, BlendOutput, BlendRetrieverResult
 from .key_rotation import KeyRotation, as_key_rotations
 from .select import deviations, merge, select
 
@@ -19,9 +19,17 @@ class SelectiveBlend(BlendExecutor):
     """Selects by deviation of values at `check_layer`. One object for each forward batch."""
 
     def __init__(
-        self, ropes: Sequence[KeyRotation | Rope], ratio: float = 0.15, check_layer: int = 1, unrotated: bool = False
+        self,
+        ropes: Sequence[KeyRotation | Rope],
+        ratio: float = 0.15,
+        check_layer: int = 1,
+        unrotated: bool | None = None,
     ) -> None:
-        """`ropes` has one entry for each layer; `unrotated` says that retrieved keys were never rotated."""
+        """`ropes` has one entry for each layer.
+
+        `unrotated` says whether retrieved keys were never rotated, for callers of `blend`; `blend_result` reads it from
+        the result. Where it makes a difference and neither says it, blending is refused.
+        """
         if not 0 <= ratio <= 1:
             raise ParamError("ratio", f"must be between 0 and 1, not {ratio!r}")
         if not 0 <= check_layer < len(ropes):
@@ -65,6 +73,26 @@ class SelectiveBlend(BlendExecutor):
             k, v = (self._long(*pair, token_dim) for pair in ((moved, fresh_k), (retrieved_v, fresh_v)))
         return BlendOutput(fresh_q, k, v, positions, everything, None)
 
+    def blend_result(
+        self,
+        layer_id: int,
+        retrieved: BlendRetrieverResult,
+        fresh_q: Tensor,
+        fresh_k: Tensor,
+        fresh_v: Tensor,
+        positions: Tensor,
+        query_start_loc: Tensor,
+        token_dim: int,
+    ) -> BlendOutput:
+        if retrieved.rotated is not None:
+            if self._unrotated is retrieved.rotated:
+                said = "rotated" if retrieved.rotated else "not rotated"
+                raise InputError(f"the retriever says that its keys are {said}, and the executor was told otherwise")
+            self._unrotated = not retrieved.rotated
+        return super().blend_result(
+            layer_id, retrieved, fresh_q, fresh_k, fresh_v, positions, query_start_loc, token_dim
+        )
+
     def _select(
         self,
         retrieved_v: Tensor | None,
@@ -91,6 +119,11 @@ class SelectiveBlend(BlendExecutor):
         places, rotation = self._places.to(keys.device), self._rotations[layer_id]
         if self._unrotated:
             return rotation.place(keys, places)
+        if self._unrotated is None and rotation.scales:
+            raise InputError(
+                f"layer {layer_id} scales keys when it rotates them: say whether retrieved keys are rotated, "
+                "with rotated= of the result and blend_result, or with unrotated="
+            )
         return rotation.move(keys, original.to(keys.device), places)
 
     def _long(self, retrieved: Tensor, fresh: Tensor, token_dim: int) -> Tensor:

@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..batch import Adapter, Base
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import Recipe
+from ..blend.retriever import StoreRetriever
 from ..config import EngineConfig, GateConfig
 from ..engine.counters import ENGINE_METRICS
 from ..engine.engine import Engine
@@ -215,6 +218,29 @@ class Model:
         if chosen.which is None:
             return Base()
         return self.executor.adapters.choose(chosen.which, chosen.scale, ids)
+
+    def document_adapter(self, chosen: AdapterChoice) -> Adapter:
+        """What documents are computed with: the base model where an adapter begins only at certain tokens."""
+        if chosen.which is None:
+            return Base()
+        adapters = self.executor.adapters
+        adapter = adapters.choose(chosen.which, chosen.scale)
+        return Base() if adapters.find(chosen.which).invocation else adapter
+
+    def retriever(
+        self,
+        *,
+        tenant: str = "",
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> StoreRetriever:
+        """Finds what `warm` and blended prompts have stored, for another engine; keys as they were before rotation.
+
+        Its tensors are on `device`, by default that of the executor. It works as long as the store is open.
+        """
+        maker = self.executor.adapters.identity(self.document_adapter(AdapterChoice(lora, lora_scale)))
+        return self.documents.chunks.retriever(tenant, maker, None if device is None else torch.device(device))
 
     def request(
         self, ids: Sequence[int], params: SamplingParams, grammar: Grammar | None = None, **fields: Any

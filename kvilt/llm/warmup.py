@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ..batch import Adapter, Base
 from ..blend.recipe import Recipe, Span
 from ..engine.request import Request
 from ..engine.sequence import Job
@@ -52,7 +51,7 @@ class DocumentWarmup:
         self._chunks = model.documents.chunks
         self.tenant = tenant
         self._on_progress = on_progress
-        self._adapter = _alone(model, chosen)
+        self._adapter = model.document_adapter(chosen)
         self._maker = model.executor.adapters.identity(self._adapter)
         self._documents = [self._read(index, text) for index, text in enumerate(documents)]
         self._unique = dict.fromkeys(self._documents)
@@ -127,12 +126,3 @@ class DocumentWarmup:
 
     def _read(self, index: int, text: Prompt) -> Ids:
         return tuple(self._model.documents.ids_alone(f"documents.{index}", text))
-
-
-def _alone(model: Model, chosen: AdapterChoice) -> Adapter:
-    """The adapter of documents; the base model where an adapter begins only at certain tokens."""
-    if chosen.which is None:
-        return Base()
-    adapters = model.executor.adapters
-    adapter = adapters.choose(chosen.which, chosen.scale)
-    return Base() if adapters.find(chosen.which).invocation else adapter

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvilt.blend import BlendOutput, BlendRetrieverTask, KeyRotation, SelectiveBlend, StoreRetriever
+from kvilt.blend import (
+    BlendOutput,
+    BlendRetrieverResult,
+    BlendRetrieverTask,
+    KeyRotation,
+    SelectiveBlend,
+    StoreRetriever,
+)
 from kvilt.errors import InputError, ParamError, StoreMiss
 from kvilt.kv.identity import Identity
-from kvilt.models.spec import NoRope, RopeSpec
+from kvilt.models.spec import NoRope, RopeSpec, YarnScaling
 from kvilt.store.address import LayerForm
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
@@ -119,6 +126,53 @@ def test_unrotated_keys_are_turned_once() -> None:
     assert torch.equal(asking.layer(2, keys, values, values[:0]).k, KeyRotation(ROPE).place(keys, places))
 
 
+YARN = RopeSpec(10000.0, 8, scaling=YarnScaling(4.0, 64, 1.1386))
+
+
+def results(keys: Tensor, values: Tensor, rotated: bool | None, original: Tensor | None = None) -> BlendRetrieverResult:
+    origins = torch.zeros(len(keys), dtype=torch.int64) if original is None else original
+    return BlendRetrieverResult(keys, values, torch.ones(len(keys)), origins, rotated)
+
+
+def blend_results(executor: SelectiveBlend, found: BlendRetrieverResult, places: Tensor) -> Tensor:
+    """The keys of the layer after the check layer, at ratio 0."""
+    starts, out = torch.tensor([0, len(places)]), None
+    for layer in range(3):
+        assert found.v is not None
+        fresh = found.v if layer < 2 else found.v[:0]
+        at = places if out is None else out.positions
+        out = executor.blend_result(layer, found, fresh, fresh, fresh, at, starts, 0)
+    assert out is not None
+    return out.k
+
+
+@pytest.mark.parametrize("rope", [ROPE, YARN], ids=["plain", "yarn"])
+def test_the_result_says_whether_keys_are_rotated(rope: RopeSpec) -> None:
+    """Keys that were never rotated get YaRN's magnitude, keys that were rotated have it already."""
+    keys, values, places, origins = numbers(6, 5), numbers(6, 6), torch.arange(3, 9), torch.arange(6)
+    turn = KeyRotation(rope)
+    expected = turn.place(keys, places)
+    never = results(keys, values, rotated=False)
+    assert torch.equal(blend_results(SelectiveBlend([rope] * 3, 0.0), never, places), expected)
+    once = results(turn.place(keys, origins), values, rotated=True, original=origins)
+    moved = blend_results(SelectiveBlend([rope] * 3, 0.0), once, places)
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
+
+
+def test_keys_of_which_nothing_is_said_are_refused_where_it_makes_a_difference() -> None:
+    keys, values, places = numbers(6, 5), numbers(6, 6), torch.arange(3, 9)
+    unsaid = results(keys, values, rotated=None)
+    plain = blend_results(SelectiveBlend([ROPE] * 3, 0.0), unsaid, places)
+    torch.testing.assert_close(plain, KeyRotation(ROPE).place(keys, places), rtol=0, atol=1e-5)
+    with pytest.raises(InputError, match="say whether retrieved keys are rotated"):
+        blend_results(SelectiveBlend([YARN] * 3, 0.0), unsaid, places)
+    told = blend_results(SelectiveBlend([YARN] * 3, 0.0, unrotated=True), unsaid, places)
+    assert torch.equal(told, KeyRotation(YARN).place(keys, places))
+    for rotated in (True, False):
+        with pytest.raises(InputError, match="told otherwise"):
+            blend_results(SelectiveBlend([YARN] * 3, 0.0, unrotated=rotated), results(keys, values, rotated), places)
+
+
 def test_selection_is_per_request_and_takes_every_token_without_kv() -> None:
     fresh, stored = numbers(12, 1), numbers(12, 1)
     fresh[[1, 7, 8, 9]] += torch.tensor([4.0, 3.0, 2.0, 9.0]).view(4, 1, 1)
@@ -212,6 +266,7 @@ def test_segments_are_found_wherever_they_stand(store: Store) -> None:
         assert found.valid_mask.device.type == "cpu"
         # "If the corresponding KV is not valid, the position will be 0"; ours are unrotated, so they are all 0.
         assert found.original_positions.tolist() == [0] * 9
+        assert found.rotated is False
         for start, stored in ((0, two), (3, one), (6, one)):
             stop = start + len(stored[layer][0])
             assert torch.equal(found.k[start:stop], stored[layer][0])
