@@ -17,8 +17,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
+from .overlap import await_inputs, launch_next, overlap
 
-MAX_SPLITS = 32
+MAX_SPLITS = 16
+MANY = 256  # programs that fill a card
+SHARED_BYTES = 160 << 10
 COUNTERS = 1 << 16  # tiles times key heads of a step that is split
 LONG = 1024  # queries of a row from which on torch's own attention is faster
 
@@ -48,8 +51,8 @@ def attention(
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
         **_constants(shape.kv_heads, heads, dim, shape.value_dim, shape.page_tokens),
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SPLITS=splits, SINGLE=single,
-        BLOCK_M=block_m, BLOCK_N=64, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4 if block_m <= 64 else 8, num_stages=3 if block_m <= 16 else 2,
+        BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * query.element_size()), **overlap(query),
     )  # fmt: skip
     return out
 
@@ -82,9 +85,17 @@ def _long_rows(query: Tensor, pages: ReferencePages, layer: int, paging: Paging,
     return out
 
 
+def _tile(block_m: int, programs: int, row_bytes: int) -> dict[str, int]:
+    """Keys at a time, warps and stages: small tiles where programs are many, as far as shared memory goes."""
+    keys, warps, stages = (64, 8, 2) if block_m > 64 else (64, 2, 3) if programs >= MANY else (128, 4, 2)
+    while keys > 16 and 2 * keys * row_bytes * stages > SHARED_BYTES:
+        keys //= 2
+    return {"BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+
+
 def _splits(programs: int, most_keys: int) -> int:
     """Enough programs for a card, and at least a few tiles of keys for each."""
-    return max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
+    return 1 if programs >= MANY else max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
 
 
 def _constants(kv_heads: int, heads: int, dim: int, value_dim: int, page_tokens: int) -> dict[str, Any]:
@@ -114,7 +125,10 @@ def _attention(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile if SINGLE else _row_of(cu_seqlens, tile, rows, BLOCK_Q)

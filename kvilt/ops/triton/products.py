@@ -7,6 +7,8 @@ nothing: its scale is one number, found while the input is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,9 +16,29 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Activation, RmsNorm
+from .overlap import await_inputs, launch_next, overlap
 from .vectors import _ACTIVATIONS, activated
 
-ROWS, COLUMNS = 2, 2048  # of a weight, in a program at a time
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is shared out: rows of a weight for a program, columns at a time."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+    def options(self, width: int) -> dict[str, Any]:
+        """As a launch takes it, for an input of this width."""
+        columns = min(self.columns, triton.next_power_of_2(width))
+        return {"ROWS": self.rows, "COLUMNS": columns, "num_warps": self.warps, "num_stages": self.stages}
+
+
+# Measured on an H200, with weights of an 8B model: bench/gpu.py.
+PLAIN, NORMED, WIDE = Tile(4, 1024), Tile(2, 1024), Tile(8, 512)
+GATED, NORMED_GATED = Tile(4, 512), Tile(2, 512, stages=4)
+MANY_OUTPUTS = 1 << 15
 
 
 def gemv(
@@ -30,13 +52,14 @@ def gemv(
     sizes = [len(weight) for weight in weights]
     out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
     parts = list(out.split(sizes, dim=1))
-    blocks = [triton.cdiv(size, ROWS) for size in sizes]
+    tile = WIDE if sum(sizes) >= MANY_OUTPUTS else PLAIN if norm is None else NORMED
+    blocks = [triton.cdiv(size, tile.rows) for size in sizes]
     w = [*weights, weights[0], weights[0]][:3]
     o = [*parts, parts[0], parts[0]][:3]
     n = [*sizes, 0, 0][:3]
     _gemv[(sum(blocks),)](
         x, *w, *o, x if residual is None else residual, *_norm_of(x, norm), *n, blocks[0], sum(blocks[:2]), x.shape[1],
-        RESIDUAL=residual is not None, NORM=norm is not None, ROWS=ROWS, COLUMNS=_columns(x), num_warps=4, num_stages=3,
+        RESIDUAL=residual is not None, NORM=norm is not None, **tile.options(x.shape[1]), **overlap(x),
     )  # fmt: skip
     return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
@@ -45,15 +68,12 @@ def _norm_of(x: Tensor, norm: RmsNorm | None) -> tuple[Tensor, float]:
     return (x, 0.0) if norm is None else norm
 
 
-def _columns(x: Tensor) -> int:
-    return int(min(COLUMNS, triton.next_power_of_2(x.shape[1])))
-
-
 @triton.jit
 def _gemv(
     x, w0, w1, w2, out0, out1, out2, residual, norm, eps, n0, n1, n2, first1, first2, columns,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RESIDUAL: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
     block = tl.program_id(0)
     weight, out, rows = w0, out0, n0
     if block >= first2:
@@ -65,15 +85,19 @@ def _gemv(
     n, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     there = n < rows
     sums, squares = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
+    at = weight + n[:, None].to(tl.int64) * columns + c[None, :]
+    w = tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
+    await_inputs(PDL)
     for start in range(0, columns, COLUMNS):
-        inside = start + c < columns
-        at = n[:, None].to(tl.int64) * columns + (start + c)[None, :]
-        w = tl.load(weight + at, mask=there[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+        inside, coming = start + c < columns, start + COLUMNS + c < columns
+        ahead = there[:, None] & coming[None, :]
+        next_w = tl.load(at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
         own = tl.load(x + start + c, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += own * own
             own = own * tl.load(norm + start + c, mask=inside, other=0.0)
         sums += w.to(tl.float32) * own[None, :]
+        w = next_w
     made = tl.sum(sums, 1)
     if NORM:
         made = made * tl.rsqrt(tl.sum(squares, 0) / columns + eps)
@@ -85,10 +109,10 @@ def _gemv(
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, norm: RmsNorm | None = None) -> Tensor:
     """activation(gate(x)) * up(x) of one vector [1, in]."""
     out = torch.empty((1, len(gate)), dtype=x.dtype, device=x.device)
-    _gate_up[(triton.cdiv(len(gate), ROWS),)](
+    tile = GATED if norm is None else NORMED_GATED
+    _gate_up[(triton.cdiv(len(gate), tile.rows),)](
         x, gate, up, out, *_norm_of(x, norm), len(gate), x.shape[1],
-        KIND=_ACTIVATIONS[activation], NORM=norm is not None, ROWS=ROWS, COLUMNS=min(_columns(x), COLUMNS // 2),
-        num_warps=4, num_stages=3,
+        KIND=_ACTIVATIONS[activation], NORM=norm is not None, **tile.options(x.shape[1]), **overlap(x),
     )  # fmt: skip
     return out
 
@@ -96,23 +120,29 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, norm: R
 @triton.jit
 def _gate_up(
     x, gate, up, out, norm, eps, rows, columns,
-    KIND: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
     n, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     there = n < rows
     opened, passed = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
+    at = n[:, None].to(tl.int64) * columns + c[None, :]
+    inside = there[:, None] & (c < columns)[None, :]
+    g = tl.load(gate + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    u = tl.load(up + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    await_inputs(PDL)
     for start in range(0, columns, COLUMNS):
-        at = n[:, None].to(tl.int64) * columns + (start + c)[None, :]
-        inside = there[:, None] & (start + c < columns)[None, :]
-        g = tl.load(gate + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        u = tl.load(up + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        ahead = there[:, None] & (start + COLUMNS + c < columns)[None, :]
+        next_g = tl.load(gate + at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
+        next_u = tl.load(up + at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
         own = tl.load(x + start + c, mask=start + c < columns, other=0.0).to(tl.float32)
         if NORM:
             squares += own * own
             own = own * tl.load(norm + start + c, mask=start + c < columns, other=0.0)
         opened += g.to(tl.float32) * own[None, :]
         passed += u.to(tl.float32) * own[None, :]
+        g, u = next_g, next_u
     g, u = tl.sum(opened, 1), tl.sum(passed, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)

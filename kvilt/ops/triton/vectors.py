@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..contract import Activation, Rotation
 from ..reference import ReferencePages
+from .overlap import await_inputs, launch_next, overlap
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -19,12 +20,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, width = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(width)
     warps = 8 if block >= 4096 else 4 if block >= 512 else 1
-    _rms_norm[(x.numel() // width,)](x, weight, out, width, eps, BLOCK=block, num_warps=warps)
+    _rms_norm[(x.numel() // width,)](x, weight, out, width, eps, BLOCK=block, num_warps=warps, **overlap(x))
     return out
 
 
 @triton.jit
-def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    await_inputs(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = i < width
     own = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
@@ -125,7 +128,7 @@ def rotate_and_write(
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         HEADS=heads, KV_HEADS=shape.kv_heads, D=dim, DV=shape.value_dim,
         D_PAD=triton.next_power_of_2(max(dim, shape.value_dim)), PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs),
-        HALF=rotation.pairing == "half", BLOCK=block, num_warps=1 if block == 1 else 4,
+        HALF=rotation.pairing == "half", BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
     )  # fmt: skip
     return out
 
@@ -135,8 +138,10 @@ def _rotate_and_write(
     query, keys, values, slots, cos, sin, out, key_pages, value_pages,
     query_token, query_head, key_token, key_head, value_token, value_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     if block < first:
@@ -183,7 +188,7 @@ def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
     block = 1024
     _act_mul[(rows, triton.cdiv(width, block))](
-        gate, up, out, width, gate.stride(0), up.stride(0), KIND=_ACTIVATIONS[activation], BLOCK=block
+        gate, up, out, width, gate.stride(0), up.stride(0), KIND=_ACTIVATIONS[activation], BLOCK=block, **overlap(gate)
     )
     return out
 
@@ -200,7 +205,9 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    await_inputs(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     g = tl.load(gate + row * stride_gate + i, mask=inside, other=0.0).to(tl.float32)
