@@ -73,7 +73,8 @@ class BlendExecutor(ABC):
 
         Fresh rows are rotated at `positions`. Up to the layer where tokens are selected they are all tokens, afterwards
         only the selected ones, and the caller hands back the positions it was given. `query_start_loc` [requests + 1]
-        is over the original lengths; `token_dim` is the token axis of the fresh tensors.
+        is over the original lengths; `token_dim` is the token axis of the fresh tensors, which may have heads and their
+        dimensions on one axis. What comes back is on the device of what it was made of.
         """
 
     def blend_result(

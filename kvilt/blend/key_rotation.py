@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..models.rope import frequencies, magnitude
 from ..models.spec import ModelSpec, NoRope, Rope, RopeSpec
 from ..ops.contract import Rotation
@@ -26,6 +27,7 @@ class KeyRotation:
 
     rope: Rope
     last: bool = False  # the rotated dimensions are the last ones of a key, as in latent attention
+    head_dim: int | None = None  # needed to rotate keys [tokens, heads * dim]
 
     @property
     def scales(self) -> bool:
@@ -45,6 +47,17 @@ class KeyRotation:
             return keys
         return self._rotate(keys, _angles(self.rope, positions) - _angles(self.rope, original), 1.0)
 
+    def by_head(self, keys: Tensor) -> Tensor:
+        """Keys [tokens, heads * dim] as [tokens, heads, dim]; others stay as they are."""
+        if keys.dim() > 2 or isinstance(self.rope, NoRope):
+            return keys
+        if self.head_dim is None or keys.shape[1] % self.head_dim:
+            raise InputError(
+                f"keys {list(keys.shape)} cannot be cut into heads to rotate them; give [tokens, heads, dim], or "
+                "KeyRotation(rope, head_dim=...) instead of a rope"
+            )
+        return keys.unflatten(1, (-1, self.head_dim))
+
     def _rotate(self, keys: Tensor, angles: Tensor, mscale: float) -> Tensor:
         assert isinstance(self.rope, RopeSpec)
         cos, sin = ((angle * mscale).float() for angle in (angles.cos(), angles.sin()))
@@ -57,7 +70,7 @@ class KeyRotation:
 
 def key_rotations(spec: ModelSpec) -> tuple[KeyRotation, ...]:
     """How each layer of a model rotates."""
-    return tuple(KeyRotation(layer.attention.rope) for layer in spec.layers)
+    return tuple(KeyRotation(layer.attention.rope, head_dim=layer.attention.head_dim) for layer in spec.layers)
 
 
 def as_key_rotations(ropes: Sequence[KeyRotation | Rope]) -> tuple[KeyRotation, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -60,7 +61,10 @@ class SelectiveBlend(BlendExecutor):
         everything = torch.arange(len(positions), device=fresh_q.device)
         if layer_id < self._check_layer:
             return BlendOutput(fresh_q, fresh_k, fresh_v, positions, everything, None)
+        for one, fresh in ((retrieved_k, fresh_k), (retrieved_v, fresh_v)):
+            self._check_retrieved(one, fresh.movedim(token_dim, 0))
         valid = valid_mask.bool() if retrieved_k is not None else torch.zeros(len(valid_mask), dtype=torch.bool)
+        valid = valid.cpu()
         if layer_id == self._check_layer:
             return self._select(retrieved_v, valid, fresh_q, fresh_k, fresh_v, query_start_loc, token_dim)
         missing = ~valid
@@ -106,7 +110,7 @@ class SelectiveBlend(BlendExecutor):
         scores = torch.zeros(len(valid))
         if retrieved_v is not None:
             fresh = fresh_v.movedim(token_dim, 0)
-            scores = deviations(fresh, retrieved_v.reshape(fresh.shape), valid).cpu()
+            scores = deviations(fresh, retrieved_v.reshape(fresh.shape).to(fresh.device), valid).cpu()
         starts = query_start_loc.tolist()
         self._chosen = select(scores, valid, self._ratio, starts).to(fresh_q.device)
         counts = [int(((self._chosen >= a) & (self._chosen < b)).sum()) for a, b in pairwise(starts)]
@@ -117,6 +121,7 @@ class SelectiveBlend(BlendExecutor):
 
     def _moved(self, layer_id: int, keys: Tensor, original: Tensor) -> Tensor:
         places, rotation = self._places.to(keys.device), self._rotations[layer_id]
+        keys = rotation.by_head(keys)
         if self._unrotated:
             return rotation.place(keys, places)
         if self._unrotated is None and rotation.scales:
@@ -131,6 +136,17 @@ class SelectiveBlend(BlendExecutor):
         long = merge(retrieved.reshape(len(retrieved), *short.shape[1:]).to(fresh), short, self._chosen)
         return long.movedim(0, token_dim)
 
+    def _check_retrieved(self, retrieved: Tensor | None, fresh: Tensor) -> None:
+        """Retrieved tensors are [tokens, heads, dim] or [tokens, heads * dim], whatever the shape of the fresh ones."""
+        if retrieved is None:
+            return
+        tokens, numbers = len(self._places), math.prod(fresh.shape[1:])
+        if retrieved.dim() not in (2, 3) or retrieved.shape[0] != tokens or retrieved.numel() != tokens * numbers:
+            raise InputError(
+                f"retrieved tensors must be [{tokens}, heads, dim] or [{tokens}, heads * dim], with {numbers} numbers "
+                f"for each token, not {list(retrieved.shape)}"
+            )
+
     def _check(
         self, layer_id: int, positions: Tensor, valid: Tensor, fresh: tuple[Tensor, Tensor, Tensor], token_dim: int
     ) -> None:
@@ -142,7 +158,7 @@ class SelectiveBlend(BlendExecutor):
         expected = self._places
         if layer_id > self._check_layer:
             expected = self._places[self._chosen.to(self._places.device)]
-        if not torch.equal(positions, expected):
+        if not torch.equal(positions.to(expected.device), expected):
             raise InputError("positions must be those that the last layer handed out")
         if len(valid) != len(self._places):
             raise InputError(f"the mask has {len(valid)} tokens and the batch {len(self._places)}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvilt.blend import (
     BlendOutput,
@@ -214,6 +216,81 @@ def test_the_token_dimension_may_be_any(token_dim: int) -> None:
     assert torch.equal(long[out.local_indices], fresh[out.local_indices])
     others = [i for i in range(8) if i not in out.local_indices.tolist()]
     assert torch.equal(long[others], stored[others])
+
+
+PARTIAL = KeyRotation(RopeSpec(theta=10000.0, dims=4), head_dim=DIM)
+
+
+def blended_keys(
+    rotation: KeyRotation | RopeSpec | NoRope, stored: Tensor, fresh: Tensor, device: str = "cpu"
+) -> list[BlendOutput]:
+    """All outputs of three layers at half the tokens; `stored` and `fresh` are keys, values and queries alike."""
+    stored, fresh = stored.to(device), fresh.to(device)
+    executor, tokens = SelectiveBlend([rotation] * 3, ratio=0.5), len(fresh)
+    at, starts = torch.arange(7, 7 + tokens, device=device), torch.tensor([0, tokens], device=device)
+    found = BlendRetrieverResult(stored, stored, torch.ones(tokens), torch.zeros_like(at), rotated=False)
+    outputs = []
+    for layer in range(3):
+        rows = fresh if layer < 2 else fresh[outputs[1].local_indices]
+        outputs.append(executor.blend_result(layer, found, rows, rows, rows, at, starts, 0))
+        at = outputs[-1].positions
+    return outputs
+
+
+# ":param torch.Tensor fresh_q: The fresh Q tensor from QKV split": [tokens, heads * dim], as it comes from there.
+
+
+def test_heads_and_dimensions_may_be_one_axis() -> None:
+    stored, fresh = numbers(8, 1), numbers(8, 2)
+    expected = blended_keys(PARTIAL, stored, fresh)
+    for flat_stored, flat_fresh in ((True, True), (True, False), (False, True)):
+        outputs = blended_keys(
+            PARTIAL, stored.flatten(1) if flat_stored else stored, fresh.flatten(1) if flat_fresh else fresh
+        )
+        for out, same in zip(outputs, expected, strict=True):
+            assert out.k.shape == ((8, HEADS * DIM) if flat_fresh else (8, HEADS, DIM))
+            assert torch.equal(out.k.flatten(1), same.k.flatten(1))
+            assert torch.equal(out.v.flatten(1), same.v.flatten(1))
+            assert torch.equal(out.q.flatten(1), same.q.flatten(1))
+            assert torch.equal(out.positions, same.positions)
+
+
+def test_shapes_that_cannot_be_understood_are_refused() -> None:
+    stored, fresh = numbers(8, 1), numbers(8, 2)
+    assert len(blended_keys(NoRope(), stored.flatten(1), fresh)) == 3  # nothing is rotated: heads need not be known
+    with pytest.raises(InputError, match="cut into heads"):
+        blended_keys(ROPE, stored.flatten(1), fresh.flatten(1))
+    with pytest.raises(InputError, match="cut into heads"):
+        blended_keys(KeyRotation(ROPE, head_dim=5), stored.flatten(1), fresh.flatten(1))
+    for wrong in (stored[:7], stored[:, :1], stored[None], stored.flatten(1)[:, :3], stored.flatten()):
+        with pytest.raises(InputError, match="retrieved tensors must be"):
+            blended_keys(PARTIAL, wrong, fresh)
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_stay_on_their_device(device: str) -> None:
+    expected = blended_keys(PARTIAL, numbers(8, 1), numbers(8, 2))
+    for out, same in zip(blended_keys(PARTIAL, numbers(8, 1), numbers(8, 2), device), expected, strict=True):
+        for name in ("q", "k", "v", "positions", "local_indices"):
+            assert getattr(out, name).device.type == device
+            torch.testing.assert_close(getattr(out, name).cpu(), getattr(same, name), rtol=0, atol=1e-5)
+        assert out.query_start_loc is None or out.query_start_loc.device.type == device
+
+
+def test_no_keys_or_values_leave_their_device() -> None:
+    """Also where there is but one: only scores and indices of tokens are asked to come to the CPU."""
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            moves = function in (Tensor.cpu, Tensor.numpy, Tensor.tolist)
+            assert not (moves and args[0].dim() > 1), "a tensor of more than tokens was moved"
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        blended_keys(PARTIAL, numbers(8, 1), numbers(8, 2))
 
 
 def test_layers_and_positions_out_of_order_are_refused() -> None:
