@@ -56,7 +56,7 @@ class KeyRotation:
                 f"keys {list(keys.shape)} cannot be cut into heads to rotate them; give [tokens, heads, dim], or "
                 "KeyRotation(rope, head_dim=...) instead of a rope"
             )
-        return keys.unflatten(1, (-1, self.head_dim))
+        return keys.reshape(len(keys), -1, self.head_dim)
 
     def _rotate(self, keys: Tensor, angles: Tensor, mscale: float) -> Tensor:
         assert isinstance(self.rope, RopeSpec)
