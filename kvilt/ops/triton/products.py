@@ -36,8 +36,7 @@ class Tile:
 
 
 # Measured on an H200, with weights of an 8B model: bench/gpu.py.
-PLAIN, NORMED, WIDE = Tile(4, 1024), Tile(2, 1024), Tile(8, 512)
-GATED, NORMED_GATED = Tile(4, 512), Tile(2, 512, stages=4)
+PLAIN, NORMED_OR_WIDE, GATED = Tile(4, 1024, warps=8), Tile(8, 512), Tile(4, 512)
 MANY_OUTPUTS = 1 << 15
 
 
@@ -52,7 +51,7 @@ def gemv(
     sizes = [len(weight) for weight in weights]
     out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
     parts = list(out.split(sizes, dim=1))
-    tile = WIDE if sum(sizes) >= MANY_OUTPUTS else PLAIN if norm is None else NORMED
+    tile = PLAIN if norm is None and sum(sizes) < MANY_OUTPUTS else NORMED_OR_WIDE
     blocks = [triton.cdiv(size, tile.rows) for size in sizes]
     w = [*weights, weights[0], weights[0]][:3]
     o = [*parts, parts[0], parts[0]][:3]
@@ -109,10 +108,9 @@ def _gemv(
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, norm: RmsNorm | None = None) -> Tensor:
     """activation(gate(x)) * up(x) of one vector [1, in]."""
     out = torch.empty((1, len(gate)), dtype=x.dtype, device=x.device)
-    tile = GATED if norm is None else NORMED_GATED
-    _gate_up[(triton.cdiv(len(gate), tile.rows),)](
+    _gate_up[(triton.cdiv(len(gate), GATED.rows),)](
         x, gate, up, out, *_norm_of(x, norm), len(gate), x.shape[1],
-        KIND=_ACTIVATIONS[activation], NORM=norm is not None, **tile.options(x.shape[1]), **overlap(x),
+        KIND=_ACTIVATIONS[activation], NORM=norm is not None, **GATED.options(x.shape[1]), **overlap(x),
     )  # fmt: skip
     return out
 
