@@ -10,5 +10,6 @@ from .interfaces import BlendRetrieverResult as BlendRetrieverResult
 from .interfaces import BlendRetrieverTask as BlendRetrieverTask
 from .key_rotation import KeyRotation as KeyRotation
 from .key_rotation import key_rotations as key_rotations
+from .recipe import Recipe as Recipe
 from .retriever import StoreRetriever as StoreRetriever
 from .selective import SelectiveBlend as SelectiveBlend
