@@ -194,8 +194,8 @@ def reads_environment(node: ast.AST) -> bool:
 
 
 def computes(node: ast.AST) -> bool:
-    """An operation of a backend, reached through a pool or a decoder; its name and revision are none."""
-    inner = node.value if isinstance(node, ast.Attribute) and node.attr not in ("name", "numerics") else None
+    """An operation of a backend, reached through a pool or a decoder; its name, revision and dtype are none."""
+    inner = node.value if isinstance(node, ast.Attribute) and node.attr not in ("name", "numerics", "dtype") else None
     return isinstance(inner, ast.Attribute) and inner.attr == "ops"
 
 

@@ -1,51 +1,71 @@
-"""The executor as another scheduler or model trait calls it: caches by id, synchronous calls.
+"""The executor as another scheduler calls it: caches by id, synchronous calls, over any decoder-only model.
 
-Thin: they own the map from id to cache, so that `Executor` stays stateless. The engine uses neither, it calls `run`.
+Thin: it owns the map from id to cache, so that `Executor` stays stateless. The engine does not use it, it calls `run`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from ..batch import Batch, Logits
-from ..errors import InputError
+from ..errors import InputError, Unsupported
+from ..executor.call import ExecutorCall
 from ..executor.protocol import Executor
-from .cache_table import CacheInput, CacheTable
 from .exchange import (
     CacheHandle,
     DecodeInput,
     DecodeOutput,
     ExecutorCapabilities,
     ExecutorStatus,
-    LlmRuntimeConfig,
+    ModelInfo,
     PrefillInput,
     PrefillOutput,
     UnifiedBatch,
 )
+from .facts import cache_metrics_of, capabilities_of, kv_capacity_of, model_capabilities, model_status, status_of
+from .interfaces import DecoderSteps
+from .model_table import ModelTable
+from .paged_llm import PagedLLM, check_position
+from .sequence_table import CacheInput, SequenceTable
 
 
 class LlmExecutor:
-    """The batched executor of a scheduler: prompts, decodes and their mixtures, one forward each."""
+    """The batched executor of a scheduler: prompts, decodes and their mixtures.
 
-    def __init__(self, executor: Executor) -> None:
-        self._table = CacheTable(executor)
-        self._executor = executor
+    Over `PagedLLM`, or an executor of kvilt, which stands for it, each batch is one forward. Over any other
+    `DecoderOnlyLLM` it is made of the methods that the model has.
+    """
+
+    def __init__(self, model: DecoderSteps | Executor, info: ModelInfo | None = None) -> None:
+        """`info`: what the model is; read off the model where it is not given."""
+        self.model: DecoderSteps = PagedLLM(model) if _is_executor(model) else _checked_model(model)
+        self.table: SequenceTable
+        self._executor: Executor | None = None
+        if isinstance(self.model, PagedLLM):
+            self.table, self._executor = self.model.table, self.model.executor
+        else:
+            self.table = ModelTable(self.model)
+        self._info = _checked_info(self.model, info)
+
+    def info(self) -> ModelInfo:
+        """What the model is."""
+        return self._info
 
     def prefill(self, prompt: PrefillInput) -> PrefillOutput:
         """`batch_prefill` of one."""
         return self.batch_prefill([prompt])[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """All prompts in one ragged forward."""
+        """All prompts in one ragged forward; what is there of a beginning already is not computed again."""
         if not inputs:
             return []
-        logits = self._table.prefill([(one.cache_id, one.tokens) for one in inputs])
+        parts = [CacheInput(one.cache_id, one.tokens, 1, one.lora_id, one.lora_scale) for one in inputs]
         return [
             PrefillOutput(row, CacheHandle(one.cache_id, len(one.tokens)))
-            for one, row in zip(inputs, logits, strict=True)
+            for one, row in zip(inputs, self.table.prefill(parts), strict=True)
         ]
 
     def decode(self, token: DecodeInput) -> DecodeOutput:
@@ -56,21 +76,20 @@ class LlmExecutor:
         """One token for each of these caches, whatever their lengths, in one forward."""
         if not inputs:
             return []
-        with self._table.lock:  # until the lengths are read, too
-            logits = self._table.extend([CacheInput(one.cache_id, [one.token], 1) for one in inputs])
-            return [self._decoded(one.cache_id, logits.of_row(row)[0], 0) for row, one in enumerate(inputs)]
+        with self.table.lock:  # until the lengths are read, too
+            parts = [CacheInput(one.cache_id, [one.token], 1, one.lora_id, one.lora_scale) for one in inputs]
+            logits = self.table.extend(parts)
+            return [self._decoded(one.cache_id, row[0], 0) for one, row in zip(inputs, logits, strict=True)]
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """N+1 tokens in one forward, one row of logits per token; the tokens of a cache are consecutive."""
         if not inputs:
             return []
-        tokens: dict[str, list[int]] = {}
-        for one in inputs:
-            tokens.setdefault(one.cache_id, []).append(one.token)
-        with self._table.lock:  # until the lengths are read, too
-            logits = self._table.extend([CacheInput(cache_id, ids, len(ids)) for cache_id, ids in tokens.items()])
-            rows = {cache_id: iter(logits.of_row(row)) for row, cache_id in enumerate(tokens)}
-            left = {cache_id: len(ids) for cache_id, ids in tokens.items()}
+        with self.table.lock:  # until the lengths are read, too
+            parts = _by_cache(inputs)
+            found = self.table.extend(list(parts.values()))
+            rows = {cache_id: iter(logits) for cache_id, logits in zip(parts, found, strict=True)}
+            left = {cache_id: part.want for cache_id, part in parts.items()}
             outputs = []
             for one in inputs:
                 left[one.cache_id] -= 1
@@ -81,134 +100,108 @@ class LlmExecutor:
         """Prefill chunks and decodes mixed in one forward; [vocab] logits where a chunk is final, in order."""
         if not batch.items:
             return []
-        with self._table.lock:
+        with self.table.lock:
             for item in batch.items:
-                _check_position(item.cache_id, self._table.length(item.cache_id), item.position)
-            parts = [CacheInput(item.cache_id, item.tokens, int(item.is_final_chunk)) for item in batch.items]
-            logits = self._table.extend(parts, create=True)
-        return [logits.of_row(row)[0] if item.is_final_chunk else None for row, item in enumerate(batch.items)]
+                check_position(item.cache_id, self.table.length(item.cache_id), item.position)
+            parts = [
+                CacheInput(item.cache_id, item.tokens, int(item.is_final_chunk), item.lora_id, item.lora_scale)
+                for item in batch.items
+            ]
+            logits = self.table.extend(parts, create=True)
+        return [row[0] if item.is_final_chunk else None for item, row in zip(batch.items, logits, strict=True)]
 
     def truncate_kv(self, kv_cache: CacheHandle, new_len: int) -> CacheHandle:
-        """Roll a cache back; the handle that comes back has the new length."""
-        self._table.truncate(kv_cache.cache_id, new_len)
+        """Roll a cache back, if the handle says its length; the handle that comes back has the new one."""
+        with self.table.lock:
+            held = self.table.known_length(kv_cache.cache_id)
+            if kv_cache.length != held:
+                raise InputError(
+                    f"the handle of cache {kv_cache.cache_id!r} says {kv_cache.length} tokens and the cache holds "
+                    f"{held}; give the handle that the last call returned"
+                )
+            self.table.truncate(kv_cache.cache_id, new_len)
         return CacheHandle(kv_cache.cache_id, new_len)
 
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
         """Roll the cache of that id back."""
-        self._table.truncate(cache_id, new_len)
+        self.table.truncate(cache_id, new_len)
 
     def release_cache(self, cache_id: str) -> None:
         """Close a cache; doing it twice is fine."""
-        self._table.release(cache_id)
+        self.table.release(cache_id)
 
-    def kv_capacity(self) -> int:
-        """Tokens a new cache could hold now."""
-        pool = self._executor.pool
-        return min(self._executor.max_context, min(pool.free_pages()) * pool.layout.page_tokens)
+    def call(self) -> ExecutorCall:
+        """A handle whose `cancel` stops what runs inside of it; `table.lock` is taken before it."""
+        return self.table.call()
+
+    def kv_capacity(self) -> int | None:
+        """Tokens a new cache could hold now; None where the model does not say."""
+        return None if self._executor is None else kv_capacity_of(self._executor)
 
     def forward(self, batch: Batch) -> Logits:
         """The primitive: `Executor.run`."""
+        if self._executor is None:
+            raise Unsupported("forward: this model has no batches of rows; use prefill, decode and their batches")
         return self._executor.run(batch)
 
     def capabilities(self) -> ExecutorCapabilities:
         """What is true of the executor now."""
-        executor, pool = self._executor, self._executor.pool
-        groups = pool.layout.groups
-        return ExecutorCapabilities(
-            family=executor.spec.family,
-            backend=pool.ops.name,
-            numerics=pool.ops.numerics,
-            device=str(pool.device),
-            kv_dtype=groups[0].shape.dtype.name,
-            max_context=executor.max_context,
-            page_tokens=pool.layout.page_tokens,
-            layer_groups=tuple(type(group.reach).__name__.lower() for group in groups),
-            max_rows=min(pool.group_pages),
-            expanded_formats=executor.expanded_formats,
-        )
+        if self._executor is None:
+            return model_capabilities(self._info, self.model.config())
+        return capabilities_of(self._executor)
 
     def status(self) -> ExecutorStatus:
         """What the executor is doing now."""
-        usage = self._executor.pool.usage()
-        return ExecutorStatus(
-            busy=self._executor.busy,
-            caches=len(self._table),
-            tokens=self._table.tokens(),
-            pages_used=usage.used,
-            pages_free=usage.free,
-            pages_total=usage.total,
-        )
+        if isinstance(self.table, ModelTable) or self._executor is None:
+            assert isinstance(self.table, ModelTable)
+            return model_status(self.table)
+        return status_of(self._executor, self.table)
 
-    def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Prompts with a reused beginning, and where the pages are."""
-        pool = self._executor.pool
-        usage = pool.usage()
-        return {
-            "hits": self._table.hits,
-            "misses": self._table.misses,
-            "saved_tokens": self._table.saved_tokens,
-            "evictions": self._executor.prefixes.evictions,  # of prefixes; a cache lives until its holder releases it
-            "pages_used": usage.used,
-            "pages_shared": usage.shared,
-            "pages_free": usage.free,
-            "bytes_used": usage.used_bytes,
-        }
+    def cache_metrics_snapshot(self) -> dict[str, Any] | None:
+        """Prompts with a reused beginning, and where the pages are; None where the model does not say."""
+        return None if self._executor is None else cache_metrics_of(self._executor)
 
-    def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Adapters, and the rows each has served."""
-        return self._executor.lora_metrics_snapshot()
+    def lora_metrics_snapshot(self) -> dict[str, Any] | None:
+        """Adapters, and the rows each has served; None where the model takes none."""
+        return None if self._executor is None else self._executor.lora_metrics_snapshot()
 
     def _decoded(self, cache_id: str, logits: Tensor, later: int) -> DecodeOutput:
-        return DecodeOutput(logits, CacheHandle(cache_id, self._table.get(cache_id).num_entries - later))
+        return DecodeOutput(logits, CacheHandle(cache_id, self.table.known_length(cache_id) - later))
 
 
-class DecoderOnlyLLM:
-    """A decoder-only model that keeps its caches by id."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._table = CacheTable(executor)
-        self._executor = executor
-
-    def config(self) -> LlmRuntimeConfig:
-        """The sizes of the model as it runs here."""
-        spec = self._executor.spec
-        attention = spec.layers[0].attention
-        return LlmRuntimeConfig(
-            hidden_size=spec.hidden_size,
-            num_layers=len(spec.layers),
-            num_kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            vocab_size=spec.vocab_size,
-            max_seq_len=self._executor.max_context,
-        )
-
-    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Tensor:
-        """Begin a sequence with a prompt; [vocab] logits for its last token."""
-        return self._table.prefill([(cache_id, tokens)])[0]
-
-    def decode(self, cache_id: str, token: int, pos: int) -> Tensor:
-        """Advance a sequence by one token, which must stand at `pos`; [vocab] logits for the next."""
-        return self.decode_batch([(cache_id, token, pos)])[0]
-
-    def decode_batch(self, batch: Sequence[tuple[str, int, int]]) -> list[Tensor]:
-        """One token for each of several sequences in one forward; logits in the same order."""
-        if not batch:
-            return []
-        with self._table.lock:
-            for cache_id, _, pos in batch:
-                _check_position(cache_id, self._table.get(cache_id).num_entries, pos)
-            logits = self._table.extend([CacheInput(cache_id, [token], 1) for cache_id, token, _ in batch])
-        return [logits.of_row(row)[0] for row in range(len(batch))]
-
-    def release(self, cache_id: str) -> None:
-        """Free the cache of a completed sequence; an unknown id is fine."""
-        self._table.release(cache_id)
-
-    def reset(self) -> None:
-        """Drop all cached state."""
-        self._table.clear()
+def _by_cache(inputs: Sequence[DecodeInput]) -> dict[str, CacheInput]:
+    """Tokens of one cache together; they run on one adapter."""
+    found: dict[str, CacheInput] = {}
+    for one in inputs:
+        before = found.get(one.cache_id)
+        if before is not None and (before.lora_id, before.lora_scale) != (one.lora_id, one.lora_scale):
+            raise InputError(f"the tokens of cache {one.cache_id!r} must all run on the same adapter and scale")
+        tokens = [*(before.tokens if before is not None else ()), one.token]
+        found[one.cache_id] = CacheInput(one.cache_id, tokens, len(tokens), one.lora_id, one.lora_scale)
+    return found
 
 
-def _check_position(cache_id: str, held: int, position: int) -> None:
-    if position != held:
-        raise InputError(f"cache {cache_id!r} holds {held} tokens; the next one stands at {held}, not at {position}")
+def _is_executor(model: DecoderSteps | Executor) -> TypeGuard[Executor]:
+    return hasattr(model, "create_kv_cache") and hasattr(model, "prefixes")
+
+
+def _checked_model(model: Any) -> DecoderSteps:
+    missing = [name for name in ("config", "prefill", "decode", "release") if not callable(getattr(model, name, None))]
+    if missing:
+        raise InputError(f"a {type(model).__name__} is no DecoderOnlyLLM: it has no {' and no '.join(missing)}")
+    checked: DecoderSteps = model
+    return checked
+
+
+def _checked_info(model: DecoderSteps, info: ModelInfo | None) -> ModelInfo:
+    """What is said of a model, unless it contradicts the model."""
+    config = model.config()
+    if info is None:
+        return model.info() if isinstance(model, PagedLLM) else ModelInfo.of_config(type(model).__name__, config)
+    said = (info.hidden_size, info.num_layers, info.num_kv_heads, info.vocab_size, info.max_sequence_length)
+    own = (config.hidden_size, config.num_layers, config.num_kv_heads, config.vocab_size, config.max_seq_len)
+    names = ("hidden_size", "num_layers", "num_kv_heads", "vocab_size", "max_sequence_length")
+    for name, one, other in zip(names, said, own, strict=True):
+        if one != other:
+            raise InputError(f"the ModelInfo says {name} {one} and the model's config() {other}")
+    return info

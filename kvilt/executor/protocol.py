@@ -64,6 +64,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing runs any more."""
+        ...
+
+    @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
         ...

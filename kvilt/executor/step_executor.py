@@ -84,6 +84,11 @@ class StepExecutor:
         return self._decoder.weight_bytes
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing runs any more."""
+        return self._closed
+
+    @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
         return self._calls.busy

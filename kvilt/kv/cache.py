@@ -341,6 +341,8 @@ class KVCache:
 
     def _check_kin(self, other: KVCache) -> None:
         """Before any lock is taken: an identity may hash all weights."""
+        if not isinstance(other, KVCache):
+            raise InputError(f"KV is copied from another KVCache, not from a {type(other).__name__}")
         if other._pool is self._pool:
             return
         if self.layout.describe() != other.layout.describe():

@@ -57,6 +57,7 @@ class PrefixIndex:
         self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
         self._owners: list[dict[int, PrefixNode]] = [{} for _ in pool.layout.groups]  # by page
         self.evictions = 0
+        self.hits = self.misses = self.saved_tokens = 0  # sequences that began with KV that was there, and without
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -87,7 +88,15 @@ class PrefixIndex:
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
             row.adapter, row.adapted_from = maker_parts(prefix_keys.adapted_scope.adapter)
             row.owner = prefix_keys.scope.owner
+            self.count(length)
             return KVCache.of_row(row, capacity)
+
+    def count(self, tokens: int) -> None:
+        """Count a sequence that begins with so many tokens whose KV is there already, here or in a cache of its own."""
+        with self._pool.lock:
+            self.hits += tokens > 0
+            self.misses += tokens == 0
+            self.saved_tokens += tokens
 
     def branches(self, salt: str) -> list[PrefixBranch]:
         """All that is known of one tenant, as a tree: parents before children."""

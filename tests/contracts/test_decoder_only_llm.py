@@ -1,4 +1,4 @@
-"""Contract E: the model trait, sentence by sentence, on `kvilt.DecoderOnlyLLM`."""
+"""Contract E: the model trait, sentence by sentence, on `kvilt.PagedLLM`, which is a `kvilt.DecoderOnlyLLM`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvilt import DecoderOnlyLLM, Executor
-from kvilt.compat.exchange import LlmRuntimeConfig
+from kvilt import DecoderOnlyLLM, Executor, LlmRuntimeConfig, PagedLLM
 from kvilt.errors import InputError
 
 A = [5, 17, 3, 44, 21, 9, 9, 30, 2, 58, 13, 7]
@@ -17,7 +16,7 @@ B = [1, 2, 3]
 
 @pytest.fixture
 def model(tiny: Executor) -> Iterator[DecoderOnlyLLM]:
-    model = DecoderOnlyLLM(tiny)
+    model = PagedLLM(tiny)
     yield model
     model.reset()
     assert tiny.pool.usage().used == 0
@@ -109,7 +108,7 @@ def test_reset_drops_everything(tiny: Executor, model: DecoderOnlyLLM) -> None:
 
 
 def test_two_models_on_one_executor_do_not_share_ids(tiny: Executor, model: DecoderOnlyLLM) -> None:
-    other = DecoderOnlyLLM(tiny)
+    other = PagedLLM(tiny)
     model.prefill("a", A)
     other.prefill("a", B)
     close(model.decode("a", 4, len(A)), alone(tiny, [*A, 4]))
