@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..batch import Adapted, Adapter, Base, Batch, Ids, Last, Nothing, Row
 from ..errors import InputError
 from ..executor.call import ExecutorCall
-from ..executor.executor import settled
+from ..executor.executor import reserve_all, settled
 from ..executor.inputs import read_ids
 from ..executor.kv_maker import check_maker
 from ..executor.protocol import Executor
@@ -32,6 +33,20 @@ class _RowInput:
     kv: KVCache
     adapter: Adapter
     keys: PrefixKeys | None  # None: what is computed is not made known
+
+    def piece(self, first: int, stop: int) -> Row:
+        """Tokens [first, stop) as a row, with room for them."""
+        span = range(first, min(stop, len(self.tokens)))
+        self.kv.reserve(len(self.tokens), [span])
+        wanted = max(0, span.stop - max(first, len(self.tokens) - self.want))  # of the row's last `want` tokens
+        start = self.kv.num_entries
+        return Row(
+            Ids(self.tokens[span.start : span.stop]),
+            range(start + span.start, start + span.stop),
+            self.kv,
+            want=Last(wanted) if wanted else Nothing(),
+            adapter=self.adapter,
+        )
 
 
 class CacheTable:
@@ -161,24 +176,33 @@ class CacheTable:
         return child
 
     def _run(self, rows: Sequence[_RowInput], new: Sequence[_RowInput]) -> list[Tensor]:
-        """One forward over all rows; the caches of `new` ones are closed if it fails."""
+        """The wanted logits of all rows; the caches of `new` ones are closed if anything fails."""
         try:
-            with ExitStack() as settling:
-                batch = [self._row(one, settling) for one in rows]
-                logits = self.executor.run(Batch.of(batch))
-                for one, row in zip(rows, batch, strict=True):
-                    one.kv.commit([one.tokens], [row.positions[0]], partial(self._make_known, keys=one.keys))
+            with self.executor.call(), ExitStack() as settling:
+                since = [one.kv.num_entries for one in rows]
+                for one in rows:
+                    settling.enter_context(settled(one.kv))
+                    reserve_all(one.kv, [len(one.tokens)])
+                logits = self._forward(rows)
+                for one, length in zip(rows, since, strict=True):
+                    one.kv.commit([one.tokens], [length], partial(self._make_known, keys=one.keys))
         except BaseException:
             _close(new)
             raise
-        return [logits.of_row(row) for row in range(len(rows))]
+        return logits
 
-    def _row(self, one: _RowInput, settling: ExitStack) -> Row:
-        start = one.kv.num_entries
-        one.kv.reserve(len(one.tokens))
-        settling.enter_context(settled(one.kv))
-        want = Last(one.want) if one.want else Nothing()
-        return Row(Ids(one.tokens), range(start, start + len(one.tokens)), one.kv, want=want, adapter=one.adapter)
+    def _forward(self, rows: Sequence[_RowInput]) -> list[Tensor]:
+        """All rows in one forward; where windows have few pages and rows are long, in as many as they need."""
+        most = self.executor.pool.step_tokens or max(len(one.tokens) for one in rows)
+        found: list[list[Tensor]] = [[] for _ in rows]
+        for first in range(0, max(len(one.tokens) for one in rows), most):
+            running = [i for i, one in enumerate(rows) if first < len(one.tokens)]
+            with self.executor.pool.lock:  # another thread may fork a cache, and its tail is copied then
+                batch = Batch.of([rows[i].piece(first, first + most) for i in running])
+            logits = self.executor.run(batch)
+            for n, i in enumerate(running):
+                found[i].append(logits.of_row(n))
+        return [torch.cat(parts) for parts in found]
 
     def _make_known(self, row: CacheRow, keys: PrefixKeys | None) -> None:
         """Make the whole pages of a row known to the prefix index, unless windows have given some of them back."""

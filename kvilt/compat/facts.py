@@ -74,10 +74,16 @@ def model_status(table: ModelTable) -> ExecutorStatus:
 
 def kv_capacity_of(executor: Executor) -> int:
     """Tokens a new cache could hold now; none once the executor is closed."""
-    pool = executor.pool
+    pool, layout = executor.pool, executor.pool.layout
     if executor.closed:
         return 0
-    return min(executor.max_context, min(pool.free_pages()) * pool.layout.page_tokens)
+    room = [executor.max_context // layout.page_tokens + 1]
+    for g, free in enumerate(pool.free_pages()):
+        # A window group with few pages holds any length, as long as it has pages for its window and a step.
+        window, step = layout.groups[g].window_pages or 0, layout.pages_for(pool.step_tokens or 0)
+        if g not in pool.small_groups or free < window + step:
+            room.append(free)
+    return min(executor.max_context, min(room) * layout.page_tokens)
 
 
 def cache_metrics_of(executor: Executor) -> dict[str, Any]:

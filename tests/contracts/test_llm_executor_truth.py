@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lora_files import write_lora
-from small import Ask, finish, start
+from small import CONTEXT, Ask, finish, load_mixed, start
 from tiny import write_tiny
 
 from kvilt import DecodeInput, Executor, LlmExecutor, PrefillInput, UnifiedBatch, UnifiedItem
@@ -193,6 +193,34 @@ def test_evictions_are_counted_where_hits_are(executor: Executor, served: LlmExe
     served.table.clear()
     served.prefill(PrefillInput("a", LONG))
     assert counted(served)["misses"] - after["misses"] == 1
+
+
+# Windows with few pages.
+
+
+def test_prompts_that_are_longer_than_a_step_may_be(tmp_path: Path) -> None:
+    """A pool may have few pages for windows; then a forward takes as many tokens as they have room for."""
+    executor = load_mixed(tmp_path, [40, 9])
+    served, most = LlmExecutor(executor), executor.pool.step_tokens
+    assert most == 32
+    assert served.kv_capacity() == CONTEXT, "the windows hold any length"
+    prompt = [(i * 7) % 61 for i in range(400)]
+    output = served.prefill(PrefillInput("a", prompt))
+    drafts = served.forward_verify([DecodeInput("a", token) for token in range(40)])  # more than a step as well
+    served.release_cache("a")
+    expected = executor.score([*prompt, *range(40)]).logprobs
+    assert torch.equal(output.logits, alone(executor, prompt))
+    for n, one in enumerate(drafts[:-1]):
+        logprob = one.logits.log_softmax(-1)[n + 1]
+        torch.testing.assert_close(logprob, expected[len(prompt) + n], rtol=1e-4, atol=1e-4)
+    items = [UnifiedItem("b", prompt[:150], 0, is_final_chunk=False), UnifiedItem("c", B, 0)]
+    found = served.unified_decode(UnifiedBatch(items))
+    assert found[0] is None and torch.equal(found[1], alone(executor, B))
+    with executor.create_kv_cache() as held:
+        executor.prefill(prompt[:150], held)
+        assert (served.kv_capacity() or 0) < CONTEXT, "with windows in use there is room for less"
+    served.table.clear()
+    assert executor.pool.usage().used == 0
 
 
 # Closed.
