@@ -16,7 +16,21 @@ from torch import Tensor
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..kv.row import CacheRow
-from .row import Embeds, Hidden, HiddenOut, KeyMass, Last, Nothing, Repair, Row, SampledIds, Score, Source, token_count
+from .row import (
+    Embeds,
+    Hidden,
+    HiddenOut,
+    KeyMass,
+    Last,
+    LayerSpan,
+    Nothing,
+    Repair,
+    Row,
+    SampledIds,
+    Score,
+    Source,
+    token_count,
+)
 from .step_input import StepInput, row_starts, step_input
 
 
@@ -116,10 +130,17 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             raise InputError(f"the last {k} of {tokens} positions do not exist")
         case Score(targets) if len(targets) != tokens:
             raise InputError(f"{len(targets)} targets were given for {tokens} positions")
-        case HiddenOut(wanted) | KeyMass(wanted) if any(not span.start <= i < min(span.stop, layers) for i in wanted):
-            raise InputError(f"a row through layers {span.start} to {span.stop} sees nothing of layers {list(wanted)}")
+        case HiddenOut(wanted, more):
+            _check_seen([*wanted, *more], span, layers)
+        case KeyMass(wanted):
+            _check_seen(wanted, span, layers)
     for repair in row.repairs:
         _check_repair(repair, row, layers)
+
+
+def _check_seen(wanted: Sequence[int], span: LayerSpan, layers: int) -> None:
+    if any(not span.start <= i < min(span.stop, layers) for i in wanted):
+        raise InputError(f"a row through layers {span.start} to {span.stop} sees nothing of layers {list(wanted)}")
 
 
 def _check_repair(repair: Repair, row: Row, layers: int) -> None:

@@ -30,6 +30,7 @@ class Logits:
     hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]
     kv: Mapping[int, Mapping[int, UnrotatedKV]] = field(default_factory=dict)  # by row and layer
     mass: Mapping[int, Tensor] = field(default_factory=dict)  # by row, [last position + 1] float32
+    queries: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # by row and layer, [tokens, heads, dim]
 
     def of_row(self, row: int) -> Tensor:
         """[k, vocab] of one row."""

@@ -78,6 +78,7 @@ class HiddenOut:
     """The hidden states after the last layer of the span, and what some of its layers write, before rotation."""
 
     kv_layers: Sequence[int] = ()
+    query_layers: Sequence[int] = ()  # of these also the queries, after rotation
 
 
 @dataclass(frozen=True, slots=True)

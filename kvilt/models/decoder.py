@@ -166,7 +166,8 @@ class Decoder:
                 case HiddenOut():
                     hidden[index] = x[span]
             starts.append(starts[-1] + (row.want.k if isinstance(row.want, Last) else 0))
-        return Logits(self._wanted(batch.step, x, step_adapters), tuple(starts), scores, hidden, seen.kv, seen.mass)
+        values = self._wanted(batch.step, x, step_adapters)
+        return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass, seen.queries)
 
     def _wanted(self, step: StepInput, x: Tensor, step_adapters: StepAdapters | None) -> Tensor:
         """The logits that the rows want [n, vocab]."""

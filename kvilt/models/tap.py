@@ -17,6 +17,7 @@ class TapResults:
 
     kv: dict[int, dict[int, UnrotatedKV]] = field(default_factory=dict)  # by row and layer
     mass: dict[int, Tensor] = field(default_factory=dict)  # by row
+    queries: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # by row and layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class LayerTap:
 
     layer: int
     writing: Sequence[TappedRow]
+    querying: Sequence[TappedRow]
     attending: Sequence[TappedRow]
     starts: tuple[int, ...]  # of the segment's rows
     seen: TapResults
@@ -48,6 +50,9 @@ class LayerTap:
     def attended(
         self, ops: Ops, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask
     ) -> None:
+        for one in self.querying:
+            span = slice(self.starts[one.place], self.starts[one.place + 1])
+            self.seen.queries.setdefault(one.row, {})[self.layer] = query[span].clone()
         for one in self.attending:
             start, stop = self.starts[one.place], self.starts[one.place + 1]
             span = slice(max(start, stop - one.last) if one.last else start, stop)
@@ -72,15 +77,20 @@ def _segment_taps(batch: Batch, segment: Segment, layers: int, seen: TapResults)
     taps = {}
     for layer in range(segment.start, segment.stop):
         writing = [TappedRow(i, n) for n, i in enumerate(inside) if layer in _written(batch.rows[i])]
+        querying = [TappedRow(i, n) for n, i in enumerate(inside) if layer in _queried(batch.rows[i])]
         wanted = [(i, n, _attended(batch.rows[i], layers)) for n, i in enumerate(inside)]
         attending = [TappedRow(i, n, 1 / len(span), _last(batch.rows[i])) for i, n, span in wanted if layer in span]
-        if writing or attending:
-            taps[layer] = LayerTap(layer, writing, attending, segment.lengths.starts, seen)
+        if writing or querying or attending:
+            taps[layer] = LayerTap(layer, writing, querying, attending, segment.lengths.starts, seen)
     return taps
 
 
 def _written(row: Row) -> Sequence[int]:
     return row.want.kv_layers if isinstance(row.want, HiddenOut) else ()
+
+
+def _queried(row: Row) -> Sequence[int]:
+    return row.want.query_layers if isinstance(row.want, HiddenOut) else ()
 
 
 def _last(row: Row) -> int:

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kvilt.batch import Batch, Hidden, HiddenOut, Ids, KeyMass, Last, LayerSpan, Row, UnrotatedKV
+from kvilt.blend import KeyRotation
 from kvilt.errors import InputError
 from kvilt.executor.placement import rotations
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
+from kvilt.kv.layout import Window
 from kvilt.models.spec import RopeSpec
 
 IDS = [int(i) for i in torch.randint(0, 61, (45,), generator=torch.Generator().manual_seed(3))]
@@ -58,6 +60,23 @@ def test_seeing_changes_nothing(tiny: Executor) -> None:
         torch.testing.assert_close(seen.hidden[1], plain.hidden[0])
 
 
+def test_queries_are_those_of_attention(tiny: Executor) -> None:
+    """What keys receive, from captured queries and keys, is what the backend says they receive."""
+    with tiny.create_kv_cache(batch_size=2) as kv:
+        kv.reserve(len(IDS))
+        seeing = Row(Ids(IDS), range(len(IDS)), kv, 0, want=HiddenOut([1], [1]))
+        found = tiny.run(Batch.of([seeing, Row(Ids(IDS), range(len(IDS)), kv, 1, want=KeyMass([1]))]))
+    assert list(found.queries) == [0]
+    spec, query, at = tiny.spec.layers[1].attention, found.queries[0][1].float(), torch.arange(len(IDS))
+    keys = KeyRotation(spec.rope).place(found.kv[0][1].keys.float(), at)
+    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    far = at[:, None] - at
+    window = spec.reach.tokens if isinstance(spec.reach, Window) else len(IDS)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * spec.scale
+    mass = scores.masked_fill((far < 0) | (far >= window), -torch.inf).softmax(-1).mean(0).sum(0)
+    torch.testing.assert_close(mass, found.mass[1], rtol=0, atol=2e-2)
+
+
 def test_mass_of_a_part_of_the_layers(tiny: Executor) -> None:
     """Two rows with different spans and wishes in one batch; each sum is the number of queries."""
     asking = list(range(40, 45))
@@ -101,6 +120,6 @@ def test_mass_of_the_last_tokens(tiny: Executor) -> None:
 def test_layers_that_a_row_does_not_go_through_cannot_be_seen(tiny: Executor) -> None:
     with tiny.create_kv_cache() as kv:
         kv.reserve(4)
-        for want in (HiddenOut([1]), KeyMass([0, 1])):
+        for want in (HiddenOut([1]), HiddenOut([], [1]), KeyMass([0, 1])):
             with pytest.raises(InputError, match="sees nothing of layers"):
                 Batch.of([Row(Ids(IDS[:4]), range(4), kv, layers=LayerSpan(0, 1), want=want)])
