@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 from lora_files import write_lora
 from tiny import write_tiny
+from torch import Tensor
 
 from kvilt import LLM, AsyncLLM, SamplingParams
 from kvilt.batch import Base
-from kvilt.blend.recipe import Recipe
+from kvilt.blend import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask, Recipe, SelectiveBlend
 from kvilt.config import RunConfig
 from kvilt.engine.request import Request
 from kvilt.errors import InputError, ParamError
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.llm.options import CallFields, RequestFields, RequestOptions
+from kvilt.models.spec import NoRope
 from kvilt.sampling.constraint import SHORT_NAMES
 from kvilt.sampling.fields import SamplingFields
 from kvilt.text.tokenizer import Tokenizer, from_gguf
@@ -99,6 +102,22 @@ async def async_tokens(llm: AsyncLLM, method: str, fields: dict[str, Any]) -> li
     return list(done.token_ids)
 
 
+class NothingFound(BlendRetriever, BlendRetrieverTask):
+    """A retriever that has no KV."""
+
+    def new_request(self, full_prompts: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> BlendRetrieverTask:
+        self._tokens = sum(map(len, full_prompts))
+        return self
+
+    def result(self, layer_id: int) -> BlendRetrieverResult:
+        nothing = torch.zeros(self._tokens, dtype=torch.int64)
+        return BlendRetrieverResult(None, None, nothing, nothing)
+
+
+def first_layer() -> SelectiveBlend:
+    return SelectiveBlend([NoRope()] * 3, check_layer=0, selects_only=True)
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Request], bool]]] = {
     "id": ({"id": "mine"}, lambda request: request.id == "mine"),
     "priority": ({"priority": 3}, lambda request: request.priority == 3),
@@ -106,6 +125,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Request], bool]]] = {
     "keep_kv": ({"keep_kv": True}, lambda request: request.keep_kv),
     "documents": ({"documents": [DOCUMENT]}, lambda request: len(request.documents) == 1),
     "recipe": ({"recipe": Recipe(ratio=0.5)}, lambda request: request.recipe.ratio == 0.5),
+    "retriever": (
+        {"retriever": NothingFound(), "discover": True},
+        lambda request: isinstance(request.blend_plugins.retriever, NothingFound),
+    ),
+    "blend_executor": (
+        {"blend_executor": first_layer, "discover": True},
+        lambda request: request.blend_plugins.executor is first_layer,
+    ),
     "discover": ({"discover": True}, lambda request: request.discover is True),
     "lora": ({"lora": "legal"}, lambda request: request.adapter != Base()),
     "lora_scale": ({"lora": "legal", "lora_scale": 0.5}, lambda request: getattr(request.adapter, "scale", 0) == 0.5),

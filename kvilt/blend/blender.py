@@ -18,10 +18,14 @@ from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from ..store.layer import LayerKV
-from ..store.loading import Loading
 from .chunk import ChunkCache
 from .controller import LoadMeter
+from .interfaces import BlendExecutor, BlendOutput, BlendRetrieverResult
+from .key_rotation import key_rotations
+from .plugins import BlendPlugins
+from .prompt_documents import DocumentKey, PromptDocuments
 from .recipe import BlendPrompt, Recipe, Strategy
+from .recipe_blend import RecipeBlend, selected_rows
 from .repair import KVRepair
 from .row_stage import RowStage
 from .selection import TokenSelection
@@ -30,6 +34,7 @@ PROBE_TOKENS = 32  # the last tokens of a question, whose attention is measured 
 MASS_EVERY = 4  # attention is measured in one of so many layers: those between give the same picture
 Stages = Generator[RowStage | None, None, None]  # None: the documents of the next stage are not loaded yet
 _BASE = Base()
+_NO_PLUGINS = BlendPlugins()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +64,19 @@ class Blending:
         recipe: Recipe,
         tenant: str = "",
         adapter: Adapter = _BASE,
+        plugins: BlendPlugins = _NO_PLUGINS,
     ) -> None:
         layers = len(executor.spec.layers)
         if recipe.needs("deviation") and recipe.check_layer + len(recipe.gradual) >= layers - 1:
             raise InputError(f"check_layer {recipe.check_layer} leaves nothing to save of {layers} layers")
         if any(layer >= layers for layer in recipe.mass_layers):
             raise InputError(f"mass_layers {list(recipe.mass_layers)} are not all of this model's {layers} layers")
+        plugins.check(layers)
         self.blend_prompt = blend_prompt
         self.recipe = recipe
         self._executor = executor
         self._chunks = chunks
-        self._selection = TokenSelection(blend_prompt, recipe, chunks.context_prefix)
+        self._plugins = plugins
         self._tenant = tenant
         self._adapter = adapter
         # Before the tokens that switch an adapter on, documents are computed by the base model.
@@ -77,11 +84,13 @@ class Blending:
         if isinstance(adapter, Adapted) and late and any(one.stop > adapter.begins for one in blend_prompt.documents):
             raise InputError("documents stand before the tokens that switch an adapter on; put them there")
         self._document_adapter = _BASE if late else adapter  # documents are computed with this one
-        self._maker = executor.adapters.identity(self._document_adapter)
+        maker = executor.adapters.identity(self._document_adapter)
+        self._documents = PromptDocuments(chunks, blend_prompt, executor.spec, tenant, maker, plugins.retriever)
+        self._selection = TokenSelection(blend_prompt, recipe, chunks.context_prefix)
+        self._rotations = key_rotations(executor.spec)
         self._layers = layers
         self._meter = LoadMeter()
-        self._texts = [blend_prompt.ids[one.start : one.stop] for one in blend_prompt.documents]
-        self._found: dict[tuple[int, ...], Loading] = {}  # from when it is opened until it is done
+        self._opened = False
         self._made = 0
         self._recomputed = 0
         self._placed = 0  # layers
@@ -92,21 +101,17 @@ class Blending:
         self.done = False
 
     def open(self) -> None:
-        """Begin to look for the documents, ahead of the first row, unless that was done; from here on they take memory.
-
-        Equal ones are looked up, and perhaps computed, once.
-        """
-        if not self._found:
-            self._meter = LoadMeter()
-            for text in dict.fromkeys(self._texts):
-                self._found[text] = self._chunks.open(text, self._tenant, self._maker)
+        """Begin to look for the documents, ahead of the first row, unless that was done; then they take memory."""
+        if not self._opened:
+            self._opened, self._meter = True, LoadMeter()
+            self._documents.open()
 
     # What a scheduler asks.
 
     @property
     def scratch_tokens(self) -> int:
         """Tokens of room needed beside the prompt's own, should a document have to be computed."""
-        longest = max((len(text) for text in self._texts), default=0)
+        longest = self._documents.longest
         return longest + len(self._chunks.context_prefix) if longest else 0
 
     @property
@@ -127,20 +132,17 @@ class Blending:
     @property
     def settled(self) -> bool:
         """Whether the awaited layers are loaded or never will be; before `begin`, whether all lookups are answered."""
-        # A list, so that every loading is asked: its timeout runs from the first question on.
-        each = [one.settled(self._awaited) for one in self._found.values()]
-        return all(each)
+        return self._documents.settled(self._awaited)
 
     @property
     def patience_s(self) -> float:
         """Seconds after which that is so, if nothing more comes; what is still missing then is computed."""
-        return max((one.patience_s(self._awaited) for one in self._found.values()), default=0.0)
+        return self._documents.patience_s(self._awaited)
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Call this, from any thread, when more of a document is loaded."""
         self.open()
-        for one in self._found.values():
-            one.watch(callback)
+        self._documents.watch(callback)
 
     # Going on.
 
@@ -154,10 +156,11 @@ class Blending:
         assert kv.lengths == (self.blend_prompt.exact,), "blending begins where the first document does"
         self.close()
         self.open()
+        self._documents.locate()
         kv.reserve(len(self.blend_prompt.ids) - self.blend_prompt.exact)
-        if not all(loading.hit() for loading in self._found.values()):
+        if self._documents.missing():
             self._room()  # all room is found before any work
-        kv.row(0).origin = self.recipe.name
+        kv.row(0).origin = self.origin
         self._placed, self._recomputed, self.done = 0, 0, False
         self._stages = self._run(kv)
         self._advance()
@@ -165,8 +168,7 @@ class Blending:
     def next(self, tokens: int) -> Row:
         """The next row, of at most so many tokens; the same one again if it was not taken. Waits out a pause."""
         while self.paused:
-            for one in self._found.values():
-                one.settle(self._awaited)
+            self._documents.settle(self._awaited)
             self.resume()
         assert self._stage is not None, "there is nothing left to run"
         self._meter.begin()
@@ -184,12 +186,18 @@ class Blending:
 
     def twin(self) -> Blending:
         """A second blending of the same prompt, from its beginning."""
-        return Blending(self._executor, self._chunks, self.blend_prompt, self.recipe, self._tenant, self._adapter)
+        given = (self._executor, self._chunks, self.blend_prompt, self.recipe, self._tenant, self._adapter)
+        return Blending(*given, self._plugins)
+
+    @property
+    def origin(self) -> str:
+        """How the KV of this prompt is made."""
+        return f"{self.recipe.name}{self._plugins.name}"
 
     def report(self) -> BlendReport:
-        reused = self.blend_prompt.reused
+        reused = self._documents.prompt.reused
         computed = len(self.blend_prompt.ids) - self.blend_prompt.exact - reused
-        return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.recipe.name)
+        return BlendReport(computed, reused - self._recomputed, self._recomputed, self._made, self.origin)
 
     def close(self) -> None:
         """Release what blending needed; the prompt's cache belongs to the caller."""
@@ -208,49 +216,81 @@ class Blending:
                 self._stage = next(self._stages)
         except StopIteration:
             self.done = True
-            self._found = {}  # all of it is in the cache now
+            self._documents.drop()  # all of it is in the cache now
+            self._opened = False
             self.close()
 
     # The stages, in order.
 
     def _run(self, kv: KVCache) -> Stages:
-        recipe, start = self.recipe, self.blend_prompt.exact
-        for text in self._found:
-            if not self._found[text].hit() and not self._stored_meanwhile(text):
-                yield from self._make(text)
-        placement = self._executor.place(kv, [range(one.start, one.stop) for one in self.blend_prompt.documents])
-        everything = range(start, len(self.blend_prompt.ids))
-        scores: dict[Strategy, Tensor] = {"head": self._selection.heads()}
-        lower, hidden = 0, None
-        if recipe.needs("deviation"):
-            lower = recipe.check_layer + 1
-            want = HiddenOut([recipe.check_layer])
-            stage = RowStage(kv, everything, self.blend_prompt.ids[start:], LayerSpan(0, lower), want)
+        for key in self._documents.missing():
+            if not self._documents.stored_meanwhile(key):
+                yield from self._make(key)
+        prompt, start, known = self._documents.prompt, self.blend_prompt.exact, self._plugins.retriever is None
+        self._selection = TokenSelection(prompt, self.recipe, self._chunks.context_prefix if known else None)
+        if not prompt.documents:  # a caller's retriever has found nothing
+            ids = self.blend_prompt.ids[start:]
+            yield RowStage(kv, range(start, start + len(ids)), ids, LayerSpan(), Last())
+            return
+        placement = self._executor.place(kv, [range(one.start, one.stop) for one in prompt.documents])
+        own = RecipeBlend(self._selection, self.recipe, start, self._ratio)
+        blend = own if self._plugins.executor is None else self._plugins.executor()
+        if not blend.selection_layers:
+            if self.recipe.needs("query"):
+                yield from self._place(placement, self._layers)
+                yield from self._probe(kv, 0, None, own.scores)
+            chosen = own.select()
+            self._recomputed = int(self._selection.reusable[chosen].sum())
+            yield from self._finish(kv, placement, chosen, 0, None)
+            return
+        yield from self._select(kv, placement, blend, own)
+
+    def _select(self, kv: KVCache, placement: KVPlacement, blend: BlendExecutor, own: RecipeBlend) -> Stages:
+        """Spans of layers that end where an executor selects: the tokens that it selects there go on."""
+        start, reusable = self.blend_prompt.exact, self._selection.reusable
+        chosen, lower = torch.arange(len(reusable)), 0
+        source: Sequence[int] | Tensor = self.blend_prompt.ids[start:]
+        for layer in blend.selection_layers:
+            if lower:
+                yield from self._place(placement, layer + 1)
+            want = HiddenOut([layer], [layer])
+            stage = RowStage(kv, _at(chosen, start), source, LayerSpan(lower, layer + 1), want)
             yield stage
-            hidden = torch.cat(stage.hidden)
-            stored = yield from self._layer(recipe.check_layer)
-            scores["deviation"] = self._selection.changed(
-                _values(stage, recipe.check_layer), range(len(everything)), stored
-            )
-            self._placed = lower  # what is computed there is exact already
-        if recipe.needs("query"):
-            yield from self._place(placement, self._layers)
-            yield from self._probe(kv, lower, hidden, scores)
-        chosen = self._selection.of(scores, self._ratio() * (recipe.gradual[0] if recipe.gradual else 1.0))
-        self._recomputed = int(self._selection.reusable[chosen].sum())
-        if hidden is not None:
-            hidden = hidden[chosen]
-        for factor in (*recipe.gradual[1:], 1.0) if recipe.gradual else ():
-            assert hidden is not None
-            yield from self._place(placement, lower + 1)
-            stage = RowStage(kv, _at(chosen, start), hidden, LayerSpan(lower, lower + 1), HiddenOut([lower]))
-            yield stage
-            stored = yield from self._layer(lower)
-            scores["deviation"] = self._selection.changed(_values(stage, lower), chosen.tolist(), stored)
-            kept = self._selection.of(scores, self._ratio() * factor, among=chosen)
-            hidden = torch.cat(stage.hidden)[torch.isin(chosen, kept)]
-            chosen, lower = kept, lower + 1
-        yield from self._finish(kv, placement, chosen, lower, hidden)
+            hidden, stored = torch.cat(stage.hidden), (yield from self._layer(layer))
+            if not lower:
+                self._placed = layer + 1  # what is computed there is exact already
+                if blend is own and self.recipe.needs("query"):
+                    yield from self._place(placement, self._layers)
+                    yield from self._probe(kv, layer + 1, hidden, own.scores)
+            output = self._blended(blend, layer, stage, stored)
+            kept = selected_rows(output, self._selection.always()[chosen])
+            if not lower:
+                self._recomputed = int(reusable[kept].sum())
+            chosen, source, lower = chosen[kept], hidden[kept.to(hidden.device)], layer + 1
+        assert isinstance(source, Tensor)
+        yield from self._finish(kv, placement, chosen, lower, source)
+
+    def _blended(self, blend: BlendExecutor, layer: int, stage: RowStage, stored: Sequence[LayerKV]) -> BlendOutput:
+        """What an executor makes of one layer, on the tensors of its interface."""
+        rotation, seen = self._rotations[layer], stage.kv[layer]
+        keys, values = (torch.cat([getattr(one, name) for one in seen]) for name in ("keys", "values"))
+        positions = torch.tensor(stage.positions, device=keys.device)
+        retrieved = self._retrieved(layer, stored, keys.device)
+        starts = torch.tensor([0, len(self._selection.reusable)], device=keys.device)
+        queries, fresh = torch.cat(stage.queries[layer]), rotation.place(keys, positions)
+        return blend.blend_result(layer, retrieved, queries, fresh, values, positions, starts, 0)
+
+    def _retrieved(self, layer: int, stored: Sequence[LayerKV], device: torch.device) -> BlendRetrieverResult:
+        """One layer of all tokens, with keys rotated to where they stand."""
+        start, valid = self.blend_prompt.exact, self._selection.reusable
+        places = (valid.nonzero().flatten() + start).to(device)
+        keys, values = (torch.cat([getattr(one, name) for one in stored]).to(device) for name in ("keys", "values"))
+        rotated = self._rotations[layer].place(keys, places)
+        k, v = (one.new_zeros((len(valid), *one.shape[1:])) for one in (rotated, values))
+        k[places - start], v[places - start] = rotated, values
+        origins = torch.zeros(len(valid), dtype=torch.int64, device=device)
+        origins[places - start] = places
+        return BlendRetrieverResult(k, v, valid.to(torch.uint8), origins, rotated=True)
 
     def _finish(self, kv: KVCache, placement: KVPlacement, chosen: Tensor, lower: int, hidden: Tensor | None) -> Stages:
         """The chosen tokens through the rest of the layers, in spans where later ones are still loading."""
@@ -260,7 +300,7 @@ class Blending:
         joints, repairs = (repair.joints, repair.of) if repair is not None else (None, None)
         while True:
             yield from self._place(placement, lower + 1)
-            ready = max(lower + 1, min((one.layers_ready for one in self._found.values()), default=self._layers))
+            ready = max(lower + 1, self._documents.layers_ready)
             yield from self._place(placement, ready)
             if ready >= self._layers:
                 break
@@ -272,16 +312,18 @@ class Blending:
     def _repair(self, positions: Sequence[int]) -> KVRepair | None:
         if not self.recipe.repair:
             return None
-        return KVRepair(self.blend_prompt.documents, positions, self.recipe.repair, self._stored, self._layers)
+        documents = self._documents.prompt.documents
+        return KVRepair(documents, positions, self.recipe.repair, self._documents.stored, self._layers)
 
     def _probe(self, kv: KVCache, lower: int, hidden: Tensor | None, scores: dict[Strategy, Tensor]) -> Stages:
         """Measure the attention of the question on documents as they are stored."""
         start = self.blend_prompt.exact
         layers = self._mass_layers(lower)
         fresh = ~self._selection.reusable  # text between documents is computed too: it has no KV yet
-        fresh[self.blend_prompt.question.start - start :] = True
+        question = self._documents.prompt.question
+        fresh[question.start - start :] = True
         positions = _at(fresh.nonzero().flatten(), start)
-        tail = min(PROBE_TOKENS, len(self.blend_prompt.question))
+        tail = min(PROBE_TOKENS, len(question))
         span = LayerSpan(lower, layers[-1] + 1)  # layers above measure nothing, and no logits are needed
         joints = [*range(1, len(positions) - tail + 1), len(positions)]  # the measured tokens go in one row
         stage = RowStage(kv, positions, self._source(positions, hidden), span, KeyMass(layers, tail), joints)
@@ -301,18 +343,9 @@ class Blending:
 
     # Documents.
 
-    def _stored_meanwhile(self, text: tuple[int, ...]) -> bool:
-        """Whether another request has stored a document since the lookup."""
-        again = self._chunks.open(text, self._tenant, self._maker)
-        if again.layers_ready < self._layers:
-            again.cancel()
-            return False
-        self._found[text] = again
-        return True
-
-    def _make(self, text: tuple[int, ...]) -> Stages:
+    def _make(self, key: DocumentKey) -> Stages:
         """Compute a document standalone and store it; blend what the store gives back."""
-        context_prefix = self._chunks.context_prefix
+        context_prefix, text = self._chunks.context_prefix, key[1]
         ids = (*context_prefix, *text)
         stage = RowStage(self._room(), range(len(ids)), ids, LayerSpan(), HiddenOut(range(self._layers)))
         yield stage
@@ -324,7 +357,7 @@ class Blending:
             )
             for i in range(self._layers)
         ]
-        self._found[text] = self._chunks.keep(text, layers, self._tenant, maker=self._maker)
+        self._documents.keep(key, layers)
 
     def _room(self) -> KVCache:
         if self._scratch is None:
@@ -339,15 +372,10 @@ class Blending:
             while not self.settled:
                 yield None
             try:
-                return [self._found[text].layer(index) for text in self._texts]
+                return self._documents.layer(index)
             except StoreMiss:
-                for text in self._found:
-                    if self._found[text].reason:
-                        yield from self._make(text)
-
-    def _stored(self, document: int, layer: int) -> LayerKV:
-        """A layer that was placed already."""
-        return self._found[self._texts[document]].layer(layer)
+                for key in self._documents.damaged():
+                    yield from self._make(key)
 
     def _place(self, placement: KVPlacement, stop: int) -> Stages:
         for index in range(self._placed, stop):
@@ -359,13 +387,9 @@ class Blending:
         floor = self.recipe.load_floor
         if floor is None:
             return self.recipe.ratio
-        loaded = min(one.layers_ready for one in self._found.values())
-        return self._meter.ratio(loaded, self._layers, len(self.blend_prompt.ids) - self.blend_prompt.exact, floor)
-
-
-def _values(stage: RowStage, layer: int) -> Tensor:
-    """What a stage's tokens wrote in one layer."""
-    return torch.cat([one.values for one in stage.kv[layer]]).cpu()
+        return self._meter.ratio(
+            self._documents.layers_ready, self._layers, len(self.blend_prompt.ids) - self.blend_prompt.exact, floor
+        )
 
 
 def _at(chosen: Tensor, start: int) -> list[int]:

@@ -19,7 +19,7 @@ from ..store.store import Store
 from .document_finder import DocumentFinder
 from .known_documents import DocumentScope
 from .recipe import Span
-from .retriever import StoreRetriever
+from .retriever import StoredTask, StoreRetriever
 
 
 class ChunkCache:
@@ -60,6 +60,18 @@ class ChunkCache:
         """Store a document that was computed, and give it back as every later lookup finds it."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)
         return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
+
+    def open_task(self, ids: Sequence[int], tenant: str, maker: str) -> StoredTask:
+        """`open` as a task of the retriever, which is how prompts are blended."""
+        self._finder.known.add(DocumentScope(tenant, maker), ids)
+        return self._cpu_retriever(tenant, maker).new_request([torch.tensor(ids, dtype=torch.int64)], [[]])
+
+    def keep_task(self, ids: Sequence[int], layers: Sequence[LayerKV], tenant: str, maker: str) -> StoredTask:
+        """`keep` as a task of the retriever."""
+        return self._cpu_retriever(tenant, maker).loaded(self.keep(ids, layers, tenant, maker=maker))
+
+    def _cpu_retriever(self, tenant: str, maker: str) -> StoreRetriever:
+        return self.retriever(tenant, maker, torch.device("cpu"))  # tensors as they are stored
 
     def find(self, ids: Sequence[int], tenant: str = "", maker: str = BASE, start: int = 0) -> tuple[Span, ...]:
         """Documents that stand in a prompt from `start` on and are stored; asks the store, and does not wait long.

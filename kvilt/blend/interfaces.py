@@ -54,6 +54,15 @@ class BlendRetriever(ABC):
 class BlendExecutor(ABC):
     """Blends retrieved KV with fresh KV; one object for each forward batch, layers in order."""
 
+    @property
+    def selection_layers(self) -> Sequence[int]:
+        """Where it selects tokens, ascending. kvilt's engine calls it there alone, and refuses one that names none.
+
+        Of what comes back the engine reads `local_indices`; it adds tokens without KV and the last one, and places keys
+        and values itself.
+        """
+        return ()
+
     @abstractmethod
     def blend(
         self,

@@ -47,6 +47,20 @@ class KeyRotation:
             return keys
         return self._rotate(keys, _angles(self.rope, positions) - _angles(self.rope, original), 1.0)
 
+    def strip(self, keys: Tensor, original: Tensor) -> Tensor:
+        """Keys that were rotated at `original`, as they were before."""
+        if isinstance(self.rope, NoRope):
+            return keys
+        return self._rotate(keys, -_angles(self.rope, original), 1.0 / magnitude(self.rope))
+
+    def check_said(self, rotated: bool | None, layer: int) -> None:
+        """Raise where it makes a difference whether keys are rotated, and it is not said."""
+        if rotated is None and self.scales:
+            raise InputError(
+                f"layer {layer} scales keys when it rotates them: say whether retrieved keys are rotated, "
+                "with rotated= of the result and blend_result, or with unrotated="
+            )
+
     def by_head(self, keys: Tensor) -> Tensor:
         """Keys [tokens, heads * dim] as [tokens, heads, dim]; others stay as they are."""
         if keys.dim() > 2 or isinstance(self.rope, NoRope):

@@ -163,6 +163,7 @@ class BlendPrompt:
 
     ids: tuple[int, ...]
     documents: tuple[Span, ...]  # in order, not empty, apart from each other
+    begins: int | None = None  # where blending begins; None: at the first document
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[int]], documents: Sequence[bool]) -> Self:
@@ -178,6 +179,8 @@ class BlendPrompt:
     @property
     def exact(self) -> int:
         """Tokens before the first document: nothing is blended there."""
+        if self.begins is not None:
+            return self.begins
         return self.documents[0].start if self.documents else len(self.ids)
 
     @property

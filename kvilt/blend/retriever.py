@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,8 @@ from ..ops.kv_dtypes import KV_DTYPES
 from ..store.address import Form
 from ..store.loading import Loading
 from ..store.store import Store
-from .interfaces import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
+from .interfaces import BlendRetriever, BlendRetrieverResult
+from .polled import PolledTask
 
 _CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ class _Piece:
     loading: Loading
 
 
-class StoredTask(BlendRetrieverTask):
+class StoredTask(PolledTask):
     """Segments that load from the store. Keys come unrotated, so their original positions are 0."""
 
     def __init__(self, pieces: Sequence[_Piece], total: int, form: Form, device: torch.device) -> None:
@@ -48,12 +49,44 @@ class StoredTask(BlendRetrieverTask):
         hits = self._found(layer_id)
         if not hits:
             return BlendRetrieverResult(None, None, valid, origins, rotated=False)
+        if len(hits) == 1 and hits[0].stop - hits[0].start == self._total:  # as it is stored, without a copy
+            layer = hits[0].loading.layer(layer_id)
+            k, v = layer.keys.to(self._device), layer.values.to(self._device)
+            return BlendRetrieverResult(k, v, valid + 1, origins, rotated=False)
         form = self._form[layer_id]
         k, v = (self._room(form.heads, dim, form.dtype) for dim in (form.key_dim, form.value_dim))
         for piece in hits:
             layer, span = piece.loading.layer(layer_id), slice(piece.start, piece.stop)
             k[span], v[span], valid[span] = layer.keys.to(k), layer.values.to(v), 1
         return BlendRetrieverResult(k, v, valid, origins, rotated=False)
+
+    @property
+    def layers_ready(self) -> int:
+        return min((piece.loading.layers_ready for piece in self._pieces), default=len(self._form))
+
+    @property
+    def reason(self) -> str:
+        """Why one of the segments is a miss; empty as long as none is."""
+        return next((piece.loading.reason for piece in self._pieces if piece.loading.reason), "")
+
+    def settled(self, layers: int = 0) -> bool:
+        each = [piece.loading.settled(layers) for piece in self._pieces]  # each is asked: its deadline begins
+        return all(each)
+
+    def patience_s(self, layers: int = 0) -> float:
+        return max((piece.loading.patience_s(layers) for piece in self._pieces), default=0.0)
+
+    def settle(self, layers: int = 0) -> None:
+        for piece in self._pieces:
+            piece.loading.settle(layers)
+
+    def watch(self, notify: Callable[[], None]) -> None:
+        for piece in self._pieces:
+            piece.loading.watch(notify)
+
+    def cancel(self) -> None:
+        for piece in self._pieces:
+            piece.loading.cancel()
 
     def _room(self, heads: int, dim: int, dtype: str) -> Tensor:
         return torch.empty((self._total, heads, dim), dtype=KV_DTYPES[dtype].storage, device=self._device)
@@ -87,6 +120,11 @@ class StoreRetriever(BlendRetriever):
                 pieces.append(_Piece(total + start, total + stop, loading))
             total += len(ids)
         return StoredTask(pieces, total, self._form, self._device)
+
+    def loaded(self, loading: Loading) -> StoredTask:
+        """A task for one segment whose loading has begun already."""
+        tokens = loading.address.tokens
+        return StoredTask([_Piece(0, tokens, loading)], tokens, self._form, self._device)
 
 
 def _has(loading: Loading, layer_id: int) -> bool:

@@ -47,6 +47,7 @@ class RowStage:
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[UnrotatedKV]] = field(default_factory=dict)  # by layer
+    queries: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer
     mass: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
@@ -77,6 +78,8 @@ class RowStage:
             self.hidden.append(logits.hidden[row])
             for layer, seen in logits.kv.get(row, {}).items():
                 self.kv.setdefault(layer, []).append(seen)
+            for layer, query in logits.queries.get(row, {}).items():
+                self.queries.setdefault(layer, []).append(query)
         if isinstance(self.want, KeyMass) and not self.left:
             self.mass = logits.mass[row].cpu()
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..store.layer import LayerKV
 from .recipe import BlendPrompt, Recipe, Strategy
 from .select import budget, choose, deviations
 
@@ -21,16 +20,16 @@ FAR_TOKENS = 1000
 class TokenSelection:
     """Selects the tokens of one prompt that are computed again."""
 
-    def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, context_prefix: Sequence[int]) -> None:
-        """`context_prefix` are the tokens that stood before documents when they were computed."""
+    def __init__(self, blend_prompt: BlendPrompt, recipe: Recipe, context_prefix: Sequence[int] | None) -> None:
+        """`context_prefix` are the tokens that stood before documents when they were computed; None: not known."""
         self._prompt = blend_prompt
         self._recipe = recipe
-        self._context_prefix = tuple(context_prefix)
+        self._context_prefix = None if context_prefix is None else tuple(context_prefix)
         self.reusable = self._mask([(one.start, one.stop) for one in blend_prompt.documents])
 
     def of(self, scores: Mapping[Strategy, Tensor], ratio: float, among: Tensor | None = None) -> Tensor:
         """What is computed again, as ascending indices."""
-        settled, taken = self._settled(), self._always()
+        settled, taken = self._settled(), self.always()
         count = max(0, budget(min(1.0, ratio), int(self.reusable.sum())) - int((taken & self.reusable).sum()))
         allowed = torch.ones_like(taken)
         if among is not None:
@@ -58,15 +57,10 @@ class TokenSelection:
         """What the question attends to, of all the prompt's tokens."""
         return (mass / (1 + torch.arange(len(mass)) / FAR_TOKENS))[self._prompt.exact :]
 
-    def changed(self, fresh: Tensor, at: Sequence[int], stored: Sequence[LayerKV]) -> Tensor:
-        """How much values of one layer changed, for the tokens that have `fresh` ones; 0 for others."""
-        start = self._prompt.exact
-        kept = torch.zeros((len(self.reusable), *fresh.shape[1:]))
-        for one, layer in zip(self._prompt.documents, stored, strict=True):
-            kept[one.start - start : one.stop - start] = layer.values.float()
-        score = torch.zeros(len(kept))
-        index = torch.tensor(at, dtype=torch.int64)
-        score[index] = deviations(fresh, kept[index], self.reusable[index])
+    def changed(self, fresh: Tensor, at: Tensor, stored: Tensor) -> Tensor:
+        """How much values of one layer changed, for the tokens `at`, which have `fresh` ones; 0 for others."""
+        score = torch.zeros(len(self.reusable))
+        score[at] = deviations(fresh, stored[at.to(stored.device)], self.reusable[at]).cpu()
         return score
 
     # Masks.
@@ -77,7 +71,7 @@ class TokenSelection:
             mask[start:stop] = True
         return mask[self._prompt.exact :]
 
-    def _always(self) -> Tensor:
+    def always(self) -> Tensor:
         """Tokens that are computed whatever their score: those without KV, the last, the first of each document."""
         first = self._recipe.first_tokens
         mask = ~self.reusable | self._mask(

@@ -25,11 +25,13 @@ class SelectiveBlend(BlendExecutor):
         ratio: float = 0.15,
         check_layer: int = 1,
         unrotated: bool | None = None,
+        selects_only: bool = False,
     ) -> None:
         """`ropes` has one entry for each layer.
 
         `unrotated` says whether retrieved keys were never rotated, for callers of `blend`; `blend_result` reads it from
-        the result. Where it makes a difference and neither says it, blending is refused.
+        the result. Where it makes a difference and neither says it, blending is refused. `selects_only` is for callers
+        that call it at the check layer alone, as kvilt's engine does.
         """
         if not 0 <= ratio <= 1:
             raise ParamError("ratio", f"must be between 0 and 1, not {ratio!r}")
@@ -39,9 +41,13 @@ class SelectiveBlend(BlendExecutor):
         self._ratio = ratio
         self._check_layer = check_layer
         self._unrotated = unrotated
-        self._layer = -1
+        self._layer = self._first = check_layer - 1 if selects_only else -1
         self._places = torch.empty(0, dtype=torch.int64)  # of all tokens, in the input
         self._chosen = torch.empty(0, dtype=torch.int64)  # rows of the selected tokens among all of them
+
+    @property
+    def selection_layers(self) -> Sequence[int]:
+        return (self._check_layer,)
 
     def blend(
         self,
@@ -124,11 +130,7 @@ class SelectiveBlend(BlendExecutor):
         keys = rotation.by_head(keys)
         if self._unrotated:
             return rotation.place(keys, places)
-        if self._unrotated is None and rotation.scales:
-            raise InputError(
-                f"layer {layer_id} scales keys when it rotates them: say whether retrieved keys are rotated, "
-                "with rotated= of the result and blend_result, or with unrotated="
-            )
+        rotation.check_said(None if self._unrotated is None else True, layer_id)
         return rotation.move(keys, original.to(keys.device), places)
 
     def _long(self, retrieved: Tensor, fresh: Tensor, token_dim: int) -> Tensor:
@@ -153,7 +155,7 @@ class SelectiveBlend(BlendExecutor):
         if layer_id != self._layer + 1 or layer_id >= len(self._rotations):
             raise InputError(f"layers are blended in order: {self._layer + 1} comes next, not {layer_id}")
         self._layer = layer_id
-        if layer_id == 0:
+        if layer_id == self._first + 1:
             self._places = positions.clone()
         expected = self._places
         if layer_id > self._check_layer:

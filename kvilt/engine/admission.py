@@ -114,7 +114,8 @@ def _job(
     blending = None
     if decision is not None and decision.recipe is not None and chunks is not None:
         blend_prompt = BlendPrompt(tuple(request.prompt), request.documents)
-        blending = Blending(executor, chunks, blend_prompt, decision.recipe, request.tenant, request.adapter)
+        given = (request.tenant, request.adapter, request.blend_plugins)
+        blending = Blending(executor, chunks, blend_prompt, decision.recipe, *given)
     prefix_keys = None
     if request.reuse and (borrowed is None or borrowed.exact):
         prefix_keys = _prefix_keys(executor, request)
@@ -177,6 +178,8 @@ def _decision(
 ) -> BlendDecision | None:
     """How the documents of a prompt are blended; None where there are none, or where that is not worth it."""
     if not request.documents:
+        if request.blend_plugins and not request.discover:
+            raise InputError("a retriever and a blend_executor are for prompts with documents; give some")
         return None
     if chunks is None:
         raise InputError("documents need a store of chunks; give the engine one")
@@ -185,9 +188,10 @@ def _decision(
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")
     blend_prompt, layers = BlendPrompt(tuple(request.prompt), request.documents), len(executor.spec.layers)
+    request.blend_plugins.check(layers)
     if not blend_prompt.worth(request.recipe, layers) or not _windows_hold(executor, request, chunks):
         return None
-    if judge is None:
+    if judge is None or request.blend_plugins:  # a gate knows recipes, not what a caller's parts make of them
         return BlendDecision(request.recipe)
     adapter = executor.adapters.identity(request.adapter)
     draws = request.params is not None and request.params.max_tokens != 0

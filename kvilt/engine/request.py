@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..batch import Adapter, Base
+from ..blend.plugins import BlendPlugins
 from ..blend.recipe import Recipe, Span
 from ..kv.owner import owner_of
 from ..kv.row import Token
@@ -38,6 +39,7 @@ class Request:
     grammar: Grammar | None = None  # that of the params, compiled
     documents: tuple[Span, ...] = ()  # parts of the prompt whose stored KV is reused at any position
     recipe: Recipe = field(default_factory=Recipe)  # how they are blended
+    blend_plugins: BlendPlugins = field(default_factory=BlendPlugins)  # the caller's parts of blending
     adapter: Adapter = field(default_factory=Base)  # the base model or an adapter
     discover: bool | None = None  # blend also known documents that it does not name; None: the engine's default
     background: bool = False  # no caller waits for it: no metric counts it, and it adds no KV to the prefix index

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from ..blend.interfaces import BlendRetriever
+from ..blend.plugins import BlendPlugins, MakeBlendExecutor
 from ..blend.recipe import Recipe
 from ..engine.request import new_id
 from ..errors import ParamError
@@ -28,9 +30,15 @@ class RequestOptions:
     keep_kv: bool = False  # the completion's `kv` is then yours to close
     documents: Sequence[Prompt] = ()  # stand before the prompt, or where a chat template puts them, and are blended
     recipe: Recipe | None = None  # how documents are blended; None: the default recipe
+    retriever: BlendRetriever | None = None  # gives the KV of documents; None: what is stored
+    blend_executor: MakeBlendExecutor | None = None  # makes what selects tokens; None: what the recipe says
     discover: bool | None = None  # blend also known documents that the prompt itself holds; None: the engine's default
     lora: int | str | None = None  # the adapter, by id or name; None: the base model
     lora_scale: float = 1.0
+
+    @property
+    def blend_plugins(self) -> BlendPlugins:
+        return BlendPlugins(self.retriever, self.blend_executor)
 
     @property
     def adapter(self) -> AdapterChoice:
@@ -60,6 +68,8 @@ class RequestFields(TypedDict, total=False):
     keep_kv: bool
     documents: Sequence[Prompt]
     recipe: Recipe | None
+    retriever: BlendRetriever | None
+    blend_executor: MakeBlendExecutor | None
     discover: bool | None
     lora: int | str | None
     lora_scale: float

@@ -82,7 +82,7 @@ class PromptPreparer:
             prompt = prompt.without_cache()  # all of the prompt gets log-probabilities, so all of it is computed
         # Nothing in a handle is blended: the answer must not depend on whether its KV is here or is computed again.
         discovery = options.discovery if prompt.loan is None else dataclasses.replace(options.discovery, discover=False)
-        own = {name: getattr(options, name) for name in ("id", "priority", "tenant", "keep_kv")}
+        own = {name: getattr(options, name) for name in ("id", "priority", "tenant", "keep_kv", "blend_plugins")}
         try:
             made = self._model.request(
                 prompt.ids,

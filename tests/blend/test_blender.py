@@ -247,7 +247,8 @@ def test_a_record_that_fails_half_way_is_computed_instead(
     blending.open()
     whole = Loading.layer
     victim = chunks.open(QUILT.ids[45:62])
-    found = next(one for one in blending._found.values() if one.address.key == victim.address.key)
+    loading = [piece.loading for one in blending._documents._found.values() for piece in one.task._pieces]  # type: ignore[attr-defined]
+    found = next(one for one in loading if one.address.key == victim.address.key)
 
     def layer(self: Loading, index: int) -> object:
         if self is found and index >= broken:

@@ -141,7 +141,7 @@ def test_documents_are_in_memory_only_while_they_are_placed(executor: Executor, 
         run(engine, lambda: bool(ear.tokens[2]))
         blends = [track.blending for track in (*first.live, second.first)]
         assert len(blends) == 4
-        assert all(one is not None and not one._found for one in blends)
+        assert all(one is not None and not one._documents._found for one in blends)
         assert tier.log.count("open") == 2  # each document once, for the first prompt alone
         run(engine, lambda: ear.over and later.over)
         assert tier.log.count("open") == 4
