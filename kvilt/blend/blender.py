@@ -67,10 +67,7 @@ class Blending:
         plugins: BlendPlugins = _NO_PLUGINS,
     ) -> None:
         layers = len(executor.spec.layers)
-        if recipe.needs("deviation") and recipe.check_layer + len(recipe.gradual) >= layers - 1:
-            raise InputError(f"check_layer {recipe.check_layer} leaves nothing to save of {layers} layers")
-        if any(layer >= layers for layer in recipe.mass_layers):
-            raise InputError(f"mass_layers {list(recipe.mass_layers)} are not all of this model's {layers} layers")
+        recipe.check_layers(layers)
         plugins.check(layers)
         self.blend_prompt = blend_prompt
         self.recipe = recipe

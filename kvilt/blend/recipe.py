@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
-from ..errors import ParamError, warn_renamed
+from ..errors import InputError, ParamError, warn_renamed
 
 Strategy = Literal["deviation", "head", "query"]
 REPAIR = 0.8
@@ -94,6 +94,13 @@ class Recipe:
         if len({part.strategy for part in found}) < len(found):
             raise ParamError("strategy", f"a mix names each strategy once, not {self.strategy!r}")
         return tuple(StrategyShare(part.strategy, part.share / total) for part in found)
+
+    def check_layers(self, layers: int) -> None:
+        """Raise unless a model of so many layers has those that are named here."""
+        if self.needs("deviation") and self.check_layer + len(self.gradual) >= layers - 1:
+            raise InputError(f"check_layer {self.check_layer} leaves nothing to save of {layers} layers")
+        if any(layer >= layers for layer in self.mass_layers):
+            raise InputError(f"mass_layers {list(self.mass_layers)} are not all of this model's {layers} layers")
 
     def needs(self, strategy: Strategy) -> bool:
         return any(part.strategy == strategy for part in self.parts)
