@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import effort
+import interpreted  # noqa: F401 (before anything imports triton, which transformers does)
 import pytest
 import torch
 from absent import skip_without, told

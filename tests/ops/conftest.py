@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import interpreted  # noqa: F401 (before the kernels)
 import pytest
 import torch
 from torch import Tensor
