@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kv.pool import PagePool
-from ..ops.contract import Interpolation, Paging, RowLengths, is_dense
+from ..ops.contract import Interpolation, Paging, RowLengths, row_ends
 from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, UnrotatedKV
 
 
@@ -237,14 +237,13 @@ def _segment(
     starts = offsets if everyone else row_starts(chosen)
     tokens = None if everyone else numbers.add(t for i in inside for t in range(offsets[i], offsets[i + 1]))
     everywhere = [p for row in chosen for p in row.positions]
-    seq_lens = [everywhere[stop - 1] + 1 for stop in starts[1:]]
-    positions, own_starts, own_lens = numbers.add(everywhere), numbers.add(starts), numbers.add(seq_lens)
-    facts = max(map(int.__sub__, starts[1:], starts)), max(seq_lens), is_dense(starts, everywhere), tuple(seq_lens)
+    positions, own_starts = numbers.add(everywhere), numbers.add(starts)
+    own_lens = numbers.add(row_ends(starts, everywhere))
     groups = [_paging(g, chosen, pool, numbers) for g in range(len(pool.layout.groups))]
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
 
     def build(flat: Tensor) -> Segment:
-        lengths = RowLengths(starts, flat[own_starts], flat[own_lens], *facts)
+        lengths = RowLengths.of(starts, everywhere, (flat[own_starts], flat[own_lens]))
         at, table_rows = flat[positions], len(chosen)
         paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
         own = None if tokens is None else flat[tokens]

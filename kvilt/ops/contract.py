@@ -31,7 +31,7 @@ from .values import Prepared as Prepared
 from .values import RmsNorm as RmsNorm
 from .values import Rotation as Rotation
 from .values import RowLengths as RowLengths
-from .values import is_dense as is_dense
+from .values import row_ends as row_ends
 
 
 class Recorded(Protocol):

@@ -90,18 +90,17 @@ class RowLengths:
     ends: tuple[int, ...] = ()  # `seq_lens` as plain ints, of the step as it was made
 
     @staticmethod
-    def of(starts: tuple[int, ...], positions: Sequence[int], device: torch.device | None = None) -> RowLengths:
-        """From the plain positions of all tokens, which ascend in each row."""
-        seq_lens = [positions[stop - 1] + 1 for stop in starts[1:]]
-        return RowLengths(
-            starts,
-            torch.tensor(starts, device=device),
-            torch.tensor(seq_lens, device=device),
-            max(map(int.__sub__, starts[1:], starts)),
-            max(seq_lens),
-            is_dense(starts, positions),
-            tuple(seq_lens),
-        )
+    def of(
+        starts: tuple[int, ...], positions: Sequence[int], tensors: tuple[Tensor, Tensor] | None = None
+    ) -> RowLengths:
+        """From the plain positions of all tokens, which ascend in each row.
+
+        `tensors` are `cu_seqlens` and `seq_lens` where they are on the device already.
+        """
+        ends = row_ends(starts, positions)
+        cu_seqlens, seq_lens = tensors or (torch.tensor(starts), torch.tensor(ends))
+        longest = max(map(int.__sub__, starts[1:], starts))
+        return RowLengths(starts, cu_seqlens, seq_lens, longest, max(ends), is_dense(starts, positions), tuple(ends))
 
     @property
     def rows(self) -> int:
@@ -119,6 +118,11 @@ class RowLengths:
             self.dense,
             self.ends + (1,) * more,
         )
+
+
+def row_ends(starts: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """How many keys each row has: those up to its last token."""
+    return [positions[stop - 1] + 1 for stop in starts[1:]]
 
 
 def is_dense(starts: Sequence[int], positions: Sequence[int]) -> bool:
