@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+if find_spec("triton"):  # there is none for every system
+    import interpreted  # noqa: F401 (before transformers imports triton)
+
 import os
 from pathlib import Path
 
 import effort
-import interpreted  # noqa: F401 (before anything imports triton, which transformers does)
 import pytest
 import torch
 from absent import skip_without, told
