@@ -41,40 +41,23 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     tokens, heads, dim = x.shape
     pairs = rotation.cos.shape[1]
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    if 2 * pairs < dim:
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
     _rotate[(tokens, heads)](
-        x, rotation.cos, rotation.sin, out, x.stride(0), x.stride(1), heads, dim,
-        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs), HALF=rotation.pairing == "half", num_warps=1,
+        x, rotation.cos, rotation.sin, out, x.stride(0), x.stride(1),
+        HEADS=heads, D=dim, D_PAD=triton.next_power_of_2(dim), PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs),
+        HALF=rotation.pairing == "half", num_warps=1,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _turned(x, cos, sin, token, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the pairs at `x`, turned; and where they stand."""
-    i = tl.arange(0, PAIRS_PAD)
-    inside = i < PAIRS
-    left = i if HALF else 2 * i
-    right = i + PAIRS if HALF else 2 * i + 1
-    a = tl.load(x + left, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + right, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * PAIRS + i, mask=inside, other=0.0)
-    s = tl.load(sin + token * PAIRS + i, mask=inside, other=0.0)
-    return left, right, inside, a * c - b * s, b * c + a * s
-
-
-@triton.jit
 def _rotate(
-    x, cos, sin, out, stride_token, stride_head, heads, dim,
+    x, cos, sin, out, stride_token, stride_head,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    source = x + token * stride_token + head * stride_head
-    left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
-    target = out + (token * heads + head) * dim
-    tl.store(target + left, a, mask=inside)
-    tl.store(target + right, b, mask=inside)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
+    source, target = x + token * stride_token + head * stride_head, out + (token * HEADS + head) * D
+    _turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
 
 
 def write(
@@ -100,19 +83,26 @@ def _write(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
+    _write_heads(
+        keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots, cos, sin,
+        key_pages, value_pages, token, head, KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_heads(
+    keys, values, slots, cos, sin, key_pages, value_pages, token, head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Keys, turned, and values of some heads of a token, into its slot."""
+    known, i = head < KV_HEADS, tl.arange(0, D_PAD)
     place = tl.load(slots + token) * KV_HEADS + head
-    i = tl.arange(0, D_PAD)
-    source, target = keys + token * key_token + head * key_head, key_pages + place * D
-    if PAIRS < D // 2 or PAIRS == 0:
-        rest = (i >= 2 * PAIRS) & (i < D)
-        tl.store(target + i, tl.load(source + i, mask=rest, other=0.0), mask=rest)
-    if PAIRS > 0:
-        left, right, inside, a, b = _turned(source, cos, sin, token, PAIRS, PAIRS_PAD, HALF)
-        tl.store(target + left, a, mask=inside)
-        tl.store(target + right, b, mask=inside)
-    own = tl.load(values + token * value_token + head * value_head + i, mask=i < DV, other=0.0)
-    tl.store(value_pages + place * DV + i, own, mask=i < DV)
+    inside = known[:, None] & (i < DV)[None, :]
+    own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
+    tl.store(value_pages + place[:, None] * DV + i[None, :], own, mask=inside)
+    _turn_heads(keys, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
 
 
 def rotate_and_write(
@@ -150,14 +140,10 @@ def _rotate_and_write(
         _turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
     else:
         head = (block - first) * BLOCK + tl.arange(0, BLOCK)
-        known = head < KV_HEADS
-        place = tl.load(slots + token) * KV_HEADS + head
-        i = tl.arange(0, D_PAD)
-        inside = known[:, None] & (i < DV)[None, :]
-        own = tl.load(values + token * value_token + head[:, None] * value_head + i[None, :], mask=inside, other=0.0)
-        tl.store(value_pages + place[:, None] * DV + i[None, :], own, mask=inside)
-        source = keys + token * key_token + head * key_head
-        _turn_heads(source, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
+        _write_heads(
+            keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots,
+            cos, sin, key_pages, value_pages, token, head, KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -170,6 +156,8 @@ def _turn_heads(
         j = tl.arange(0, D_PAD)
         rest = known[:, None] & ((j >= 2 * PAIRS) & (j < D))[None, :]
         tl.store(target[:, None] + j[None, :], tl.load(source[:, None] + j[None, :], mask=rest, other=0.0), mask=rest)
+    if PAIRS == 0:
+        return
     i = tl.arange(0, PAIRS_PAD)
     inside = known[:, None] & (i < PAIRS)[None, :]
     left = (i if HALF else 2 * i)[None, :]
