@@ -54,3 +54,24 @@ def _rounded(self: Any, src: Any, dst_type: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.cast_impl = _rounded
+
+_launch = interpreter.GridExecutor.__call__
+_patched: set[int] = set()  # modules, in the launch in progress
+
+
+def _launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    _patched.clear()
+    return _launch(self, *args, **kwargs)
+
+
+def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that a kernel calls. To patch the language in each call, as triton does, takes most of a run."""
+    module = id(self.fn.__globals__)
+    if module not in _patched:
+        interpreter._patch_lang(self.fn)
+        _patched.add(module)
+    return self.rewrite()(*args, **kwargs)
+
+
+interpreter.GridExecutor.__call__ = _launched
+interpreter.InterpretedFunction.__call__ = _called

@@ -23,7 +23,8 @@ from ..metrics import Metrics
 from ..models.decoder import Decoder
 from ..models.spec import ModelSpec, rope_axes
 from ..models.step_adapters import StepAdapters
-from ..sampling.sampler import SamplerOutput, SamplingState, sample
+from ..sampling.pending import PendingSample
+from ..sampling.sampler import SamplerOutput, SamplingState, start_sample
 from ..weights.assets import AssetsLike
 from .call import CallQueue, ExecutorCall, observe
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
@@ -139,8 +140,13 @@ class StepExecutor:
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
         """One token per row of `logits`; the states do not advance."""
+        return self.start_sample(logits, states, positions).wait()
+
+    def start_sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
+        """`sample` that does not wait for the device: tokens are there at once, and the host reads them later."""
+        ops = self._pool.ops
         with torch.no_grad():
-            return sample(logits, states, positions, self._pool.ops.reductions)
+            return start_sample(logits, states, positions, ops.reductions, ops.sampling)
 
     # Caches and adapters.
 

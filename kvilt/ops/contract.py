@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..quant.formats import Format
 from ..quant.tensor import Weight
+from .draw_table import DrawTable
 from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
 from .values import Activation as Activation
@@ -121,6 +122,21 @@ class Reductions(Protocol):
         ...
 
 
+class SamplingKernels(Protocol):
+    """Sampling on a backend's own device, for logits that are there; the host never waits."""
+
+    def launch(self, logits: Tensor, table: DrawTable) -> Tensor:
+        """The token of each row of logits [rows, vocab], and why it has none (`draw_table`): int64 [2, rows].
+
+        Both on the device; a row without a token has 0. Can be captured: all that may change stands in the table.
+        """
+        ...
+
+    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
+        """As `Reductions.logprobs`, with everything on the device; `tokens` [rows] are one for each of `rows`."""
+        ...
+
+
 class Ops(Protocol):
     """A backend on one device. Every method is pure except those that write pages.
 
@@ -153,6 +169,11 @@ class Ops(Protocol):
     @property
     def reductions(self) -> Reductions | None:
         """What this backend does for sampling; None where plain torch has to."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingKernels | None:
+        """What samples on this backend's device; None where logits are sampled by reductions, or by plain torch."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ from .contract import (
     Prepared,
     RmsNorm,
     Rotation,
+    SamplingKernels,
 )
 from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
@@ -77,6 +78,10 @@ class ReferenceOps:
 
     @property
     def reductions(self) -> None:
+        return None
+
+    @property
+    def sampling(self) -> SamplingKernels | None:
         return None
 
     def recorder(self) -> None:

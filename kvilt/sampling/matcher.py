@@ -209,6 +209,12 @@ def _take_all(place: LLMatcher, tokens: Sequence[int], limit_s: float) -> int | 
 
 def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:
     """Which tokens each matcher allows [rows, vocab_size] bool; GrammarFailed names all rows that have no answer."""
+    bits, known = packed_masks(matchers)
+    return _unpacked(bits, min(known, vocab_size), vocab_size)
+
+
+def packed_masks(matchers: Sequence[Matcher]) -> tuple[npt.NDArray[np.int32], int]:
+    """The same as bits [rows, words], and the size of the grammar's vocabulary: bits past it say nothing."""
     compiler = matchers[0]._grammar.compiler
     bits = np.empty((len(matchers), len(compiler.end_mask)), np.int32)
     failed: list[int] = []
@@ -221,7 +227,7 @@ def masks(matchers: Sequence[Matcher], vocab_size: int) -> Tensor:
             reason = error.reason
     if failed:
         raise GrammarFailed(failed, reason)
-    return _unpacked(bits, min(compiler.vocab_size, vocab_size), vocab_size)
+    return bits, compiler.vocab_size
 
 
 def _unpacked(bits: npt.NDArray[np.int32], known: int, vocab_size: int) -> Tensor:

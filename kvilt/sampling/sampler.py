@@ -6,126 +6,25 @@ state: a state advances only when its owner commits the token.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import GrammarFailed, InputError, NoTokenLeft, NumericsError, ParamError
-from ..ops.contract import Reductions, RowLogprobs
-from ..ops.logprobs import row_logprobs
-from .bans import BadWords
+from ..errors import GrammarFailed, InputError, NoTokenLeft, NumericsError
+from ..ops.contract import Reductions, SamplingKernels
 from .draw import argmax, draw
-from .history import History
-from .matcher import Matcher, masks
-from .noise import fold_seed, row_key
-from .params import SamplingParams
+from .matcher import masks
+from .output import SamplerOutput as SamplerOutput
+from .output import TokenLogprobs as TokenLogprobs
+from .output import logprob_entries
+from .output import token_logprobs as token_logprobs
+from .pending import PendingSample
+from .prepare import prepare
+from .state import SamplingState as SamplingState
 from .transforms import PenalizedTokens, add_bias_, ban_, mask_, penalize_
-
-
-class SamplingState:
-    """What one sample of one request remembers between tokens; it advances only by `advance`."""
-
-    __slots__ = ("_bad_words", "_folded", "end_ids", "history", "matcher", "params", "sample_index", "seed")
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Iterable[int] = (),
-        sample_index: int = 0,
-        end_ids: Iterable[int] = (),
-        matcher: Matcher | None = None,
-    ) -> None:
-        """`end_ids` end this sample besides the params' own `stop_token_ids`; none is drawn before `min_tokens`.
-
-        `matcher` follows the params' grammar and belongs to this state from here on.
-        """
-        if params.bad_words:
-            raise ParamError("bad_words", "is text, which the sampler cannot read; give bad_words_ids, or use an LLM")
-        if (params.grammar is None) != (matcher is None):
-            raise ParamError("grammar", "needs a matcher for this vocabulary, and a matcher a grammar; or use an LLM")
-        self.params = params.with_seed()
-        assert self.params.seed is not None
-        self.seed = self.params.seed
-        self.sample_index = _counted(sample_index)
-        self.history = History(prompt_ids)
-        self.end_ids = frozenset([*params.stop_token_ids, *end_ids])
-        self.matcher = matcher
-        self._bad_words = BadWords.of(params.bad_words_ids)
-        self._folded = fold_seed(self.seed)
-
-    def advance(self, token: int) -> None:
-        """Commit a token that was drawn (or given) for the next position."""
-        if self.matcher is not None:
-            self.matcher.accept(token)
-        self.history.append(token)
-
-    def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back, as if they had never been committed: drafts that were not accepted."""
-        self.history.check_rollback(count)
-        if self.matcher is not None:
-            self.matcher.rollback(count)
-        self.history.rollback(count)
-
-    def fork(self, sample_index: int | None = None) -> SamplingState:
-        """The same state for another sample, or for drafts that may be rejected."""
-        other = copy.copy(self)
-        other.history = self.history.fork()
-        other.matcher = self.matcher and self.matcher.fork()
-        if sample_index is not None:
-            other.sample_index = _counted(sample_index)
-        return other
-
-    @property
-    def may_end(self) -> bool:
-        """Whether enough tokens were generated for the next one to be the last."""
-        return self.history.generated_tokens >= self.params.min_tokens
-
-    @property
-    def bans(self) -> bool:
-        """Whether some tokens may be banned now."""
-        return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids) or not self.may_end
-
-    def banned(self) -> npt.NDArray[np.int64]:
-        """The ids that may not be drawn next; some may stand twice."""
-        size = self.params.no_repeat_ngram_size
-        repeated = self.history.repeats(size) if size else np.empty(0, np.int64)
-        ends = [] if self.may_end else sorted(self.end_ids)
-        return np.concatenate([repeated, np.array([*self._bad_words.next(self.history.ids), *ends], np.int64)])
-
-    def noise_key(self, position: int) -> int:
-        """The key of this sample's noise for the token at `position`."""
-        return row_key(self._folded, self.sample_index, position)
-
-
-def _counted(sample_index: int) -> int:
-    if sample_index < 0:
-        raise InputError(f"a sample index counts from 0, so it cannot be {sample_index}")
-    return sample_index
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities under the raw logits, before any transform."""
-
-    token: int
-    logprob: float
-    rank: int  # 1: the likeliest; among equals the lower id comes first
-    top_ids: tuple[int, ...]  # likeliest first
-    top_logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """One token per row, and its log-probabilities where the row's params ask for them."""
-
-    tokens: Tensor  # [rows] int64
-    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 def sample(
@@ -133,12 +32,36 @@ def sample(
     states: Sequence[SamplingState],
     positions: Sequence[int],
     reductions: Reductions | None = None,
+    kernels: SamplingKernels | None = None,
 ) -> SamplerOutput:
     """Choose a token for every row of logits [rows, vocab]; `positions` are the places the tokens will take.
 
-    `reductions` of a backend do on the CPU what torch does otherwise.
+    `reductions` of a backend do on the CPU what torch does otherwise; `kernels` do all of it on their own device.
+    """
+    return start_sample(logits, states, positions, reductions, kernels).wait()
+
+
+def start_sample(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    positions: Sequence[int],
+    reductions: Reductions | None = None,
+    kernels: SamplingKernels | None = None,
+) -> PendingSample:
+    """`sample`, without waiting for a device. Errors of a row are raised by `wait`.
+
+    Until then no state may advance. Where there are no kernels the sample is complete at once.
     """
     _check(logits, states, positions)
+    if kernels is None or not len(states):
+        return PendingSample.of(_sample(logits, states, positions, reductions))
+    prepared = prepare(states, positions, logits.shape[-1])
+    return PendingSample.launch(kernels, logits, prepared, [state.params.logprobs for state in states])
+
+
+def _sample(
+    logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int], reductions: Reductions | None
+) -> SamplerOutput:
     logits = logits.float()
     if logits.device.type != "cpu":
         reductions = None
@@ -184,14 +107,14 @@ def _refuse(peak: Sequence[float], rows: Sequence[int]) -> None:
 
 def is_argmax(state: SamplingState) -> bool:
     """Whether the next token is the argmax of the logits."""
-    return state.params.greedy and not _edited(state)
+    return state.params.greedy and not state.edited
 
 
 def _choose(
     logits: Tensor, states: Mapping[int, SamplingState], keys: Mapping[int, int], reductions: Reductions | None
 ) -> dict[int, int]:
     """The tokens of rows that need more than the argmax of their logits; `keys` of those that draw."""
-    edited = [row for row, state in states.items() if _edited(state)]
+    edited = [row for row, state in states.items() if state.edited]
     plain = sorted(states.keys() - set(edited))
     tokens = _draw(logits, plain, plain, states, keys, reductions)
     if edited:
@@ -207,11 +130,6 @@ def _choose(
     if bad := [row for row in sorted(tokens) if tokens[row] < 0]:
         raise NumericsError(bad)
     return tokens
-
-
-def _edited(state: SamplingState) -> bool:
-    """Whether some scores of the row are changed before it is drawn from."""
-    return state.params.penalized or bool(state.params.logit_bias) or state.bans or state.matcher is not None
 
 
 def _draw(
@@ -301,22 +219,6 @@ def _logprobs(
     else:
         most = min(max(tops.values()), logits.shape[-1])
         found = reductions.logprobs(logits, rows, [chosen[row] for row in rows], most)
-        entries = _entries(found, [chosen[row] for row in rows], [tops[row] for row in rows])
+        entries = logprob_entries(found, [chosen[row] for row in rows], [tops[row] for row in rows])
         each = dict(zip(rows, entries, strict=True))
     return tuple(each.get(row) for row in range(len(states)))
-
-
-def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
-    """The log-probability and rank of a token under raw logits [vocab], with the `top` likeliest beside it."""
-    at = torch.tensor([token], device=logits.device)
-    return _entries(row_logprobs(logits[None].float(), at, min(top, len(logits))), [token], [top])[0]
-
-
-def _entries(found: RowLogprobs, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry for each row of what was found, with as many of the likeliest as it asked for."""
-    columns = (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
-    rows = zip(tokens, tops, *[column.tolist() for column in columns], strict=True)
-    return [
-        TokenLogprobs(token, logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
-        for token, top, logprob, rank, ids, logprobs in rows
-    ]

@@ -83,6 +83,10 @@ class NativeOps:
         # Torch's threads spin for a while after each of its operations, on the cores that our own threads need.
         return one_torch_thread()
 
+    @property
+    def sampling(self) -> None:
+        return None
+
     def recorder(self) -> NativeRecorder:
         return self._recorder
 

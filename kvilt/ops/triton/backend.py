@@ -17,6 +17,7 @@ from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import products, vectors
 from .graphs import GraphRecorder
+from .sampling import TritonSampling
 
 REVISION = 1
 
@@ -32,12 +33,17 @@ class TritonOps(ReferenceOps):
         super().__init__(device, dtype)
         self.kv_dtype = FLOAT32 if dtype == torch.float32 else BFLOAT16
         self._recorder = GraphRecorder() if device.type == "cuda" else None
+        self._sampling = TritonSampling(device)
         self._counters = torch.zeros(paged.COUNTERS, dtype=torch.int32, device=device)
 
     @property
     def numerics(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
         return f"triton-{REVISION}/{str(self.dtype).removeprefix('torch.')}/{kind}"
+
+    @property
+    def sampling(self) -> TritonSampling:
+        return self._sampling
 
     def recorder(self) -> GraphRecorder | None:  # type: ignore[override]
         return self._recorder
