@@ -54,9 +54,13 @@ class Judge:
         tree = mutated(Path(mutant.file).read_text(), mutant)
         stages = self.stages(mutant)
         for stage in stages:
-            if killer := _killer(mutant.file, tree, stage):
+            if killer := _killer(_Swap(mutant.file, tree), stage):
                 return "killed", killer
         return "survived", f"{sum(map(len, stages))} tests"
+
+    def fails_alone(self, killers: set[str]) -> str:
+        """Of the tests that killed mutants, one that fails on the unmutated code as well; "" when there is none."""
+        return _killer(None, [test for test in self._tests if test.name in killers])
 
     def stages(self, mutant: Mutant) -> list[list[RecordedTest]]:
         tests, stages, spent = self._touching(mutant), [[]], 0.0  # type: ignore[var-annotated]
@@ -81,12 +85,12 @@ class Judge:
         ]
 
 
-def _killer(file: str, tree: ast.Module, tests: list[RecordedTest]) -> str:
+def _killer(swap: _Swap | None, tests: list[RecordedTest]) -> str:
     """The test that fails, or what else went wrong; "" when all pass."""
     folder = Path(tempfile.mkdtemp(prefix="kvilt-mutant-"))
     if (child := os.fork()) == 0:
         os.setsid()
-        os._exit(_run_tests(file, tree, tests, folder))
+        os._exit(_run_tests(swap, tests, folder))
     _, status = os.waitpid(child, 0)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what a test started and did not end
@@ -101,13 +105,14 @@ def _killer(file: str, tree: ast.Module, tests: list[RecordedTest]) -> str:
     return "" if code == pytest.ExitCode.OK else killer or "import"
 
 
-def _run_tests(file: str, tree: ast.Module, tests: list[RecordedTest], folder: Path) -> int:
+def _run_tests(swap: _Swap | None, tests: list[RecordedTest], folder: Path) -> int:
     """In the new process: swap the module, run the tests, stop at the first failure."""
     quiet = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     _limit(STARTUP_S)
-    sys.meta_path.insert(0, _Swap(file, tree))
+    if swap is not None:
+        sys.meta_path.insert(0, swap)
     paths = dict.fromkeys(test.name.split("::")[0] for test in tests)
     options = [*OPTIONS, "-x", "--tb=no", f"--basetemp={folder / 'tmp'}"]
     return int(pytest.main([*options, *paths], plugins=[Steady(), _Chosen(tests, folder)]))

@@ -57,8 +57,12 @@ def main() -> None:
     todo = [mutant for mutant in sample if mutant.key not in done]
     tests, modules = recorded()
     preload(modules)
-    in_parallel([todo[first :: asked.jobs] for first in range(asked.jobs)], Judge(tests, asked.seconds), asked.report)
-    print(summary([one for one in read(asked.report) if one["key"] in {mutant.key for mutant in sample}]))
+    judge, keys = Judge(tests, asked.seconds), {mutant.key for mutant in sample}
+    in_parallel([todo[first :: asked.jobs] for first in range(asked.jobs)], judge, asked.report)
+    records = [one for one in read(asked.report) if one["key"] in keys]
+    print(summary(records))
+    if flaky := judge.fails_alone({one["by"] for one in records if one["status"] == "killed"}):
+        sys.exit(f"{flaky} fails on the unmutated code too: what it killed does not count")
 
 
 def files(patterns: Iterable[str]) -> list[Path]:

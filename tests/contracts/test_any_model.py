@@ -152,6 +152,25 @@ def test_drafts_are_verified_and_taken_back(model: ToyModel, served: LlmExecutor
     assert model.caches["a"] == [6, 7]
 
 
+def test_a_model_that_can_truncate_is_asked_to_and_computes_nothing_again() -> None:
+    model = Unified()
+    served = LlmExecutor(model)
+    served.prefill(PrefillInput("a", A))
+    model.calls.clear()
+    served.truncate_kv_for_cache_id("a", len(A))
+    assert model.calls == [], "there is nothing to take back"
+    served.truncate_kv_for_cache_id("a", 2)
+    same(served.decode(DecodeInput("a", 9)).logits, model, [*A[:2], 9])
+    assert model.calls == ["truncate a 2", "unified 1"]
+
+
+def test_a_sequence_may_be_as_long_as_the_model_says(model: ToyModel, served: LlmExecutor) -> None:
+    same(served.prefill(PrefillInput("a", [1] * 255)).logits, model, [1] * 255)
+    same(served.decode(DecodeInput("a", 2)).logits, model, [*[1] * 255, 2])
+    with pytest.raises(ContextOverflow):
+        served.decode(DecodeInput("a", 3))
+
+
 def test_a_failure_leaves_every_sequence_as_it_was(model: ToyModel, served: LlmExecutor) -> None:
     served.batch_prefill([PrefillInput("a", A), PrefillInput("b", B)])
     logits = model.logits

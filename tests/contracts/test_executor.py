@@ -500,6 +500,35 @@ def test_kv_of_other_numerics_is_computed_again_unless_accepted(
             assert ran
 
 
+def test_embedding_rows_of_other_numerics_are_refused_since_they_cannot_be_computed_again(
+    tiny: Executor, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, path = tiny.pool.identity(), f"{tmp_path}/foreign.kv"
+    with tiny.create_kv_cache() as kv, monkeypatch.context() as patch:
+        tiny.prefill(Inputs.join([PROMPT, tiny.embed([4, 5])]), kv)
+        patch.setattr(tiny.pool, "identity", lambda: dataclasses.replace(own, numerics="another CPU"))
+        kv.save(path)
+        tokens = kv.tokens()
+    with pytest.raises(BlobError, match="embeddings, which cannot be computed again"):
+        tiny.open_kv_cache(path)
+    with tiny.open_kv_cache(path, accept_numerics=True) as accepted:
+        assert accepted.tokens() == tokens
+
+
+def test_a_saved_cache_that_finds_no_room_is_refused_and_takes_none(tiny: Executor, tmp_path: object) -> None:
+    with tiny.create_kv_cache() as kv:
+        tiny.prefill(PROMPT, kv)
+        kv.save(f"{tmp_path}/one.kv")
+    taken = tiny.pool.take(tiny.pool.free_pages())
+    try:
+        with pytest.raises(PoolExhausted):
+            tiny.open_kv_cache(f"{tmp_path}/one.kv")
+    finally:
+        for group, pages in enumerate(taken):
+            tiny.pool.drop(group, pages)
+    assert tiny.pool.usage().used == 0
+
+
 def test_an_empty_cache_of_other_numerics_opens_empty(
     tiny: Executor, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +545,28 @@ def test_the_usual_loop(tiny: Executor) -> None:
     with tiny.create_kv_cache() as kv:
         tiny.prefill(PROMPT[:-1], kv)
         assert tiny.sample_tokens(5, [PROMPT[-1]], kv)[0] == greedy_alone(tiny, PROMPT, 5)
+
+
+def test_sampled_steps_are_counted_whether_they_are_replayed_or_not(tiny: Executor) -> None:
+    def counted() -> list[float]:
+        found = tiny.metrics.snapshot()
+        return [found[name]["series"][0]["value"] for name in ("kvilt_steps_total", "kvilt_computed_tokens_total")]
+
+    with tiny.create_kv_cache() as kv:
+        tiny.prefill(PROMPT, kv)
+        before = counted()
+        tiny.sample_tokens(6, [4], kv)
+        assert [now - then for now, then in zip(counted(), before, strict=True)] == [6, 6]
+
+
+def test_an_input_past_the_capacity_is_refused_as_such_also_in_a_full_pool(tiny: Executor) -> None:
+    taken = tiny.pool.take(tiny.pool.free_pages())
+    try:
+        with tiny.create_kv_cache(capacity=8) as kv, pytest.raises(ContextOverflow):
+            tiny.sample_tokens(2, PROMPT, kv)
+    finally:
+        for group, pages in enumerate(taken):
+            tiny.pool.drop(group, pages)
 
 
 def test_sample_tokens_finds_room_only_for_what_max_tokens_allows(tiny: Executor) -> None:

@@ -133,6 +133,27 @@ def test_the_same_prompt_under_a_new_id_is_a_hit(executor: Executor, served: Llm
     assert counted(served)["pages_shared"] == 0
 
 
+def test_all_of_a_known_prompt_but_its_last_token_is_reused(executor: Executor, served: LlmExecutor) -> None:
+    """Also where whole pages end just before the last token."""
+    prompt = LONG[:97]
+    served.prefill(PrefillInput("a", prompt))
+    before = counted(served)["saved_tokens"]
+    served.prefill(PrefillInput("b", prompt))
+    assert counted(served)["saved_tokens"] - before == 96
+
+
+def test_a_prompt_takes_the_longer_of_its_own_cache_and_the_index(executor: Executor, served: LlmExecutor) -> None:
+    served.prefill(PrefillInput("a", LONG[:10]))
+    served.prefill(PrefillInput("b", LONG))
+    before = counted(served)["saved_tokens"]
+    output = served.prefill(PrefillInput("a", LONG))
+    assert counted(served)["saved_tokens"] - before == 96
+    assert torch.equal(output.logits, alone(executor, LONG))
+    again = served.prefill(PrefillInput("a", [*LONG, 3]))  # now its own cache has more
+    assert counted(served)["saved_tokens"] - before == 96 + len(LONG)
+    assert torch.equal(again.logits, alone(executor, [*LONG, 3]))
+
+
 def test_a_first_chunk_is_looked_up_too(executor: Executor, served: LlmExecutor) -> None:
     served.prefill(PrefillInput("a", LONG))
     served.release_cache("a")

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from counted import Kitchen
 from effort import examples
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kvilt.engine.scheduling.admission_policy import PATIENCE_STEPS
 from kvilt.engine.scheduling.fairness import Account, Owners, max_min
 from kvilt.engine.scheduling.plan import Sample
+from kvilt.engine.scheduling.proposals import HoldRows
 from kvilt.engine.scheduling.schedule_state import StepLimits
 
 SETTINGS = settings(
@@ -31,6 +32,7 @@ SIZE, WINDOW = 4, 50
     total=st.integers(0, 300),
     owners=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0.5, 1.0, 1.0, 3.0])), min_size=1, max_size=9),
 )
+@example(total=2, owners=[(1, 1.0), (5, 0.5), (5, 0.5)])  # what cannot be divided goes to an owner that wants it
 def test_max_min_wastes_nothing_and_gives_each_its_part(total: int, owners: list[tuple[int, float]]) -> None:
     demands = {str(i): demand for i, (demand, _) in enumerate(owners)}
     accounts = {str(i): Account(weight) for i, (_, weight) in enumerate(owners)}
@@ -43,6 +45,17 @@ def test_max_min_wastes_nothing_and_gives_each_its_part(total: int, owners: list
     rights = hungry.rights(total)
     for owner, units in given_.items():
         assert min(demands[owner], rights.get(owner, 0)) <= units <= demands[owner]
+
+
+def test_an_owner_without_samples_has_no_part_of_anything() -> None:
+    owners = Owners({"a": 3.0})
+    for owner in ("a", "a", "b"):
+        owners.add_sample(owner)
+    assert owners.rights(8) == {"a": 6, "b": 2}
+    owners.remove_sample("a")
+    assert owners.rights(8) == {"a": 6, "b": 2}, "one sample is left"
+    owners.remove_sample("a")
+    assert owners.rights(8) == {"b": 8}
 
 
 # Windows.
@@ -248,6 +261,24 @@ def test_what_an_owner_cannot_use_goes_to_the_others() -> None:
     here.add("large", [2] * 200, 4, owner="b")  # 51 pages: not before the other is done, or has had its time
     tokens = served(here, 10)
     assert tokens["a"] == 68 + 7, "the rest of the prompt by whole steps, then decodes"
+
+
+def test_a_decode_gets_the_row_that_another_owner_has_no_pages_for() -> None:
+    here = shared(pages=12, max_rows=2, step_tokens=8)
+    for name in ("one", "two"):
+        here.add(name, [1] * 4, 12, owner="a")
+    served(here, 2)
+    here.add("large", [2] * 36, 4, owner="b")  # it waits for pages, and one of the two rows is kept for it
+    assert served(here, 5) == {"a": 10}
+
+
+def test_an_owner_whose_samples_wait_for_something_else_keeps_no_row_free() -> None:
+    here = shared(max_rows=4)
+    sample = here.add("away", [2] * 4, 4, owner="b")
+    here.scheduler.apply(HoldRows(sample, True))
+    for i in range(4):
+        here.add(f"{i}", [1] * 4, 4, owner="a")
+    assert [new.sample.owner for new in here.step().admitted] == ["a"] * 4
 
 
 def test_the_prompts_of_one_owner_do_not_make_steps_long_for_what_another_draws() -> None:

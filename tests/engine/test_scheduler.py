@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvilt.engine.scheduling import scheduler as module
 from kvilt.engine.scheduling.plan import GroupPages, PrefixHit, Sample
+from kvilt.engine.scheduling.proposals import HoldRows
 from kvilt.engine.scheduling.schedule_state import StepLimits
 from kvilt.engine.scheduling.scheduler import Scheduler
 from kvilt.errors import ParamError
@@ -177,8 +178,21 @@ def test_more_forks_than_rows_take_turns() -> None:
     while here.scheduler.ready:
         plans.append([work.sample.index for work in here.step().work])
     assert max(map(len, plans)) == 2
-    assert {index for plan in plans[1:4] for index in plan} == set(range(5))
+    assert plans[:4] == [[0], [1, 2], [3, 4], [0, 1]], "the parent had a row before any of its forks"
     assert len(here.ended) == 5
+
+
+def test_as_many_decodes_as_rows_stay_in_their_order() -> None:
+    """They need not take turns, so a pause of one of them changes nothing."""
+    here = kitchen(max_rows=2, step_tokens=8)
+    for name in ("a", "b"):
+        here.add(name, [1] * 4, 20)
+    second = here.live[1]
+    here.step()
+    here.scheduler.apply(HoldRows(second, True))
+    assert [work.sample.request for work in here.step().work] == ["a"]
+    here.scheduler.apply(HoldRows(second, False))
+    assert [work.sample.request for work in here.step().work] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 8), (9, 8), (-1, 8)])
@@ -358,6 +372,16 @@ def test_without_anybody_to_give_way_a_plan_names_who_starves() -> None:
     assert short.plan().starved is None
     sample.computed, sample.known, pages.pages = 8, 9, 0
     assert short.plan().starved is sample
+
+
+def test_nothing_starts_beside_a_sample_that_starves() -> None:
+    """Its owner hears of it before the pages that it waits for go to others."""
+    short, large = Scheduler(StepLimits(16, 4, SIZE), Some(2)), Sample("a", 8, 12, owner="a")
+    short.add(large)
+    short.add(Sample("b", 1, 3, owner="b"))
+    plan = short.plan()
+    assert plan.starved is large
+    assert not plan.admitted
 
 
 def test_a_prompt_as_large_as_the_pool_runs_even_where_all_of_it_is_known() -> None:

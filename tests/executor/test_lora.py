@@ -14,7 +14,7 @@ from lora_files import ALL, lora_tensors, write_lora
 from tiny import write_tiny
 from torch import Tensor
 
-from kvilt.batch import Adapted, Adapter, Base, Batch, Ids, Row
+from kvilt.batch import Adapted, Adapter, Base, Batch, Hidden, HiddenOut, Ids, LayerSpan, Row
 from kvilt.config import RunConfig
 from kvilt.errors import AdapterUnknown, BlobError, InputError, ModelNotFound, ParamError, WeightError
 from kvilt.executor.load import load_executor
@@ -270,6 +270,20 @@ def test_unloading_while_a_step_runs_neither_stops_nor_changes_it(base: Path, fo
     executor.close()
 
 
+def test_an_adapter_of_the_embedding_has_no_part_in_rows_that_start_later(
+    native: Executor, folders: dict[str, Path]
+) -> None:
+    """A row in two spans is the row in one, to the bit."""
+    adapter, ids = native.adapters.choose(native.load_lora(folders["f"])), [5, 17, 3]
+    with native.create_kv_cache() as kv:
+        kv.reserve(len(ids))
+        whole = native.run(Batch.of([Row(Ids(ids), range(3), kv, adapter=adapter)]))
+        first = Row(Ids(ids), range(3), kv, layers=LayerSpan(0, 1), want=HiddenOut(), adapter=adapter)
+        (states,) = native.run(Batch.of([first])).hidden.values()
+        rest = native.run(Batch.of([Row(Hidden(states), range(3), kv, layers=LayerSpan(1), adapter=adapter)]))
+        assert torch.equal(rest.values, whole.values)
+
+
 # The budget.
 
 
@@ -285,9 +299,12 @@ def test_the_least_recently_used_leave_memory_and_come_back(base: Path, tmp_path
     wanted = [
         decoded(fresh, [prompt(1, 4)], [fresh.adapters.choose(fresh.load_lora(tmp_path / f"{i}"))])[0] for i in range(5)
     ]
+    used = [2, 3, 4]
     for turn in (0, 3, 1, 4, 0, 2):
         assert torch.equal(decoded(executor, [prompt(1, 4)], [adapters[turn]])[0], wanted[turn])
-        assert executor.adapters.resident_bytes <= 3 * nbytes
+        used = [*(one for one in used if one != turn), turn][-3:]
+        assert [i for i, info in enumerate(executor.adapters.all()) if info.resident] == sorted(used)
+        assert executor.adapters.resident_bytes == 3 * nbytes
     assert executor.adapters.evictions >= 4
     # A step that needs more than the budget has them all, for as long as it runs.
     together = decoded(executor, [prompt(1, 4)] * 5, adapters)
@@ -368,6 +385,10 @@ def test_forks_copies_and_selections_remember_their_maker(executor: Executor, fo
         with kv.fork() as forked, kv.deep_copy() as copied:
             assert {kv.maker, wide.maker, one.maker, forked.maker, copied.maker} == {kv.maker}
             assert kv.maker == f"{executor.adapters.find(lora).content}@1.0"
+    with executor.create_kv_cache(2) as mixed:
+        executor.step([[1, 2], []], mixed)
+        executor.step([[], [3]], mixed, lora)
+        assert mixed.maker == f"base | {executor.adapters.find(lora).content}@1.0"
 
 
 # Adapters that tokens switch on.
@@ -415,12 +436,14 @@ def test_nothing_is_half_loaded(native: Executor, tmp_path: Path) -> None:
 
 
 def test_metrics_count_adapters_rows_and_bytes(native: Executor, folders: dict[str, Path]) -> None:
+    fresh = native.lora_metrics_snapshot()
+    assert (fresh["loads"], fresh["evictions"], fresh["bytes"], fresh["rows"]) == (0, 0, 0, {})
     lora = native.load_lora(folders["a"], "counted")
     with native.create_kv_cache() as kv:
         native.prefill([1, 2, 3], kv, lora)
         native.step([4], kv, lora)
     found = native.lora_metrics_snapshot()
-    assert (found["loaded"], found["active"], found["resident"]) == (1, 0, 1)
+    assert (found["loaded"], found["active"], found["resident"], found["loads"]) == (1, 0, 1, 1)
     assert found["rows"]["counted"] == 2
     assert found["bytes"] == native.adapters.find(lora).nbytes > 0
     hold = native.adapters.hold(native.adapters.choose(lora))

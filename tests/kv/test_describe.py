@@ -15,6 +15,7 @@ import torch
 from kvilt.errors import BlobError
 from kvilt.kv.cache import KVCache
 from kvilt.kv.codec import describe
+from kvilt.kv.row import maker_parts
 
 PREFIX = struct.Struct("<8sIQ")
 HASH = hashlib.sha256(b"a picture").digest()
@@ -59,6 +60,20 @@ def test_the_dtype_is_the_layouts(scribe: Any, dtype: torch.dtype) -> None:
     with cache:
         said = describe(cache.serialize())
     assert said.layout.groups[0].shape.dtype.storage == dtype
+
+
+@pytest.mark.parametrize(
+    ("maker", "parts"),
+    [
+        ("base", ("base", 0)),
+        ("a1 from 7", ("a1", 7)),
+        ("a1 from " + "9" * 15, ("a1", 10**15 - 1)),
+        ("a1 from " + "9" * 16, ("a1", 0)),  # no position: nothing that is read from a file becomes a huge number
+        ("a1 from x", ("a1", 0)),
+    ],
+)
+def test_a_maker_says_where_its_adapter_began(maker: str, parts: tuple[str, int]) -> None:
+    assert maker_parts(maker) == parts
 
 
 def test_a_flipped_bit_anywhere_is_refused(cache: KVCache) -> None:

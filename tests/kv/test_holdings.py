@@ -110,6 +110,18 @@ def test_a_fair_share_survives_whatever_another_owner_does(
     assert (desk.pool.held_by("a"), desk.pool.held_by("b")) == (0, 0), "every page is given back to no owner"
 
 
+def test_an_owner_that_gave_all_its_pages_back_has_no_share(scribe: Any) -> None:
+    pool = scribe.pool(scribe.full(), 12)
+    (mine,), (other,) = pool.take([2], "a"), pool.take([3], "b")
+    assert pool.fair_share() == 6
+    pool.drop(0, mine[:1])
+    assert pool.fair_share() == 6
+    pool.drop(0, mine[1:])
+    assert pool.fair_share() == 12
+    pool.drop(0, other)
+    assert pool.fair_share() == 12, "with no owner at all"
+
+
 def test_a_take_that_is_refused_counts_nothing(scribe: Any) -> None:
     pool = scribe.pool(scribe.full(), 4)
     with pytest.raises(PoolExhausted):

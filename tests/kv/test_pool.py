@@ -53,7 +53,9 @@ def test_a_page_is_free_again_after_its_last_holder(pool: PagePool) -> None:
     pool.share(0, pages[:1])
     assert [pool.holders(0, page) for page in pages] == [3, 2]
     assert pool.usage() == PoolUsage(total=16, used=2, shared=2, used_bytes=2 * page_bytes)
+    assert pool.shared((0, page) for page in pages) == 2
     pool.drop(0, pages)
+    assert pool.shared((0, page) for page in pages) == 1
     pool.drop(0, pages)
     assert pool.free_pages() == (7, 8)
     assert pool.usage() == PoolUsage(total=16, used=1, shared=0, used_bytes=page_bytes)

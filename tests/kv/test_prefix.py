@@ -275,6 +275,28 @@ def test_the_sink_gets_tokens_and_kv_before_they_are_lost(scribe: Any) -> None:
         assert torch.equal(kv.values, expected.values[:, one.start : one.start + SIZE])
 
 
+def test_the_sink_never_gets_a_page_again_with_less_of_it(scribe: Any) -> None:
+    """A window group with few pages loses its part of a page first, and sends all of it then."""
+    got: dict[tuple[Any, ...], list[int]] = {}
+    desk = Desk(
+        scribe,
+        scribe.windowed(page_tokens=SIZE),
+        [16, 9],
+        lambda page: got.setdefault(page.tokens, []).append(sum(kv is not None for kv in page.kv)),
+    )
+    for n in range(8):
+        desk.once(range(100 * n, 100 * n + 16))
+    assert len(got) > 12 and max(map(max, got.values())) == 2
+    assert all(parts == sorted(parts) for parts in got.values())
+
+
+def test_without_a_sink_pages_leave_in_silence(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    for n in range(4):
+        desk.once(range(100 * n, 100 * n + 16))
+    assert desk.index.evictions == 8
+    assert not caplog.records
+
+
 def image_of(page: EvictedPage) -> RowImage:
     """A page as a store gives it back."""
     (kv,) = page.kv
@@ -290,6 +312,19 @@ def test_all_that_is_known_leaves_what_is_held_first_and_then_the_latest_used(de
     line = desk.run([60, 61, 62, 63])
     left = [(one.tokens[-1], one.start) for one in desk.index.leaving()]
     assert left == [(63, 0), (53, 0), (3, 0), (7, 4)]
+    line.cache.close()
+
+
+def test_a_page_that_is_held_in_one_group_leaves_with_those_that_are_held(scribe: Any) -> None:
+    """A window gives its part of a page back long before the sequence ends."""
+    desk = Desk(scribe, scribe.windowed(page_tokens=SIZE), 16)
+    line = desk.run(range(20))
+    desk.once(range(100, 108))
+    assert desk.pool.ages(1).keys() - desk.pool.ages(0).keys(), "some are held in one group alone"
+    assert [(one.tokens[0], one.start) for one in desk.index.leaving()] == [
+        *((0, start) for start in range(0, 20, 4)),
+        *((100, start) for start in (0, 4)),
+    ]
     line.cache.close()
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvilt.errors import BlobError
+from kvilt.kv.owner import owner_of
 from kvilt.store.address import Address, chunk_address
 from kvilt.store.codec_registry import codec_named
 from kvilt.store.codecs import Raw
 from kvilt.store.layer import LayerKV
-from kvilt.store.record import MAGIC, PREFIX, pack, peek, read_content, read_header, read_layer
+from kvilt.store.record import MAGIC, PREFIX, RecordInfo, pack, peek, read_content, read_header, read_layer
 
 SECRET = b"a secret of the fleet"
 
@@ -195,6 +196,12 @@ def test_a_frame_of_another_record_does_not_fit(kit: Any, record: bytes, address
     other = b"".join(pack(address, Raw(), [Raw().encode(one) for one in kit.layers(seed=1)], None))
     mixed = record[:-100] + other[-100:]
     assert refusal(mixed, address) == "checksum"
+
+
+def test_an_index_learns_owner_and_kind_of_a_record_and_keeps_it_no_longer_than_others(
+    kit: Any, record: bytes, address: Address
+) -> None:
+    assert peek(reader(record), len(record)) == RecordInfo(owner_of(address.tenant), address.kind.value, retain=False)
 
 
 def test_a_salt_is_not_in_a_record(record: bytes, kit: Any) -> None:
