@@ -32,7 +32,8 @@ TARGETS = (
 )
 TESTS = (
     *("tests/kv/test_*.py", "tests/executor/test_*.py", "tests/contracts/test_*.py", "tests/engine/test_*.py"),
-    *("tests/store/test_*.py", "tests/test_*.py"),
+    *("tests/store/test_*.py", "tests/blend/test_*.py", "tests/speculative/test_*.py", "tests/test_*.py"),
+    "tests/models/test_adapters.py",
 )
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")  # reviewed by hand: no test can tell these from the original
 

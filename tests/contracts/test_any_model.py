@@ -164,6 +164,23 @@ def test_a_model_that_can_truncate_is_asked_to_and_computes_nothing_again() -> N
     assert model.calls == ["truncate a 2", "unified 1"]
 
 
+def test_a_model_is_asked_to_release_only_what_it_has() -> None:
+    class Counting(ToyModel):
+        def release(self, cache_id: str) -> None:
+            self.calls.append(f"release {cache_id}")
+            super().release(cache_id)
+
+    model = Counting()
+    served = LlmExecutor(model)
+    served.prefill(PrefillInput("a", A))
+    served.truncate_kv_for_cache_id("a", 2)  # this model cannot, so it begins again when it goes on
+    served.decode(DecodeInput("a", 1))
+    served.prefill(PrefillInput("a", B))
+    served.release_cache("a")
+    served.release_cache("a")
+    assert model.calls == ["prefill a 4", "release a", "prefill a 3", "release a", "prefill a 3", "release a"]
+
+
 def test_a_sequence_may_be_as_long_as_the_model_says(model: ToyModel, served: LlmExecutor) -> None:
     same(served.prefill(PrefillInput("a", [1] * 255)).logits, model, [1] * 255)
     same(served.decode(DecodeInput("a", 2)).logits, model, [*[1] * 255, 2])

@@ -237,6 +237,14 @@ def test_prompts_that_are_longer_than_a_step_may_be(tmp_path: Path) -> None:
     items = [UnifiedItem("b", prompt[:150], 0, is_final_chunk=False), UnifiedItem("c", B, 0)]
     found = served.unified_decode(UnifiedBatch(items))
     assert found[0] is None and torch.equal(found[1], alone(executor, B))
+    exact = [
+        UnifiedItem("d", prompt[:most], 0),
+        UnifiedItem("e", prompt[: most + 1], 0),
+    ]
+    for one, item in zip(served.unified_decode(UnifiedBatch(exact)), exact, strict=True):
+        assert one is not None and torch.equal(one, alone(executor, list(item.tokens)))
+    for name in ("d", "e"):
+        served.release_cache(name)
     with executor.create_kv_cache() as held:
         executor.prefill(prompt[:150], held)
         assert (served.kv_capacity() or 0) < CONTEXT, "with windows in use there is room for less"

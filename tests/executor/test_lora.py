@@ -436,8 +436,9 @@ def test_nothing_is_half_loaded(native: Executor, tmp_path: Path) -> None:
 
 
 def test_metrics_count_adapters_rows_and_bytes(native: Executor, folders: dict[str, Path]) -> None:
-    fresh = native.lora_metrics_snapshot()
-    assert (fresh["loads"], fresh["evictions"], fresh["bytes"], fresh["rows"]) == (0, 0, 0, {})
+    nothing = dict.fromkeys(("loaded", "unloading", "active", "resident", "bytes", "loads", "evictions"), 0)
+    fresh = {**nothing, "budget_bytes": native.adapters.budget_bytes, "rows": {}}
+    assert native.lora_metrics_snapshot() == fresh
     lora = native.load_lora(folders["a"], "counted")
     with native.create_kv_cache() as kv:
         native.prefill([1, 2, 3], kv, lora)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tiny import write_tiny
 
 from kvilt import Executor
 from kvilt.batch import Batch, HiddenOut, Ids, Row
+from kvilt.config import RunConfig
 from kvilt.errors import InputError
+from kvilt.executor.load import load_executor
 from kvilt.kv.cache import KVCache
 
 IDS = [(7 * i + i // 4) % 60 for i in range(45)]
@@ -34,6 +39,15 @@ def test_placed_kv_is_what_a_forward_writes(tiny: Executor) -> None:
         for span in spans:
             there = zip(pages(made, span.start, span.stop), pages(placed, span.start, span.stop), strict=True)
             assert all(torch.equal(one, other) for one, other in there)
+
+
+def test_kv_is_placed_only_in_caches_of_its_own_executor(tiny: Executor, tmp_path: Path) -> None:
+    other = load_executor(write_tiny(tmp_path / "other"), RunConfig(kv_memory=1 << 20, threads=1))
+    with other.create_kv_cache() as kv:
+        kv.reserve(8)
+        with pytest.raises(InputError, match="belongs to another executor"):
+            tiny.place(kv, [range(8)])
+    other.close()
 
 
 def test_kv_is_placed_only_in_reserved_room_above_the_length(tiny: Executor) -> None:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiny import VOCAB, write_tiny
 
 from kvilt import Executor, KVCache, SamplingParams
-from kvilt.batch import Batch, Ids, Last, Row
+from kvilt.batch import Batch, Ids, Last, Nothing, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Cancelled
 from kvilt.executor.load import load_executor
-from kvilt.executor.replay import shape_of
+from kvilt.executor.replay import MAX_RUN, is_decode, is_verification, shape_of
 from kvilt.ops.native.backend import NativeOps
 
 
@@ -142,6 +142,27 @@ def test_a_cancel_that_comes_late_stops_nothing(native: Executor) -> None:
     native._replay.stop()
     with native.create_kv_cache() as kv:
         assert native.step([5], kv).shape == (1, VOCAB)
+
+
+def test_a_decode_of_all_rows_is_replayed_and_a_row_with_its_drafts(native: Executor) -> None:
+    with native.create_kv_cache(2) as kv:
+        kv.reserve([40, 40])
+
+        def kinds(*rows: Row) -> tuple[bool, bool]:
+            batch = Batch.of(list(rows))
+            return is_decode(batch, 2), is_verification(batch)
+
+        def row(index: int, tokens: int, want: Last | Nothing) -> Row:
+            return Row(Ids([1] * tokens), range(tokens), kv, index, want=want)
+
+        assert kinds(row(0, 1, Last())) == (True, True)
+        assert kinds(row(0, 1, Last()), row(1, 1, Last())) == (True, False)
+        assert kinds(row(0, 1, Last()), row(1, 1, Nothing())) == (False, False)
+        assert kinds(row(0, 2, Last()), row(1, 1, Last())) == (False, False)
+        assert kinds(row(0, MAX_RUN, Last(MAX_RUN))) == (False, True)
+        assert kinds(row(0, MAX_RUN + 1, Last(MAX_RUN + 1))) == (False, False)
+        assert kinds(row(0, 3, Last())) == (False, False)
+        assert is_decode(Batch.of([row(0, 1, Last()), row(1, 1, Last())]), 1) is False
 
 
 def test_what_torch_computes_is_not_recorded() -> None:

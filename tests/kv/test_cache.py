@@ -333,6 +333,15 @@ def test_a_closed_cache_does_nothing_but_say_so(scribe: Any, pool: Any, verb: st
     assert repr(cache) == "KVCache(closed)"
 
 
+def test_a_closed_cache_asks_for_no_identity(scribe: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashing a model takes a while, and the model may be closed already."""
+    cache, _ = scribe.grown(pool, range(5))
+    cache.close()
+    monkeypatch.setattr(pool, "identity", lambda: pytest.fail("nothing is going to be saved"))
+    with pytest.raises(CacheClosed):
+        cache.serialize()
+
+
 def test_a_row_list_kept_past_close_frees_nothing_twice(scribe: Any, pool: Any) -> None:
     cache, _ = scribe.grown(pool, range(5))
     with cache.fork() as fork:
