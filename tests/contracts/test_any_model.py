@@ -181,6 +181,21 @@ def test_a_model_is_asked_to_release_only_what_it_has() -> None:
     assert model.calls == ["prefill a 4", "release a", "prefill a 3", "release a", "prefill a 3", "release a"]
 
 
+@pytest.mark.parametrize("name", ["create_kv_cache", "prefixes"])
+def test_a_model_with_a_name_of_kvilts_executors_is_still_a_model(name: str) -> None:
+    model = ToyModel()
+    setattr(model, name, None)
+    same(LlmExecutor(model).prefill(PrefillInput("a", A)).logits, model, A)
+
+
+def test_a_chunk_that_waited_runs_with_the_final_one(model: ToyModel, served: LlmExecutor) -> None:
+    """Also where that is a single token, which is no decode then."""
+    assert served.unified_decode(UnifiedBatch([UnifiedItem("a", A, 0, is_final_chunk=False)])) == [None]
+    (found,) = served.unified_decode(UnifiedBatch([UnifiedItem("a", [7], 4)]))
+    same(found, model, [*A, 7])
+    assert model.caches == {"a": [*A, 7]}
+
+
 def test_a_sequence_may_be_as_long_as_the_model_says(model: ToyModel, served: LlmExecutor) -> None:
     same(served.prefill(PrefillInput("a", [1] * 255)).logits, model, [1] * 255)
     same(served.decode(DecodeInput("a", 2)).logits, model, [*[1] * 255, 2])

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kvilt.engine.scheduling.admission_policy import PATIENCE_STEPS
-from kvilt.engine.scheduling.fairness import Account, Owners, max_min
+from kvilt.engine.scheduling.fairness import Account, Owners, Share, max_min
 from kvilt.engine.scheduling.plan import Sample
 from kvilt.engine.scheduling.proposals import HoldRows
 from kvilt.engine.scheduling.schedule_state import StepLimits
@@ -45,6 +45,14 @@ def test_max_min_wastes_nothing_and_gives_each_its_part(total: int, owners: list
     rights = hungry.rights(total)
     for owner, units in given_.items():
         assert min(demands[owner], rights.get(owner, 0)) <= units <= demands[owner]
+
+
+def test_an_owner_that_is_alone_may_take_everything() -> None:
+    owners = Owners({})
+    owners.add_sample("a")
+    assert owners.shares(8, 64, lambda: {"a": [1]}) == {"a": Share(8, 64)}
+    owners.add_sample("b")
+    assert owners.shares(8, 64, lambda: {"a": [1], "b": [9, 90]}) == {"a": Share(1, 1), "b": Share(2, 63)}
 
 
 def test_an_owner_without_samples_has_no_part_of_anything() -> None:
@@ -230,6 +238,28 @@ def test_a_newcomer_gets_pages_of_an_owner_that_holds_more_than_its_share() -> N
     assert len(here.ended) == 21
 
 
+def test_no_more_samples_are_preempted_than_a_newcomer_needs() -> None:
+    here = shared(pages=8)
+    for i in range(3):
+        here.add(f"crowd {i}", [1] * 5, 3, owner="crowd")  # two pages each, six of eight
+    here.step()
+    here.add("one", [2] * 12, 4, owner="one")  # four pages: the two that are free, and those of one sample
+    assert [gone.sample.request for gone in here.step().preempted] == ["crowd 2"]
+    assert [new.sample.request for new in here.step().admitted] == ["one"]
+
+
+def test_where_a_sample_does_not_fit_no_other_owner_goes_past_its_share() -> None:
+    """Otherwise small requests of one owner would take every page that the large one waits for."""
+    here = shared(pages=8)
+    here.add("first", [2] * 9, 3, owner="small")  # three pages of the four that are its owner's
+    here.step()
+    here.add("large", [1] * 20, 4, owner="large")
+    here.add("second", [2] * 5, 3, owner="small")  # two pages, and five are free
+    assert not here.step().admitted
+    here.run()
+    assert len(here.ended) == 3
+
+
 def test_an_owner_within_its_share_of_pages_is_not_preempted_for_another() -> None:
     here = shared(pages=40)
     here.add("steady", [2] * 40, 36, owner="one")  # 19 pages at its end, of 20 that are its own
@@ -309,11 +339,17 @@ def test_samples_larger_than_a_share_take_turns_and_come_to_an_end() -> None:
     here.add("c", [3] * 4, 30, owner="c")
     ends: dict[str, int] = {}
     gone: Counter[str] = Counter()
+    protected: dict[str, int] = {}
     for now in range(3000):
         if not here.live:
             break
-        gone.update(one.sample.request for one in here.step().preempted)
+        plan = here.step()
+        gone.update(one.sample.request for one in plan.preempted)
+        for sample in [new.sample for new in plan.admitted if new.sample.protected_until]:
+            protected[sample.request] = sample.protected_until - here.steps
+            assert protected[sample.request] == PATIENCE_STEPS + 2 * -(-sample.known // here.limits.step_tokens)
         ends |= {name: ends.get(name, now) for name, _ in here.ended}
     assert sorted(ends) == ["a", "b", "c"]
     assert ends["c"] < 3 * PATIENCE_STEPS
+    assert protected, "a large sample that waited long keeps its pages for a while, and until it is computed again"
     assert gone.total() <= 2 * 230 / PATIENCE_STEPS + 4, "each turn is long enough to get on"

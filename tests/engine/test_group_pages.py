@@ -92,6 +92,9 @@ def test_a_window_group_needs_a_window_and_a_step() -> None:
     assert (counts.taken(sample), counts.all(sample), counts.promised(sample)) == ([32, 4], [32, 4], [0, 0])
     sample.known, sample.computed = 1025, 1024
     assert counts.promised(sample) == [1, 1]
+    for most, pages in ((0, 6), (32, 5), (33, 6), (1000, 6)):
+        sample = Sample("a", prompt=1000, limit=1100, max_step_tokens=most)
+        assert counts.whole(sample, PrefixHit(), alone=True) == [32, pages], "a step is the smaller of both limits"
     short = Sample("b", prompt=40, limit=60)
     assert counts.whole(short, PrefixHit(), alone=True) == [2, 2]
 

@@ -45,6 +45,8 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for device in ("cuda:2", "cuda:3"):
         with pytest.raises(ParamError, match="torch sees 2 CUDA devices"):
             load.device_of(RunConfig(device=device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert load.device_of(RunConfig(device="cuda")) == torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ParamError, match="cuda is not there"):
         load.device_of(RunConfig(device="cuda"))

@@ -108,6 +108,7 @@ CRAFTED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no layers": ("layout.layers", lambda h: _group(h).update(layers=[])),
     "a layer twice": ("layout.layers", lambda h: _group(h).update(layers=[0])),
     "a layer that is text": ("layout.layers", lambda h: _group(h).update(layers=["1"])),
+    "layers of which one is text": ("layout.layers", lambda h: _group(h).update(layers=[0, "1"])),
     "an unknown reach": ("layout.reach", lambda h: _group(h).update(reach={"kind": "far"})),
     "a window of nothing": ("layout.reach", lambda h: _group(h).update(reach={"kind": "window", "tokens": 0})),
     "no reach": ("layout.reach", lambda h: _group(h).pop("reach")),

@@ -192,6 +192,16 @@ def test_an_input_that_stops_half_way_leaves_the_cache_as_it_was(scribe: Any) ->
         scribe.check_counts(pool, [cache])
 
 
+def test_an_input_may_turn_out_longer_than_the_room_that_was_made(scribe: Any) -> None:
+    pool = scribe.pool(scribe.windowed(), FEW)
+    with KVCache(pool) as cache:
+        cache.reserve(6, [range(0)])  # room for two pages, and none for a step
+        cache.reserve(12, [range(12)])
+        row = cache.row(0)
+        assert (row.reserved, row.writable(range(12))) == (12, True)
+        assert [len(pages) for pages in cache.pages()] == [3, 3]
+
+
 def test_what_a_step_has_no_page_for_is_not_writable(scribe: Any) -> None:
     pool = scribe.pool(scribe.windowed(), FEW)
     with KVCache(pool) as cache:

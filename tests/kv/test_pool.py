@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,6 +98,24 @@ def test_an_abandoned_page_is_free_at_the_next_count(pool: PagePool) -> None:
     assert pool.usage().used == 1
     assert pool.holders(1, taken[1][0]) == 1
     assert pool.free_pages() == (8, 7)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda pool, page: pool.caches(0, page),
+        lambda pool, page: pool.holders(0, page),
+        lambda pool, page: pool.held_by("a"),
+        lambda pool, page: pool.usage().used,
+        lambda pool, page: 8 - pool.free_pages()[0],
+    ],
+    ids=["caches", "holders", "held_by", "usage", "free_pages"],
+)
+def test_no_count_includes_an_abandoned_page(pool: PagePool, count: Callable[[PagePool, int], int]) -> None:
+    ((page,), _) = pool.take([1, 0], "a")
+    assert count(pool, page) == 1
+    pool.abandon(0, [page])
+    assert count(pool, page) == 0
 
 
 def test_abandoned_pages_serve_a_take_that_needs_them(pool: PagePool) -> None:
