@@ -62,6 +62,7 @@ class Replay:
             return None
         recording = self._known(self._steps, batch.starts, step_adapters)
         if recording is None:
+            observe()  # recording a step runs it
             if (recording := self._record(batch.step, self._steps, step_adapters, greedy=False)) is None:
                 return None
         else:

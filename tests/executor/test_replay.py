@@ -133,6 +133,19 @@ def test_a_cancel_stops_a_greedy_run_and_keeps_what_was_sampled(native: Executor
             assert native.sample_tokens(1, [[5, *truth][held]], kv) == [[truth[held]]]
 
 
+def test_a_cancel_stops_a_step_that_would_be_recorded(native: Executor) -> None:
+    """The first step of a shape too, so that what ran before makes no difference."""
+    native._replay._steps.clear()
+    for _ in range(2):
+        with native.create_kv_cache() as kv:
+            with pytest.raises(Cancelled), native.call():
+                native.prefill([1, 2, 3], kv)
+                native.cancel()
+                native.step([4], kv)
+            assert kv.tokens() == [1, 2, 3]
+            native.step([4], kv)  # recorded now, for the second time around
+
+
 def test_a_cancel_that_comes_late_stops_nothing(native: Executor) -> None:
     with native.create_kv_cache() as kv:
         truth = native.sample_tokens(40, [5], kv)
