@@ -8,6 +8,7 @@ A run that was stopped goes on where it was when it is started again with the sa
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import importlib
 import json
@@ -83,28 +84,57 @@ def sampled(sources: list[Path], seed: int, size: int) -> list[Mutant]:
 
 def recorded() -> tuple[list[RecordedTest], list[str]]:
     """Which test runs which lines. Kept outside the repository; test files that changed are recorded again."""
-    sources, test_files = files(TARGETS), files(TESTS)
-    name = hashlib.sha256(str(ROOT).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    kept = Path(tempfile.gettempdir()) / f"kvilt-mutation-{name}.json"
-    record: Record = json.loads(kept.read_text()) if kept.exists() else {"digests": {}, "tests": {}, "modules": []}
-    digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in test_files}
+    sources = {str(path): path.read_text() for path in files(TARGETS)}
+    kept = Path(tempfile.gettempdir()) / f"kvilt-mutation-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:16]}.json"
+    empty: Record = {"digests": {}, "tests": {}, "modules": [], "sources": {}}
+    record: Record = json.loads(kept.read_text()) if kept.exists() else empty
+    follow_moved_lines(record, sources)
+    digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files(TESTS)}
     changed = [path for path, digest in digests.items() if record["digests"].get(path) != digest]
     if changed:
         print(f"recording which lines {len(changed)} test files run", flush=True)
-        with tempfile.NamedTemporaryFile() as result:
-            command = [sys.executable, "-m", "mutation.record", result.name, *map(str, sources), "--", *changed]
-            subprocess.run(command, check=True)
-            new = json.loads(Path(result.name).read_text())
+        new = record_tests(changed, sources)
         same = {at: test for at, test in record["tests"].items() if at.split("::")[0] in digests.keys() - set(changed)}
         modules = sorted({*record["modules"], *new["modules"]})
-        record = {"digests": digests, "tests": same | new["tests"], "modules": modules}
-        kept.write_text(json.dumps(record))
-    tests = [RecordedTest(at, test["seconds"], _relative(test["lines"])) for at, test in record["tests"].items()]
+        record |= {"digests": digests, "tests": same | new["tests"], "modules": modules}
+    kept.write_text(json.dumps(record | {"sources": sources}))
+    tests = [RecordedTest(at, test["seconds"], _frozen(test["lines"])) for at, test in record["tests"].items()]
     return tests, record["modules"]
 
 
-def _relative(lines: dict[str, list[int]]) -> dict[str, frozenset[int]]:
-    return {str(Path(name).relative_to(ROOT)): frozenset(numbers) for name, numbers in lines.items()}
+def record_tests(test_files: Iterable[str], sources: Iterable[str]) -> Record:
+    """Run test files under the recorder, in a process of its own."""
+    with tempfile.NamedTemporaryFile() as result:
+        command = [sys.executable, "-m", "mutation.record", result.name, *sources, "--", *test_files]
+        subprocess.run(command, check=True)
+        found: Record = json.loads(Path(result.name).read_text())
+    for test in found["tests"].values():
+        test["lines"] = {str(Path(file).relative_to(ROOT)): numbers for file, numbers in test["lines"].items()}
+    return found
+
+
+def follow_moved_lines(record: Record, sources: dict[str, str]) -> None:
+    """Where the code changed since it was recorded, give each line the tests of the line that it comes from."""
+    for file, text in sources.items():
+        before = record["sources"].get(file, text)
+        if before == text:
+            continue
+        came_from = origins(before.splitlines(), text.splitlines())
+        for test in record["tests"].values():
+            ran = set(test["lines"].get(file, ()))
+            test["lines"][file] = [line for line, origin in enumerate(came_from, 1) if origin in ran]
+
+
+def origins(before: list[str], after: list[str]) -> list[int]:
+    """For each line the number of the one that it was; a new line has that of the line before it."""
+    found: list[int] = []
+    for _, first, stop, start, end in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        found += [min(first + n, stop - 1) + 1 for n in range(end - start)]
+    return found
+
+
+def _frozen(lines: dict[str, list[int]]) -> dict[str, frozenset[int]]:
+    return {file: frozenset(numbers) for file, numbers in lines.items() if numbers}
 
 
 def preload(modules: Iterable[str]) -> None:

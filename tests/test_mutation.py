@@ -13,7 +13,7 @@ sys.path.append(str(ROOT))  # the mutation run is a script beside the package, n
 
 from mutation.judge import Judge, RecordedTest  # noqa: E402
 from mutation.operators import diff, mutants, mutated, unchanged  # noqa: E402
-from mutation.run import files, sampled, summary  # noqa: E402
+from mutation.run import files, follow_moved_lines, origins, sampled, summary  # noqa: E402
 
 
 def changes(source: str) -> dict[str, list[str]]:
@@ -114,6 +114,15 @@ def test_a_sample_depends_on_its_seed_and_stays_when_another_file_changes(tmp_pa
     other.write_text("x = 1\n")
     assert len({*small} & {mutant.key for mutant in sampled([one, other], 1, 5)}) >= 3
     assert small != [mutant.key for mutant in sampled([one, other], 2, 5)]
+
+
+def test_tests_follow_the_lines_they_ran() -> None:
+    assert origins(["a", "b", "c"], ["new", "a", "b", "more", "c"]) == [0, 1, 2, 2, 3]
+    assert origins(["a", "b", "c"], ["a", "x", "c"]) == [1, 2, 3]
+    assert origins(["a", "b", "c"], ["a", "c"]) == [1, 3]
+    record = {"sources": {"f.py": "a\nb"}, "tests": {"t": {"lines": {"f.py": [2]}}}}
+    follow_moved_lines(record, {"f.py": "new\na\nb"})
+    assert record["tests"] == {"t": {"lines": {"f.py": [3]}}}
 
 
 def test_quick_tests_of_the_line_come_first_up_to_the_limit() -> None:

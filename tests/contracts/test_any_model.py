@@ -196,6 +196,16 @@ def test_a_chunk_that_waited_runs_with_the_final_one(model: ToyModel, served: Ll
     assert model.caches == {"a": [*A, 7]}
 
 
+def test_chunks_go_on_in_a_model_that_takes_them() -> None:
+    model = Unified()
+    served = LlmExecutor(model)
+    for start in (0, 10, 20):
+        served.unified_decode(UnifiedBatch([UnifiedItem("c", C[start : start + 10], start, is_final_chunk=False)]))
+    (found,) = served.unified_decode(UnifiedBatch([UnifiedItem("c", C[30:], 30)]))
+    same(found, model, C)
+    assert model.calls == ["unified 1"] * 4, "nothing was computed twice"
+
+
 def test_a_sequence_may_be_as_long_as_the_model_says(model: ToyModel, served: LlmExecutor) -> None:
     same(served.prefill(PrefillInput("a", [1] * 255)).logits, model, [1] * 255)
     same(served.decode(DecodeInput("a", 2)).logits, model, [*[1] * 255, 2])

@@ -182,6 +182,16 @@ def test_more_forks_than_rows_take_turns() -> None:
     assert len(here.ended) == 5
 
 
+def test_a_request_waits_while_the_samples_of_another_will_take_its_rows() -> None:
+    here = kitchen(max_rows=4, step_tokens=16)
+    here.add("a", [1, 2, 3], 6, n=3)
+    here.add("b", [4, 5, 6], 6, n=3)
+    here.add("c", [7, 8, 9], 6)
+    assert [new.sample.request for new in here.step().admitted] == ["a"], "and none overtakes it"
+    here.run()
+    assert len(here.ended) == 7
+
+
 def test_as_many_decodes_as_rows_stay_in_their_order() -> None:
     """They need not take turns, so a pause of one of them changes nothing."""
     here = kitchen(max_rows=2, step_tokens=8)
