@@ -58,6 +58,8 @@ class EngineConfig:
     # Owners, which are API keys behind a server, share steps and KV pages by weight; one that is not named weighs 1.
     owner_weights: Mapping[str, float] = field(default_factory=dict)
     discover: bool = False  # blend known documents that prompts hold without naming them
+    # Plan and launch a step while the device computes the one before; None: where the device is not the CPU.
+    overlap: bool | None = None
     # Where a store outlives the process: the fewest missing tokens of a prompt that are worth looking for there. None:
     # prefixes are neither kept nor looked for there.
     stored_prefix_tokens: int | None = 64

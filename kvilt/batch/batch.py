@@ -94,6 +94,8 @@ def _check_tensors(source: Source) -> None:
             _check_vectors("embedding rows", vectors)
         case SampledIds(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
             raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
+        case SampledIds(ids, int(at)) if not 0 <= at < len(ids):
+            raise InputError(f"{len(ids)} sampled ids have none at {at}")
 
 
 def _check_vectors(what: str, vectors: Tensor) -> None:

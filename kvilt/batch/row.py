@@ -45,6 +45,7 @@ class SampledIds:
     """Ids still on the device, so that a step can be prepared before the last one is read."""
 
     ids: Tensor  # [tokens] int64
+    at: int | None = None  # only the one at this index: what a step drew for this row
 
 
 Source = Ids | Embeds | Hidden | SampledIds
@@ -164,5 +165,5 @@ def token_count(source: Source) -> int:
             return len(ids)
         case Hidden(states):
             return int(states.shape[0])
-        case SampledIds(tensor):
-            return int(tensor.shape[0])
+        case SampledIds(tensor, at):
+            return int(tensor.shape[0]) if at is None else 1

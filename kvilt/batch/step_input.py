@@ -156,6 +156,7 @@ def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> 
     """Lay out a step; the caller holds the pool's lock, so that the page tables are those it has checked."""
     layers, device, numbers = pool.layout.num_layers, pool.device, _Numbers()
     ids, wanted = numbers.add(_plain_ids(rows)), _wanted(rows, starts, numbers)
+    sampled = _sampled(rows, starts, numbers)
     spans = [(row.layers.start, min(row.layers.stop, layers)) for row in rows]
     segments = []
     for start, stop in pairwise(sorted({cut for span in spans for cut in span})):
@@ -164,7 +165,8 @@ def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> 
         if inside:
             segments.append(_segment(start, stop, inside, rows, starts, pool, numbers))
     flat = numbers.to(device)
-    _add_sampled(rows, starts, flat[ids])
+    for source, places, origins in sampled:
+        flat[ids][flat[places]] = source[flat[origins]]
     return StepInput(
         flat[ids],
         _vectors(rows, starts, device),
@@ -188,11 +190,19 @@ def _plain_ids(rows: Sequence[Row]) -> list[int]:
     return flat
 
 
-def _add_sampled(rows: Sequence[Row], starts: tuple[int, ...], ids: Tensor) -> None:
-    """Put in the ids that are on the device already, without reading them."""
+def _sampled(rows: Sequence[Row], starts: tuple[int, ...], numbers: _Numbers) -> list[tuple[Tensor, slice, slice]]:
+    """Ids that are on the device already: each tensor of them, the places in the step, and where in it they come from.
+
+    Rows of one tensor are put in together, without reading them.
+    """
+    found: dict[int, tuple[Tensor, list[int], list[int]]] = {}
     for row, start, stop in zip(rows, starts, starts[1:], strict=False):
         if type(row.source) is SampledIds:
-            ids[start:stop] = row.source.ids
+            source, at = row.source.ids, row.source.at
+            _, places, origins = found.setdefault(id(source), (source, [], []))
+            places += range(start, stop)
+            origins += range(len(source)) if at is None else [at]
+    return [(source, numbers.add(places), numbers.add(origins)) for source, places, origins in found.values()]
 
 
 def _vectors(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> InputVectors | None:

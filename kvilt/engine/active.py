@@ -127,6 +127,7 @@ class ActiveRequests:
         """Append a token and notify the listener; True if the listener wants no more."""
         assert seq.state is not None
         seq.ids.append(event.token)
+        seq.unread = None
         seq.state.advance(event.token)
         self._counters.token_drawn(seq, now_s)
         return seq.job.listener.on_event(event)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from ..blend.chunk import ChunkCache
@@ -35,7 +37,7 @@ from .scheduling.proposals import HoldRows
 from .scheduling.schedule_state import StepLimits
 from .scheduling.scheduler import Scheduler
 from .sequence import Job, PoolAccounting, ReclaimPages, SequenceState
-from .step_runner import StepRunner
+from .step_runner import LaunchedStep, StepRunner
 from .view import EngineView, look
 
 
@@ -80,7 +82,9 @@ class Engine:
         counters = self._counters = Counters(self.metrics, executor.pool, scheduler, clock)
         active = self._active = ActiveRequests(executor, scheduler, counters, clock, self._seqs, plugged)
         every = self._features = FeatureSet(plugged, self._seqs, scheduler, active, self._submit)
-        self._planner = Planner(executor, self._seqs, scheduler, accounting, active, counters, every)
+        self._planner = Planner(executor, self._seqs, scheduler, accounting, active, counters, every, self._settle)
+        self._overlap = config.overlap if config.overlap is not None else executor.pool.device.type != "cpu"
+        self._unfinished: LaunchedStep | None = None  # a step whose tokens are still on the device
         self._runner = StepRunner(executor, self._seqs, active, counters, every, on_evict)
 
     # The spine.
@@ -88,27 +92,62 @@ class Engine:
     def step(self) -> bool:
         """One forward for all scheduled rows; False if there is none.
 
+        Where steps overlap, the tokens of a step are read after the next one was launched: what follows from them comes
+        one step later.
+
         Raises what concerns the call itself. After a cancel all sequences are where they were before. After an internal
         error the rows of the step end.
         """
-        plan = self._plan()
-        if not plan.work:
-            return False
+        plan, before = self._plan(), self._unfinished
+        step = self._launch(plan) if plan.work else None
+        self._settle()
+        if step is not None:
+            with self._ending_rows(plan):
+                if step.advances is None:
+                    self._finish(step)
+                else:
+                    self._unfinished = step
+                    self._runner.grow(step)
+        self._counters.update_gauges()
+        return step is not None or before is not None
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. Where it overlaps, the scheduler counts its tokens before they are read."""
+        with self._ending_rows(plan):
+            step = self._runner.launch(plan, self._overlap and not self._features.reads_tokens)
+            return replace(step, advances=self._scheduler.commit(plan, step.unread())) if step.overlaps else step
+
+    def _settle(self) -> bool:
+        """Finish the step that was launched before, if its tokens were not read yet; False if there is none."""
+        step, self._unfinished = self._unfinished, None
+        if step is not None:
+            with self._ending_rows(step.plan):
+                self._finish(step)
+        return step is not None
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        """Read the tokens of a step, commit them and notify the listeners."""
+        step, counted = launched.finish(), launched.advances
+        self._features.after_step(step)
+        drawn = self._runner.commit(step, grown=counted is not None)
+        if counted is None:
+            advances = self._scheduler.commit(step.plan, drawn)
+        else:
+            advances = self._scheduler.read(counted, step.plan, drawn)
+        self._active.notify_advances(advances, step.committed(drawn))
+
+    @contextmanager
+    def _ending_rows(self, plan: StepPlan) -> Iterator[None]:
+        """An internal error ends the rows of a plan, since their state is half done."""
         try:
-            step = self._runner.run(plan)
-            self._features.after_step(step)
-            drawn = self._runner.commit(step)
-            advances = self._scheduler.commit(plan, drawn)
-            self._active.notify_advances(advances, step.committed(drawn))
+            yield
         except Cancelled:
             raise
         except BaseException as error:
-            for work in plan.work:  # their state is half done
+            for work in plan.work:
                 if (seq := self._seqs.get(work.sample)) is not None:
                     self._active.end(seq, "error", error)
             raise
-        self._counters.update_gauges()
-        return True
 
     def _plan(self) -> StepPlan:
         try:
@@ -186,7 +225,12 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a step would have something to do."""
-        return self.has_inbox or self._scheduler.ready or self._features.has_ready
+        return self.has_inbox or self._has_unread or self._scheduler.ready or self._features.has_ready
+
+    @property
+    def _has_unread(self) -> bool:
+        """Whether a sequence waits for a token that is still on the device."""
+        return self._unfinished is not None and any(work.sample in self._seqs for work in self._unfinished.plan.work)
 
     @property
     def wait_timeout_s(self) -> float | None:
@@ -196,6 +240,7 @@ class Engine:
     def fail_all(self, error: BaseException) -> None:
         """End all requests."""
         self.drain_inbox()
+        self._unfinished = None  # its tokens are for sequences that end now
         self._features.stop()
         for job in list(self._active.jobs.values()):
             for seq in list(job.live):

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Last, Logits, Row, Scores
+from ..batch import Batch, Last, Logits, Row, Score, Scores
 from ..errors import NumericsError
 from ..executor.protocol import Executor
 from ..sampling.accept import DraftRun, accept
+from ..sampling.pending import PendingSample
 from ..sampling.sampler import SamplingState, TokenLogprobs
 from .isolation import INTERRUPTS, contained
 
@@ -52,17 +54,77 @@ class RowFailed:
 Result = RowDone | RowFailed
 
 
-def forward(executor: Executor, tasks: Sequence[RowTask]) -> list[Result]:
+@dataclass(frozen=True, slots=True)
+class LaunchedForward:
+    """A forward that the device may still compute."""
+
+    results: Callable[[], Sequence[Result]]  # the result of each task, once they are there
+    sampled: Tensor | None = None  # [drawing tasks] int64 on the device; None where the results are there already
+
+    @staticmethod
+    def done(results: Sequence[Result]) -> LaunchedForward:
+        """One that is computed."""
+        return LaunchedForward(lambda: results)
+
+
+def forward(executor: Executor, tasks: Sequence[RowTask]) -> Sequence[Result]:
     """The result of each task. Raises only a cancel or an interrupt, which are not errors of a row."""
+    return launch(executor, tasks).results()
+
+
+def launch(executor: Executor, tasks: Sequence[RowTask], overlap: bool = False) -> LaunchedForward:
+    """Compute the tasks, and draw their tokens. With `overlap` the tokens may stay on the device until they are read.
+
+    That is so where no task needs its token for the next one, and no task wants more than tokens.
+    """
     try:
         logits = executor.run(Batch.of([task.row for task in tasks]))
     except INTERRUPTS:
         raise
     except BaseException as error:
         if len(tasks) == 1:
-            return [RowFailed(contained(error))]
+            return LaunchedForward.done([RowFailed(contained(error))])
         _log.warning("a step of %d rows failed (%s); they are run one by one", len(tasks), type(error).__name__)
-        return [result for task in tasks for result in forward(executor, [task])]
+        return LaunchedForward.done([result for task in tasks for result in forward(executor, [task])])
+    if not overlap or not all(map(_may_overlap, tasks)):
+        return LaunchedForward.done(_results(executor, tasks, logits))
+    drawing = [task for task in tasks if task.drawing]
+    try:
+        pending = executor.start_sample(
+            logits.values, [task.drawing[0] for task in drawing], [task.position for task in drawing]
+        )
+    except INTERRUPTS:
+        raise
+    except BaseException:  # an error of some row: it is found by drawing them apart
+        return LaunchedForward.done(_results(executor, tasks, logits))
+    return LaunchedForward(partial(_read, executor, tasks, logits, pending), pending.tokens)
+
+
+def _may_overlap(task: RowTask) -> bool:
+    """Whether the next row of the same sequence can be computed before the token of this one is read."""
+    if task.drafts or task.on_result is not None or isinstance(task.row.want, Score) or len(task.drawing) > 1:
+        return False
+    return not any(state.reads_history for state in task.drawing)
+
+
+def _read(executor: Executor, tasks: Sequence[RowTask], logits: Logits, pending: PendingSample) -> Sequence[Result]:
+    """The results of tasks whose tokens were left on the device."""
+    try:
+        drawn = pending.wait()
+    except INTERRUPTS:
+        raise
+    except BaseException:
+        return _results(executor, tasks, logits)
+    tokens = iter(zip(drawn.tokens.tolist(), drawn.logprobs, strict=True))
+    results: list[Result] = []
+    for task in tasks:
+        token, logprobs = next(tokens) if task.drawing else (None, None)
+        results.append(RowDone() if token is None else RowDone([token], [logprobs]))
+    return results
+
+
+def _results(executor: Executor, tasks: Sequence[RowTask], logits: Logits) -> list[Result]:
+    """Draw the tokens of computed tasks, and call their callbacks."""
     drawing = [i for i, task in enumerate(tasks) if task.drawing]
     draw = _verify if any(task.drafts for task in tasks) else _draw
     values = logits.values

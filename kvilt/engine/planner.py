@@ -5,7 +5,7 @@ Refuses to know rows and results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +31,9 @@ class Planner:
         active: ActiveRequests,
         counters: Counters,
         features: FeatureSet,
+        settle: Callable[[], bool],
     ) -> None:
+        """`settle` finishes the step that is still computed; False if there is none."""
         self._executor = executor
         self._seqs = seqs
         self._scheduler = scheduler
@@ -39,12 +41,18 @@ class Planner:
         self._active = active
         self._counters = counters
         self._features = features
+        self._settle = settle
 
     def plan(self) -> StepPlan:
-        """A plan that has work, if there is any; plans before it may only make room."""
+        """A plan that has work, if there is any; plans before it may only make room.
+
+        A preempted sequence computes its tokens again, so that they must be read before.
+        """
         while True:
             self._features.before_plan()
             plan = self._scheduler.plan()
+            if (plan.preempted or plan.starved is not None) and self._settle() and plan.starved is not None:
+                continue  # sequences that ended there have given their pages back
             self._accounting.end_failed(self._active.fail)
             plan = self._apply(plan)
             if plan.work or not (plan.preempted or plan.admitted or plan.starved is not None):

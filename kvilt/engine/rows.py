@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..batch import Ids, Last, Logits, Nothing, Row, Want
+from ..batch import Ids, Last, Logits, Nothing, Row, Source, Want
 from ..errors import PoolExhausted
 from .forward import RowTask
 from .scheduling.plan import Work
@@ -20,14 +20,21 @@ def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowT
     if not _reserve(seq, work, len(drafts)):
         return None
     assert seq.kv is not None
-    ids, places = [*seq.ids[work.start : stop], *drafts], range(work.start, stop + len(drafts))
-    embeds = seq.job.request.embeds
-    source = Ids(ids) if embeds is None else embeds.source(ids, work.start)
+    places = range(work.start, stop + len(drafts))
+    source = _source(seq, work.start, [*seq.ids[work.start : stop], *drafts])
     row = Row(source, places, seq.kv, want=_want(seq, work, len(drafts)), adapter=seq.job.request.adapter)
     if seq.state is None or not work.draws:
         return RowTask(row, (), stop, on_result=with_watcher(seq))
     drawing = [seq.state, *(seq.state.fork(i) for i in range(1, work.forks + 1))]
     return RowTask(row, drawing, stop, drafts, with_watcher(seq))
+
+
+def _source(seq: SequenceState, start: int, ids: Sequence[int]) -> Source:
+    """What enters a row at `start`: the token that was drawn last may still be on the device."""
+    if seq.unread is not None and start == len(seq.ids):
+        return seq.unread
+    embeds = seq.job.request.embeds
+    return Ids(ids) if embeds is None else embeds.source(ids, start)
 
 
 def with_watcher(

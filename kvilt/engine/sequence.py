@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ..batch import SampledIds
 from ..blend.blender import Blending
 from ..executor.lora import AdapterLease
 from ..executor.protocol import Executor
@@ -68,6 +69,7 @@ class SequenceState:
     last_token_s: float = 0.0  # when it drew its latest token
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of its drafts so far
     on_first_logits: OnLogits | None = None  # until they are there
+    unread: SampledIds | None = None  # its last token, while that is still on the device
     job: Job = field(init=False)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> Sequence[Token]:

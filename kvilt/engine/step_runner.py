@@ -6,8 +6,11 @@ Refuses to know which samples are scheduled, and what follows from their tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
+from ..batch import SampledIds
 from ..errors import PoolExhausted
 from ..executor.protocol import Executor
 from ..kv.prefix import EvictedPage
@@ -15,12 +18,37 @@ from .active import ActiveRequests
 from .counters import Counters
 from .features.feature import FinishedStep, MakeRow
 from .features.feature_set import FeatureSet
-from .forward import Result, RowDone, RowFailed, RowTask, forward
+from .forward import LaunchedForward, Result, RowDone, RowFailed, RowTask, launch
 from .notify import notify
 from .rows import row_task
 from .scheduling.page_counts import reached
 from .scheduling.plan import Sample, StepPlan, Work
+from .scheduling.scheduler import UNREAD, Advance
 from .sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step whose tokens may still be on the device. Where a row was not run, its task is None."""
+
+    plan: StepPlan
+    tasks: Sequence[RowTask | None]
+    forward: LaunchedForward
+    advances: Sequence[Advance] | None = None  # if the scheduler has counted its tokens before they are read
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next step can be planned before this one is finished."""
+        return self.forward.sampled is not None
+
+    def unread(self) -> list[Sequence[int] | None]:
+        """For each work the tokens it draws, as far as that can be known before they are read."""
+        return [None if task is None else (UNREAD,) * len(task.drawing) for task in self.tasks]
+
+    def finish(self) -> FinishedStep:
+        """Wait for the results."""
+        results = iter(self.forward.results())
+        return FinishedStep(self.plan, self.tasks, [None if task is None else next(results) for task in self.tasks])
 
 
 class StepRunner:
@@ -44,18 +72,34 @@ class StepRunner:
         self._on_evict = on_evict
         self._page_tokens = executor.layout.page_tokens
 
-    def run(self, plan: StepPlan) -> FinishedStep:
-        """One forward over the rows of a plan: those that features make, and the next tokens of all other samples."""
+    def launch(self, plan: StepPlan, overlap: bool = False) -> LaunchedStep:
+        """One forward over the rows of a plan: those that features make, and the next tokens of all other samples.
+
+        With `overlap` it may return before the tokens are there.
+        """
         makers = self._features.rows(plan)
         tasks = [self._task(work, makers) for work in plan.work]
-        there = [i for i, task in enumerate(tasks) if task is not None]
-        results = forward(self._executor, [task for task in tasks if task is not None]) if there else []
-        by_place = dict(zip(there, results, strict=True))
-        return FinishedStep(plan, tasks, [by_place.get(i) for i in range(len(tasks))])
+        there = [task for task in tasks if task is not None]
+        overlap = overlap and not makers and not any(map(_blends, plan.work))
+        launched = launch(self._executor, there, overlap) if there else LaunchedForward.done([])
+        return LaunchedStep(plan, tasks, launched)
 
-    def commit(self, step: FinishedStep) -> list[Sequence[int] | None]:
-        """Advance the caches of a step; for each row the tokens it drew, or None if it was not done."""
-        return [self._commit(*row) for row in zip(step.plan.work, step.tasks, step.results, strict=True)]
+    def grow(self, step: LaunchedStep) -> None:
+        """Advance the caches of a step that is still computed: the tokens that entered it are known by now."""
+        drawn = count()
+        for work, task in zip(step.plan.work, step.tasks, strict=True):
+            if task is None:
+                continue
+            at, seq = next(drawn) if task.drawing else None, self._seqs.get(work.sample)
+            if seq is None:
+                continue
+            seq.unread = None if at is None or step.forward.sampled is None else SampledIds(step.forward.sampled, at)
+            self._active.guarded(seq, partial(self._grow, seq, work, work.start + work.count), None)
+
+    def commit(self, step: FinishedStep, grown: bool = False) -> list[Sequence[int] | None]:
+        """Advance the caches of a step, unless they are `grown`; for each row its tokens, None if it was not done."""
+        rows = zip(step.plan.work, step.tasks, step.results, strict=True)
+        return [self._commit(*row, grown) for row in rows]
 
     def _task(self, work: Work, makers: Mapping[Sample, MakeRow]) -> RowTask | None:
         seq = self._seqs[work.sample]
@@ -63,7 +107,7 @@ class StepRunner:
             return None
         return self._active.guarded(seq, makers.get(work.sample) or partial(row_task, seq, work), None)
 
-    def _commit(self, work: Work, task: RowTask | None, result: Result | None) -> Sequence[int] | None:
+    def _commit(self, work: Work, task: RowTask | None, result: Result | None, grown: bool) -> Sequence[int] | None:
         if task is None or result is None or (seq := self._seqs.get(work.sample)) is None:
             return None
         match result:
@@ -74,29 +118,30 @@ class StepRunner:
                 self._active.fail(seq, error)
                 return None
             case RowDone():
-                return self._active.guarded(seq, partial(self._row_done, seq, work, task, result), None)
+                return self._active.guarded(seq, partial(self._row_done, seq, work, task, result, grown), None)
 
-    def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone) -> Sequence[int]:
+    def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone, grown: bool) -> Sequence[int]:
         """A row was computed: its cache grows, and its listener is notified."""
         accepted = result.tokens[:-1] if work.drafts else ()
         stop = reached(work) + len(accepted)
-        if stop > work.start:
-            self._grow(seq, work.start, stop, accepted)
+        if stop > work.start and not grown:
+            self._grow(seq, work, stop, accepted)
         if task.drafts:
             self._verified(seq, stop, len(task.drafts), len(accepted))
-        if stop > work.start and work.start < work.sample.prompt:
-            self._active.prompt_progress(seq, min(stop, work.sample.prompt))
         if result.scores is not None and seq.scoring is not None:
             notify(seq.job, seq.scoring.event(seq.ids, work.start, result.scores))
         return result.tokens
 
-    def _grow(self, seq: SequenceState, start: int, stop: int, accepted: Sequence[int]) -> None:
-        """Positions [start, stop) of a cache are computed, the last of them from accepted drafts."""
+    def _grow(self, seq: SequenceState, work: Work, stop: int, accepted: Sequence[int] = ()) -> None:
+        """The positions of a row up to `stop` are computed, the last of them from accepted drafts."""
         assert seq.kv is not None
+        start = work.start
         filled, keys = None, None if seq.job.request.background else seq.prefix_keys
         if keys is not None and start // self._page_tokens < stop // self._page_tokens:
             filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
         seq.kv.commit([[*seq.tokens(start, stop), *accepted]], filled=filled)
+        if start < work.sample.prompt:
+            self._active.prompt_progress(seq, min(stop, work.sample.prompt))
 
     def _verified(self, seq: SequenceState, stop: int, drafted: int, accepted: int) -> None:
         """Count the drafts of a row, and free the pages of those that were not accepted."""
@@ -105,3 +150,9 @@ class StepRunner:
         self._counters.verified(drafted, accepted)
         if seq.kv.row(0).reserved - stop >= self._page_tokens:
             seq.kv.truncate(stop)
+
+
+def _blends(work: Work) -> bool:
+    """Whether a part of the prompt is blended in this step, or after it."""
+    progress = work.sample.blend_progress
+    return progress is not None and work.start < progress.stop

@@ -20,7 +20,7 @@ from ..kv.row import EXACT
 from ..metrics import Metrics
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import SamplerOutput, SamplingState
+from ..sampling.sampler import PendingSample, SamplerOutput, SamplingState
 from ..weights.assets import AssetsLike
 from .call import ExecutorCall
 from .inputs import InputsLike
@@ -85,6 +85,10 @@ class Executor(Protocol):
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> SamplerOutput:
         """One token per row of `logits`; the states do not advance."""
+        ...
+
+    def launch_sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
+        """`sample`, without waiting for the device; its tokens can enter a step before they are read."""
         ...
 
     def call(self) -> ExecutorCall:

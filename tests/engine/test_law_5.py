@@ -56,7 +56,9 @@ def test_every_survivor_says_what_it_says_alone(
 ) -> None:
     dice = random.Random(seed)
     executor.prefixes.clear()
-    config = EngineConfig(step_tokens=dice.choice([16, 33, 64, 200]), max_rows=dice.choice([4, 9, 16]))
+    config = EngineConfig(
+        step_tokens=dice.choice([16, 33, 64, 200]), max_rows=dice.choice([4, 9, 16]), overlap=seed % 2 == 0
+    )
     engine, ears = Engine(executor, config), {}
     order = dice.sample(range(len(crowd)), len(crowd))
     doomed = set(dice.sample(order, len(crowd) * 3 // 10))

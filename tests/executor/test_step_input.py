@@ -145,6 +145,22 @@ def test_ids_are_embedded_in_one_call_whatever_stands_beside_them(
     close(tiny, together.scores[0].logprobs, alone[0].scores[0].logprobs)
 
 
+def test_ids_on_the_device_are_put_in_where_they_belong(kv: KVCache) -> None:
+    """Rows may take theirs from one tensor or from several, in any order."""
+    drawn, other = torch.tensor([7, 8, 9]), torch.tensor([5])
+    a, b, c = kv.lengths
+    rows = [
+        Row(SampledIds(drawn, 2), [a], kv, 0),
+        Row(SampledIds(other), [b], kv, 1),
+        Row(SampledIds(drawn, 0), [c], kv, 2),
+    ]
+    assert Batch.of(rows).step.ids.tolist() == [9, 5, 7]
+    assert drawn.tolist() == [7, 8, 9]
+    for at in (-1, 3):
+        with pytest.raises(InputError, match="none at"):
+            Batch.of([Row(SampledIds(drawn, at), [a], kv, 0)])
+
+
 def test_wanted_places_are_those_of_the_last_positions(tiny: Executor, kv: KVCache) -> None:
     a, b, c = kv.lengths
     rows = [

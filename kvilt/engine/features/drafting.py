@@ -77,6 +77,11 @@ class Drafting(Feature):
 
     # Before a plan.
 
+    @property
+    def reads_tokens(self) -> bool:
+        """A draft continues the last token."""
+        return True
+
     def before_plan(self, seqs: Sequences) -> Iterable[Proposal]:
         """How many drafts each decoding sample asks for."""
         ready = [seq for sample, seq in seqs.items() if sample.uncomputed == 1 and not sample.held]

@@ -90,6 +90,11 @@ class Feature(Protocol):
         """Seconds after which that is so in any case; None where no sequence waits for this feature."""
         return None
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `before_plan` and `rows` read the tokens of sequences, so that steps cannot overlap."""
+        return False
+
     def before_plan(self, seqs: Sequences) -> Iterable[Proposal]:
         """A plan is about to be made."""
         return ()

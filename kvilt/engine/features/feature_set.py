@@ -40,6 +40,11 @@ class FeatureSet:
         timeouts = [feature.wait_timeout_s for feature in self._features]
         return min((timeout_s for timeout_s in timeouts if timeout_s is not None), default=None)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a feature must know the tokens of a step before the next one is planned."""
+        return any(feature.reads_tokens for feature in self._features)
+
     def before_plan(self) -> None:
         """A plan is about to be made."""
         for feature in self._features:

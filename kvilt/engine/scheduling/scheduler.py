@@ -21,6 +21,8 @@ from .schedule_state import PlanBuilder, ScheduleState, StepLimits
 # One level of priority is worth arriving this many steps earlier. A sample that waits longer than that goes first.
 PRIORITY_STEPS = 1000
 
+UNREAD = -1  # a token that was drawn and is still on the device
+
 End = Literal["stop", "length"]
 
 
@@ -138,6 +140,20 @@ class Scheduler:
             if one.end is not None:
                 self.drop(one.sample)
         return advances
+
+    def read(self, advances: Sequence[Advance], plan: StepPlan, drawn: Sequence[Sequence[int] | None]) -> list[Advance]:
+        """The unread tokens of a step that was committed are known now; some of them end their samples."""
+        tokens = {work.sample: own for work, own in zip(plan.work, drawn, strict=True) if own is not None}
+        known = []
+        for one in advances:
+            if (own := tokens.get(one.sample)) is None:  # it failed, or has ended meanwhile
+                continue
+            token = own[0] if one.token == UNREAD else None
+            ends = token in one.sample.end_ids
+            if ends and one.end is None:
+                self.drop(one.sample)
+            known.append(replace(one, token=token, end="stop" if ends else one.end))
+        return known
 
     def _advance(self, work: Work, tokens: Sequence[int]) -> list[Advance]:
         sample = work.sample
