@@ -43,12 +43,26 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step may hold."""
+
+    step_tokens: int
+    shared_step_tokens: int
+    max_rows: int
+
+
+# By kind of device: products on a GPU need thousands of tokens to be efficient.
+STEP_SIZES = {"cpu": StepSizes(512, 128, 128), "cuda": StepSizes(8192, 1024, 256)}
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How requests share steps."""
 
-    step_tokens: int = 512  # tokens of one step; a longer prompt runs in several, beside other requests' rows
-    shared_step_tokens: int = 128  # the same while one owner draws beside others: each token waits for a whole step
-    max_rows: int = 128  # samples in one step
+    # The first three are None where the device decides: see STEP_SIZES.
+    step_tokens: int | None = None  # tokens of one step; a longer prompt runs in several, beside other requests' rows
+    shared_step_tokens: int | None = None  # the same while one owner draws beside others: each token waits for a step
+    max_rows: int | None = None  # samples in one step
     max_waiting: int = 1024  # requests that may wait; more are refused
     unread_tokens: int = 64  # tokens a client may leave unread before its request is held
     step_timeout_s: float = 120.0  # a step that takes longer counts as hung
@@ -65,14 +79,15 @@ class EngineConfig:
     stored_prefix_tokens: int | None = 64
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "shared_step_tokens", "max_rows", "max_waiting", "unread_tokens", "max_handles"):
+        for name in ("max_waiting", "unread_tokens", "max_handles"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
-        least = self.stored_prefix_tokens
-        if least is not None and (type(least) is not int or least < 1):
-            raise ParamError("stored_prefix_tokens", f"must be None or a whole number and at least 1, not {least!r}")
-        if self.max_rows > self.step_tokens:
+        for name in ("step_tokens", "shared_step_tokens", "max_rows", "stored_prefix_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ParamError(name, f"must be None or a whole number and at least 1, not {value!r}")
+        if self.step_tokens is not None and (self.max_rows or 1) > self.step_tokens:
             raise ParamError("max_rows", f"must not be above step_tokens, which is {self.step_tokens}")
         for weight in self.owner_weights.values():
             if not 0.001 <= weight <= 1000:
@@ -80,6 +95,16 @@ class EngineConfig:
         for name in ("step_timeout_s", "handle_share", "handle_ttl_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ParamError(name, f"must be a finite number above 0, not {getattr(self, name)!r}")
+
+    def step_sizes(self, device: str) -> StepSizes:
+        """What a step may hold on a kind of device; what is not given is the device's own."""
+        own = STEP_SIZES.get(device, STEP_SIZES["cpu"])
+        step_tokens = self.step_tokens or max(own.step_tokens, self.max_rows or 1)
+        return StepSizes(
+            step_tokens,
+            self.shared_step_tokens or own.shared_step_tokens,
+            self.max_rows or min(own.max_rows, step_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True)

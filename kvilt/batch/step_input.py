@@ -71,27 +71,51 @@ class StepInput:
     segments: tuple[Segment, ...]
     wanted: Tensor | None  # [n] int64: tokens whose logits are wanted; None: all of them
 
-    def blank(self, width: int) -> StepInput:
-        """Buffers for steps of this shape, with page tables of `width` pages. For one segment, without vectors."""
+    def blank(self, width: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
+        """Buffers for steps of this shape, with page tables of `width` pages. For one segment, without vectors.
+
+        Every row of them stands at position 0 of a page of each group that no cache owns.
+        """
         (segment,) = self.segments
         positions = torch.zeros_like(segment.positions)
         lengths = replace(segment.lengths, **{name: getattr(segment.lengths, name).clone() for name in _DEVICE_LENGTHS})
+        lengths.seq_lens.fill_(1)
         paging = tuple(
-            Paging(one.tables.new_full((len(one.tables), width), -1), torch.zeros_like(one.slots), lengths, positions)
-            for one in segment.paging
+            Paging(
+                one.tables.new_full((len(one.tables), width), page),
+                torch.full_like(one.slots, page * page_tokens),
+                lengths,
+                positions,
+            )
+            for one, page in zip(segment.paging, dummy_pages, strict=True)
         )
-        return StepInput(self.ids.clone(), None, (Segment(segment.start, segment.stop, None, positions, paging),), None)
+        ids = torch.zeros_like(self.ids)
+        return StepInput(ids, None, (Segment(segment.start, segment.stop, None, positions, paging),), None)
 
     def copy_from(self, other: StepInput) -> None:
-        """Fill these buffers with another step of the same shape."""
+        """Fill these buffers with another step of the same shape, or their first rows with one of fewer rows.
+
+        A step of fewer rows has one token in each.
+        """
         (own,), (theirs,) = self.segments, other.segments
-        self.ids.copy_(other.ids)
-        own.positions.copy_(theirs.positions)
-        for name in _DEVICE_LENGTHS:
-            getattr(own.lengths, name).copy_(getattr(theirs.lengths, name))
+        tokens, rows = len(other.ids), theirs.lengths.rows
+        self.ids[:tokens] = other.ids
+        own.positions[:tokens] = theirs.positions
+        own.lengths.cu_seqlens[: rows + 1] = theirs.lengths.cu_seqlens
+        own.lengths.seq_lens[:rows] = theirs.lengths.seq_lens
         for mine, one in zip(own.paging, theirs.paging, strict=True):
-            mine.slots.copy_(one.slots)
-            mine.tables[:, : one.tables.shape[1]] = one.tables
+            mine.slots[:tokens] = one.slots
+            mine.tables[:rows, : one.tables.shape[1]] = one.tables
+
+    def copy_rows(self, other: StepInput, first: int) -> None:
+        """Fill the rows from `first` on with those of other buffers of this shape; each has one token."""
+        (own,), (theirs,) = self.segments, other.segments
+        self.ids[first:] = other.ids[first:]
+        own.positions[first:] = theirs.positions[first:]
+        own.lengths.seq_lens[first:] = theirs.lengths.seq_lens[first:]
+        for mine, one in zip(own.paging, theirs.paging, strict=True):
+            mine.slots[first:] = one.slots[first:]
+            mine.tables[first:] = one.tables[first:]
 
     def padded(self, rows: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
         """The same step with one-token rows behind it, `rows` in all, so that few shapes of graphs serve all steps.

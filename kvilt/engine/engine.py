@@ -66,7 +66,9 @@ class Engine:
         the engine puts all of them there.
         """
         config = config or EngineConfig()
-        limits = StepLimits(config.step_tokens, config.max_rows, executor.layout.page_tokens, config.shared_step_tokens)
+        device = executor.pool.device.type
+        sizes = config.step_sizes(device)
+        limits = StepLimits(sizes.step_tokens, sizes.max_rows, executor.layout.page_tokens, sizes.shared_step_tokens)
         self._executor, self._clock = executor, clock
         self._jobs = JobMaker(executor, chunks, judge, config.discover)
         self.metrics = metrics or Metrics(ENGINE_METRICS)
@@ -83,7 +85,7 @@ class Engine:
         active = self._active = ActiveRequests(executor, scheduler, counters, clock, self._seqs, plugged)
         every = self._features = FeatureSet(plugged, self._seqs, scheduler, active, self._submit)
         self._planner = Planner(executor, self._seqs, scheduler, accounting, active, counters, every, self._settle)
-        self._overlap = config.overlap if config.overlap is not None else executor.pool.device.type != "cpu"
+        self._overlap = config.overlap if config.overlap is not None else device != "cpu"
         self._unfinished: LaunchedStep | None = None  # a step whose tokens are still on the device
         self._runner = StepRunner(executor, self._seqs, active, counters, every, on_evict)
 

@@ -20,7 +20,8 @@ from ..kv.row import EXACT
 from ..metrics import Metrics
 from ..models.spec import ModelSpec
 from ..sampling.params import SamplingParams
-from ..sampling.sampler import PendingSample, SamplerOutput, SamplingState
+from ..sampling.pending import PendingSample
+from ..sampling.sampler import SamplerOutput, SamplingState
 from ..weights.assets import AssetsLike
 from .call import ExecutorCall
 from .inputs import InputsLike
@@ -87,8 +88,8 @@ class Executor(Protocol):
         """One token per row of `logits`; the states do not advance."""
         ...
 
-    def launch_sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
-        """`sample`, without waiting for the device; its tokens can enter a step before they are read."""
+    def start_sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
+        """`sample` that does not wait for the device: tokens are there at once, and the host reads them later."""
         ...
 
     def call(self) -> ExecutorCall:

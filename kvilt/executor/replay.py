@@ -18,6 +18,7 @@ from ..models.step_adapters import StepAdapters
 from ..ops.contract import Recorded, Recorder
 from ..ops.lowrank import AdapterSlots
 
+MAX_RECORDINGS = 128  # of steps, and as many of greedy ones; the oldest makes room
 MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 
 
@@ -26,12 +27,13 @@ class Recording:
     """A recorded step and the tensors it reads."""
 
     buffers: StepInput
+    dummies: StepInput  # the same with rows that belong to no cache
     step_adapters: StepAdapters | None
     step: Recorded
 
     def fill(self, step: StepInput, step_adapters: StepAdapters | None) -> None:
-        """Put in the tokens, positions, pages and adapters of another step."""
-        self.buffers.copy_from(step)
+        """Put in the tokens, positions, pages and adapters of another step; dummies behind them pad it."""
+        fill(self.buffers, step, self.dummies)
         if self.step_adapters is not None and step_adapters is not None:
             copy_picks(step_adapters.adapter_slots, self.step_adapters.adapter_slots)
 
@@ -60,17 +62,18 @@ class Replay:
             or not recordable(step_adapters)
         ):
             return None
-        recording = self._known(self._steps, batch.starts, step_adapters)
+        starts = self._padded(batch)
+        recording = self._known(self._steps, starts, step_adapters)
         if recording is None:
             observe()  # recording a step runs it
-            if (recording := self._record(batch.step, self._steps, step_adapters, greedy=False)) is None:
+            if (recording := self._record(batch.step, starts, self._steps, step_adapters, greedy=False)) is None:
                 return None
         else:
             recording.fill(batch.step, step_adapters)
             self._go(observe)
             while not recording.step.run():  # stopped: by this call's cancel, or by one that came late for the last
                 self._go(observe)
-        return Logits(recording.step.result.clone(), batch.starts, {}, {})
+        return Logits(recording.step.result[: batch.num_tokens].clone(), batch.starts, {}, {})
 
     def sample(
         self,
@@ -87,9 +90,10 @@ class Replay:
         """
         if self._recorder is None or not is_decode(batch, self._recorder.max_rows) or not recordable(step_adapters):
             return None
-        recording = self._known(self._greedy, batch.starts, step_adapters)
+        starts = self._padded(batch)
+        recording = self._known(self._greedy, starts, step_adapters)
         if recording is None:
-            recording = self._record(batch.step, self._greedy, step_adapters, greedy=True)
+            recording = self._record(batch.step, starts, self._greedy, step_adapters, greedy=True)
         if recording is None:
             return None
         recording.fill(batch.step, step_adapters)
@@ -108,6 +112,13 @@ class Replay:
         self._recorder.stop(False)
         observe()
 
+    def _padded(self, batch: Batch) -> tuple[int, ...]:
+        """Where rows start in the recording for a batch: a decode step may have dummy rows behind its own."""
+        assert self._recorder is not None
+        rows = len(batch.rows)
+        padded = self._recorder.padded_rows(rows) if batch.num_tokens == rows else rows
+        return batch.starts if padded == rows else tuple(range(padded + 1))
+
     def _known(
         self, recordings: dict[Shape, Recording], starts: tuple[int, ...], step_adapters: StepAdapters | None
     ) -> Recording | None:
@@ -120,14 +131,18 @@ class Replay:
     def _record(
         self,
         step: StepInput,
+        starts: tuple[int, ...],
         recordings: dict[Shape, Recording],
         step_adapters: StepAdapters | None,
         greedy: bool,
     ) -> Recording | None:
         assert self._recorder is not None
         recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
-        own, picked = step.blank(self._width), own_picks(step_adapters)
-        own.copy_from(step)
+        dummy_pages, own_starts = self._pool.dummy_pages, step.segments[0].lengths.starts
+        padded = step if starts == own_starts else step.padded(len(starts) - 1, dummy_pages, size)
+        own, dummies = (padded.blank(self._width, dummy_pages, size) for _ in range(2))
+        picked = own_picks(step_adapters, starts[-1])
+        fill(own, step, dummies)
 
         def recordable_step() -> Tensor:
             logits = self._decoder.decode(own, stores, picked)
@@ -139,9 +154,18 @@ class Replay:
         if recorded is None:
             self._recorder = None  # this model does something that cannot be recorded
             return None
-        shape = shape_of(step.segments[0].lengths.starts, step_adapters)
-        recording = recordings[shape] = Recording(own, picked, recorded)
+        while len(recordings) >= MAX_RECORDINGS:
+            del recordings[next(iter(recordings))]
+        recording = recordings[shape_of(starts, step_adapters)] = Recording(own, dummies, picked, recorded)
         return recording
+
+
+def fill(buffers: StepInput, step: StepInput, dummies: StepInput) -> None:
+    """A step into buffers that may have more rows; the rows behind it become dummies."""
+    rows = step.segments[0].lengths.rows
+    buffers.copy_from(step)
+    if rows < buffers.segments[0].lengths.rows:
+        buffers.copy_rows(dummies, rows)
 
 
 def is_decode(batch: Batch, max_rows: int) -> bool:
@@ -180,19 +204,20 @@ def recordable(step_adapters: StepAdapters | None) -> bool:
     return step_adapters is None or step_adapters.is_recordable
 
 
-def own_picks(step_adapters: StepAdapters | None) -> StepAdapters | None:
-    """The same adapters, picked by tensors of a recording's own."""
+def own_picks(step_adapters: StepAdapters | None, tokens: int) -> StepAdapters | None:
+    """The same adapters, picked by tensors of a recording's own, for so many tokens."""
     if step_adapters is None:
         return None
-    return replace(
-        step_adapters,
-        adapter_slots=AdapterSlots(
-            step_adapters.adapter_slots.slots.clone(), step_adapters.adapter_slots.scales.clone()
-        ),
-    )
+    source = step_adapters.adapter_slots
+    own = AdapterSlots(source.slots.new_empty(tokens), source.scales.new_zeros(tokens))
+    copy_picks(source, own)
+    return replace(step_adapters, adapter_slots=own)
 
 
 def copy_picks(source: AdapterSlots, target: AdapterSlots) -> None:
-    """The adapters of one step into another of the same shape."""
-    target.slots.copy_(source.slots)
-    target.scales.copy_(source.scales)
+    """The adapters of one step into those of a recording; tokens behind it have none."""
+    tokens = len(source.slots)
+    target.slots[:tokens] = source.slots
+    target.scales[:tokens] = source.scales
+    if tokens < len(target.slots):
+        target.slots[tokens:] = -1

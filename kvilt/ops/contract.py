@@ -50,7 +50,8 @@ class Recorded(Protocol):
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
         """Run up to `steps` times a step that ended with `advance_greedy`; the tokens after each run, [runs, rows].
 
-        Stops after a run in which a row drew one of its `ends` or, as -1, no token at all.
+        There are `ends` for each row; rows behind them only pad the step, and their tokens are left out. Stops after a
+        run in which a row drew one of its `ends` or, as -1, no token at all.
         """
         ...
 
@@ -61,6 +62,10 @@ class Recorder(Protocol):
     @property
     def max_rows(self) -> int:
         """Rows of the largest step worth recording: larger ones spend their time in products, not in launches."""
+        ...
+
+    def padded_rows(self, rows: int) -> int:
+        """Rows of the recording that serves a decode step of `rows`: few recordings serve all steps."""
         ...
 
     def record(self, step: Callable[[], Tensor]) -> Recorded | None:

@@ -84,6 +84,11 @@ class SamplingState:
         return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids) or not self.may_end
 
     @property
+    def reads_history(self) -> bool:
+        """Whether the next draw depends on tokens drawn before it, other than through the logits."""
+        return self.params.penalized or self.bans or self.matcher is not None
+
+    @property
     def edited(self) -> bool:
         """Whether some scores of the row are changed before it is drawn from."""
         return self.params.penalized or bool(self.params.logit_bias) or self.bans or self.matcher is not None

@@ -19,7 +19,8 @@ from kvilt.engine.forward import RowTask, launch
 from kvilt.errors import Cancelled, InputError, NumericsError
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
-from kvilt.sampling.sampler import PendingSample, SamplerOutput, SamplingState
+from kvilt.sampling.pending import PendingSample
+from kvilt.sampling.sampler import SamplerOutput, SamplingState
 
 CONFIG = EngineConfig(step_tokens=48, max_rows=8, overlap=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -49,7 +50,7 @@ def log(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Log:
         log.unread.append(sum(isinstance(row.source, SampledIds) for row in batch.rows))
         return run(batch)
 
-    def launch_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
+    def start_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
         output = sample(logits, states, positions)
 
         def wait() -> SamplerOutput:
@@ -59,7 +60,7 @@ def log(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Log:
         return PendingSample(output.tokens, wait)
 
     monkeypatch.setattr(executor, "run", logged_run)
-    monkeypatch.setattr(executor, "launch_sample", launch_sample)
+    monkeypatch.setattr(executor, "start_sample", start_sample)
     return log
 
 
@@ -194,13 +195,13 @@ def test_a_prefix_that_is_being_computed_is_found(executor: Executor, nothing_le
 
 
 def failing_wait(error: Exception) -> Callable[..., PendingSample]:
-    def launch_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
+    def start_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
         def wait() -> SamplerOutput:
             raise error
 
         return PendingSample(logits.argmax(-1), wait)
 
-    return launch_sample
+    return start_sample
 
 
 def test_a_row_without_numbers_fails_alone(
@@ -216,7 +217,7 @@ def test_a_row_without_numbers_fails_alone(
         return logits
 
     monkeypatch.setattr(executor, "run", spoiled)
-    monkeypatch.setattr(executor, "launch_sample", failing_wait(NumericsError([0])))
+    monkeypatch.setattr(executor, "start_sample", failing_wait(NumericsError([0])))
     engine = Engine(executor, CONFIG)
     bad, good = start(engine, Ask(tuple(range(10)), GREEDY)), start(engine, ASK)
     finish(engine)
@@ -230,7 +231,7 @@ def test_a_sample_that_cannot_be_launched_is_drawn_at_once(
     def refuse(*_: object) -> PendingSample:
         raise InputError("no")
 
-    monkeypatch.setattr(executor, "launch_sample", refuse)
+    monkeypatch.setattr(executor, "start_sample", refuse)
     engine = Engine(executor, CONFIG)
     ear = start(engine, ASK)
     finish(engine)

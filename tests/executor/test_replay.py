@@ -59,6 +59,54 @@ def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataO
     assert shape_of(tuple(range(len(prompts) + 1)), None) in native._replay._steps
 
 
+@settings(max_examples=examples(10), derandomize=True)
+@given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6), data=st.data())
+def test_a_padded_replay_gives_the_same_bits_and_writes_to_no_other_cache(
+    native: Executor, sizes: list[int], data: st.DataObject
+) -> None:
+    """One recording serves steps of several sizes, in any order; rows behind a step stand on a page of their own."""
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), min_size=9, max_size=9))
+    with pytest.MonkeyPatch.context() as patch, native.create_kv_cache(9) as kv:
+        assert native._replay._recorder is not None
+        patch.setattr(native._replay._recorder, "padded_rows", lambda rows: -(-rows // 5) * 5)
+        patch.setattr(native._replay, "_steps", {})
+        native.prefill(prompts, kv)
+        kv.reserve([1] * 9)
+        before = kv.serialize()
+        for size in sizes:
+            which = data.draw(st.permutations(range(9)))[:size]
+            rows = [Row(Ids([i]), [kv.lengths[i]], kv, i) for i in which]
+            with torch.no_grad():
+                truth = native._decoder(Batch.of(rows), lambda _: None).values
+            assert torch.equal(native.run(Batch.of(rows)).values, truth)
+        assert {len(starts) - 1 for starts, _ in native._replay._steps} <= {5, 10}
+        assert kv.serialize() == before
+
+
+def test_few_sizes_of_graphs_serve_all_steps() -> None:
+    pytest.importorskip("triton")
+    from kvilt.ops.triton.graphs import GraphRecorder
+
+    recorder = GraphRecorder()
+    sizes = [recorder.padded_rows(rows) for rows in range(1, recorder.max_rows + 1)]
+    assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert all(rows <= size <= rows * 2 for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert len(set(sizes)) <= 32 and all(recorder.padded_rows(size) == size for size in sizes)
+
+
+def test_recordings_are_bounded(native: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvilt.executor.replay.MAX_RECORDINGS", 2)
+    monkeypatch.setattr(native._replay, "_steps", {})
+    for count in (2, 3, 4, 2):
+        with native.create_kv_cache() as kv:
+            kv.reserve(count)
+            batch = Batch.of([Row(Ids(range(count)), range(count), kv, want=Last(count))])
+            with torch.no_grad():
+                truth = native._decoder(batch, lambda _: None).values
+            assert torch.equal(native.run(batch).values, truth)
+    assert [starts for starts, _ in native._replay._steps] == [(0, 4), (0, 2)]
+
+
 @settings(max_examples=examples(15), derandomize=True)
 @given(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70), data=st.data())
 def test_a_row_with_drafts_is_replayed_too(native: Executor, prompt: list[int], data: st.DataObject) -> None:

@@ -109,7 +109,8 @@ def test_a_step_that_cannot_be_padded_says_so(tiny: Executor, kv: KVCache) -> No
 
 def test_buffers_of_a_shape_take_any_step_of_it(tiny: Executor, kv: KVCache) -> None:
     first, second = decode(kv).step, Batch.of([Row(Ids([9]), [n], kv, i) for i, n in enumerate(kv.lengths)]).step
-    buffers = first.blank(tiny.pool.layout.pages_for(tiny.max_context))
+    layout = tiny.pool.layout
+    buffers = first.blank(layout.pages_for(tiny.max_context), tiny.pool.dummy_pages, layout.page_tokens)
     with torch.no_grad():
         for step in (first, second):
             buffers.copy_from(step)

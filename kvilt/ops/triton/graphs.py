@@ -29,10 +29,11 @@ class CapturedStep:
 
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
         assert self.drawn is not None
-        log = torch.empty((steps, len(ids)), dtype=torch.int64, device=ids.device)
+        rows = len(ends)
+        log = torch.empty((steps, rows), dtype=torch.int64, device=ids.device)
         done = 0
         while done < steps and self.run():
-            log[done] = self.drawn
+            log[done] = self.drawn[:rows]
             done += 1
         tokens = log[:done].cpu()
         return tokens[: _first_end(tokens, ends)]
@@ -46,6 +47,10 @@ def _first_end(tokens: Tensor, ends: Sequence[Sequence[int]]) -> int:
     return len(tokens)
 
 
+# A step of up to so many rows is padded to a multiple of so many: a capture takes time and memory, a row next to none.
+_UNITS = ((64, 8), (128, 16), (1 << 30, 32))
+
+
 class GraphRecorder:
     """Captures steps. All graphs share their memory, since only one of them runs at a time."""
 
@@ -55,6 +60,13 @@ class GraphRecorder:
         self._pool: Any = None
         self._stopped = False
         self._drawn: Tensor | None = None
+
+    def padded_rows(self, rows: int) -> int:
+        """The next of the sizes that graphs are captured for."""
+        if rows <= 8:
+            return 1 << (rows - 1).bit_length()
+        unit = next(unit for most, unit in _UNITS if rows <= most)
+        return -(-rows // unit) * unit
 
     def record(self, step: Callable[[], Tensor]) -> CapturedStep | None:
         """Run `step` once as it is, which compiles its kernels, then capture it without running it."""
