@@ -20,7 +20,7 @@ from kvilt.errors import Cancelled, InputError, NumericsError
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 from kvilt.sampling.pending import PendingSample
-from kvilt.sampling.sampler import SamplerOutput, SamplingState
+from kvilt.sampling.sampler import SamplerOutput, SamplingState, sample
 
 CONFIG = EngineConfig(step_tokens=48, max_rows=8, overlap=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -43,7 +43,7 @@ class Log:
 @pytest.fixture
 def log(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Log:
     """Tokens of a launched sample may be read only by `wait`, so that a read before it would be a wrong token."""
-    log, run, sample = Log([], []), executor.run, executor.sample
+    log, run, honest = Log([], []), executor.run, executor.start_sample
 
     def logged_run(batch: Batch) -> Logits:
         log.said.append("run")
@@ -51,13 +51,13 @@ def log(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Log:
         return run(batch)
 
     def start_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
-        output = sample(logits, states, positions)
+        pending = honest(logits, states, positions)
 
         def wait() -> SamplerOutput:
             log.said.append("read")
-            return output
+            return pending.wait()
 
-        return PendingSample(output.tokens, wait)
+        return PendingSample(pending.tokens, wait)
 
     monkeypatch.setattr(executor, "run", logged_run)
     monkeypatch.setattr(executor, "start_sample", start_sample)
@@ -218,6 +218,7 @@ def test_a_row_without_numbers_fails_alone(
 
     monkeypatch.setattr(executor, "run", spoiled)
     monkeypatch.setattr(executor, "start_sample", failing_wait(NumericsError([0])))
+    monkeypatch.setattr(executor, "sample", sample)
     engine = Engine(executor, CONFIG)
     bad, good = start(engine, Ask(tuple(range(10)), GREEDY)), start(engine, ASK)
     finish(engine)
@@ -232,6 +233,7 @@ def test_a_sample_that_cannot_be_launched_is_drawn_at_once(
         raise InputError("no")
 
     monkeypatch.setattr(executor, "start_sample", refuse)
+    monkeypatch.setattr(executor, "sample", sample)
     engine = Engine(executor, CONFIG)
     ear = start(engine, ASK)
     finish(engine)
