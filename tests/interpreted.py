@@ -11,6 +11,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -46,6 +47,8 @@ _cast = interpreter.InterpreterBuilder.cast_impl
 
 def _rounded(self: Any, src: Any, dst_type: Any) -> Any:
     """To bfloat16 by rounding to the nearest, as a GPU does; the interpreter cuts bits off."""
+    if dst_type.scalar == tl.bfloat16 and src.dtype.scalar.is_int():
+        src = _cast(self, src, tl.float32)
     if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
         return _cast(self, src, dst_type)
     bits = np.ascontiguousarray(src.data).view(np.uint32)
@@ -75,3 +78,20 @@ def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 interpreter.GridExecutor.__call__ = _launched
 interpreter.InterpretedFunction.__call__ = _called
+
+
+_create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
+_TORCH = {tl.float8e4nv: torch.float8_e4m3fn, tl.float32: torch.float32, tl.bfloat16: torch.bfloat16}
+
+
+def _eight_bits(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+    """To and from float8 as torch does it; the interpreter cuts bits off."""
+    kinds = src.dtype.scalar, dst_type.scalar
+    if tl.float8e4nv not in kinds or any(kind not in _TORCH for kind in kinds):
+        return _create_fp_to_fp(self, src, dst_type, rounding_mode)
+    own, other = (_TORCH[kind] for kind in kinds)
+    data = torch.from_numpy(np.ascontiguousarray(src.data).view(np.uint8)).view(own).to(other)
+    return interpreter.TensorHandle(data.view(torch.uint8).numpy().view(interpreter._get_np_dtype(kinds[1])), kinds[1])
+
+
+interpreter.InterpreterBuilder.create_fp_to_fp = _eight_bits

@@ -97,7 +97,11 @@ RUNTIME = OptionGroup(
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),
             "max_context": Option(int | None, None, "Longest sequence in tokens."),
-            "kv_dtype": Option(str, "auto", "float32, float16, bfloat16 or int8; auto: what the backend prefers."),
+            "kv_dtype": Option(
+                str,
+                "auto",
+                "float32, float16, bfloat16, int8, float8_e4m3fn (on a GPU); auto: what the backend prefers.",
+            ),
             "backend": Option(str, "auto", "auto or reference."),
         }
     ),

@@ -34,8 +34,11 @@ FLOAT32 = KVDtype("float32", torch.float32)
 FLOAT16 = KVDtype("float16", torch.float16)
 BFLOAT16 = KVDtype("bfloat16", torch.bfloat16)
 INT8 = KVDtype("int8", torch.int8, scaled_to=127.0)
+FLOAT8 = KVDtype("float8_e4m3fn", torch.float8_e4m3fn, scaled_to=448.0)
 
-KV_DTYPES: Mapping[str, KVDtype] = MappingProxyType({one.name: one for one in (FLOAT32, FLOAT16, BFLOAT16, INT8)})
+KV_DTYPES: Mapping[str, KVDtype] = MappingProxyType(
+    {one.name: one for one in (FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8)}
+)
 
 
 def kv_dtype_of(storage: torch.dtype, scaled: bool) -> KVDtype | None:

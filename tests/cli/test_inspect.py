@@ -79,6 +79,7 @@ def test_smollm2_in_json_agrees_with_the_gguf_package(smollm2_path: Path) -> Non
         ("float16", 30 * 3 * 64 * 2 * 2),
         ("bfloat16", 30 * 3 * 64 * 2 * 2),
         ("int8", 30 * 3 * 2 * (64 + 4)),  # and a scale for the keys and the values of each head
+        ("float8_e4m3fn", 30 * 3 * 2 * (64 + 4)),
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, Ops, PageShape
-from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
 SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=8, value_dim=8, dtype=FLOAT32)
 
@@ -66,6 +66,11 @@ CASES = {
     "int8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, INT8)),
     "int8 pages and sparse windows": Case(
         [RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW, shape=PageShape(2, 4, 2, 8, 6, INT8)
+    ),
+    "float8 pages": Case([RowCase([5, 0], range(7), range(7))], shape=PageShape(2, 4, 2, 8, 8, FLOAT8)),
+    "float8 pages of long rows": Case(
+        [RowCase([5, 0, 7, 1], range(16), [15]), RowCase([2], range(3), range(3))],
+        shape=PageShape(2, 4, 2, 8, 6, FLOAT8),
     ),
     "pages that fill no vector": Case(
         [RowCase([5, 0, 3], range(50), range(50))], shape=PageShape(2, 19, 2, 24, 40, FLOAT16)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, PageShape, PageStore, Paging, RowLengths
-from kvilt.ops.kv_dtypes import FLOAT16, FLOAT32, KV_DTYPES, KVDtype
+from kvilt.ops.kv_dtypes import FLOAT8, FLOAT16, FLOAT32, KV_DTYPES, KVDtype
 from kvilt.ops.native.backend import NativeOps
 from kvilt.ops.reference import ReferenceOps
 
 ISAS = _kvilt_native.available_isas()
-DTYPES = list(KV_DTYPES.values())
+DTYPES = [dtype for dtype in KV_DTYPES.values() if dtype is not FLOAT8]  # those that native has kernels for
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def test_a_query_gathers_the_same_in_any_block(isa: str, case: Drawn, threads: i
             at += 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=list(KV_DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: KVDtype) -> None:
     """The same queries with other noise behind them, beside them and between their windows."""

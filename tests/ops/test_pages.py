@@ -14,6 +14,7 @@ from kvilt.ops.reference import ReferenceOps
 
 EVERY = list(KV_DTYPES.values())
 DTYPES = [dtype for dtype in EVERY if not dtype.scales]
+SCALED = [dtype for dtype in EVERY if dtype.scales]
 TORCH_DTYPES = [dtype.storage for dtype in DTYPES]
 
 
@@ -169,9 +170,10 @@ AWKWARD = {
 }
 
 
+@pytest.mark.parametrize("dtype", SCALED, ids=lambda one: one.name)
 @pytest.mark.parametrize("name", AWKWARD)
-def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: str) -> None:
-    shape = PageShape(1, 4, 1, 4, 4, INT8)
+def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: str, dtype: KVDtype) -> None:
+    shape = PageShape(1, 4, 1, 4, 4, dtype)
     x, slots = torch.tensor(AWKWARD[name]).view(1, 1, 4), torch.tensor([5])
     reference, store = ReferenceOps(), noisy_pages(shape, 2)
     truth = reference.new_pages(shape, 2, torch.device("cpu"))
@@ -180,13 +182,15 @@ def test_every_backend_makes_the_same_bytes(ops: Ops, noisy_pages: Any, name: st
     assert same_kv(ops.read_slots(store, slots), reference.read_slots(truth, slots))
 
 
-def test_many_tokens_become_the_same_bytes_on_every_backend(ops: Ops, random_of: Any) -> None:
-    shape = PageShape(1, 32, 3, 64, 40, INT8)
+@pytest.mark.parametrize("dtype", SCALED, ids=lambda one: one.name)
+def test_many_tokens_become_the_same_bytes_on_every_backend(
+    ops: Ops, new_pages: Any, random_of: Any, dtype: KVDtype
+) -> None:
+    shape = PageShape(1, 32, 3, 64, 40, dtype)
     slots = torch.randperm(128, generator=torch.Generator().manual_seed(1))[:100]
     keys, values = random_of(100, 3, 64) * 4, random_of(100, 3, 40)
-    found = []
-    for backend in (ops, ReferenceOps()):
-        store = backend.new_pages(shape, 4, torch.device("cpu"))
+    reference, found = ReferenceOps(), []
+    for backend, store in ((ops, new_pages(shape, 4)), (reference, reference.new_pages(shape, 4, slots.device))):
         backend.write(store, 0, slots, keys, values)
         found.append(backend.read_slots(store, slots))
     assert same_kv(*found)
@@ -202,6 +206,20 @@ def test_what_is_no_number_stays_none_and_spoils_only_its_own_head(ops: Ops, noi
     assert torch.equal(found.keys[0, 0, 0], torch.full((4,), 127, dtype=torch.int8))
 
 
+@pytest.mark.parametrize("dtype", SCALED, ids=lambda one: one.name)
+def test_a_query_is_rotated_while_its_keys_are_scaled(ops: Ops, new_pages: Any, random_of: Any, dtype: KVDtype) -> None:
+    shape = PageShape(2, 4, 2, 16, 8, dtype)
+    angles, slots = 3 * random_of(3, 5), torch.tensor([5, 0, 7])
+    query, keys, values = random_of(3, 4, 16), random_of(3, 2, 16), random_of(3, 2, 8)
+    rotation, stores = Rotation(angles.cos(), angles.sin(), "half"), [new_pages(shape, 2) for _ in range(2)]
+    found = ops.rotate_and_write(stores[0], 1, slots, query, keys, values, rotation)
+    ops.write(stores[1], 1, slots, keys, values, rotation)
+    assert torch.equal(found, ops.rotate(query, rotation))
+    written = [ops.read_slots(store, slots) for store in stores]
+    assert same_bits(written[0].keys[1], written[1].keys[1]) and same_bits(written[0].values[1], written[1].values[1])
+    assert same_bits(written[0].key_scales[1], written[1].key_scales[1])
+
+
 def test_bytes_count_their_scales() -> None:
     floats, whole = shape_of(FLOAT16), shape_of(INT8)
     assert floats.token_bytes == 3 * 2 * (8 + 6) * 2
@@ -215,14 +233,14 @@ def test_bytes_count_their_scales() -> None:
 @pytest.mark.parametrize("pairs", [32, 20, 3])
 @pytest.mark.parametrize("dtype", EVERY, ids=lambda one: one.name)
 def test_keys_turned_on_their_way_are_those_turned_before(
-    ops: Ops, random_of: Any, dtype: KVDtype, pairs: int, pairing: Any
+    ops: Ops, new_pages: Any, random_of: Any, dtype: KVDtype, pairs: int, pairing: Any
 ) -> None:
     shape = PageShape(1, 32, 2, 64, 16, dtype)
     keys, values, angles = random_of(40, 2, 64), random_of(40, 2, 16), 3 * random_of(40, pairs)
     rotation = Rotation(angles.cos(), angles.sin(), pairing)
     slots, found = torch.arange(7, 47), []
     for turned in (False, True):
-        store = ops.new_pages(shape, 2, torch.device("cpu"))
+        store = new_pages(shape, 2)
         if turned:
             ops.write(store, 0, slots, ops.rotate(keys, rotation), values)
         else:

@@ -26,7 +26,7 @@ def random_layer(form: LayerForm, tokens: int, seed: int, scale: float = 1.0) ->
     if not form.scaled:
         return LayerKV(*(one.to(KV_DTYPES[form.dtype].storage) for one in (keys, values)))
     scales = torch.rand(2, tokens, form.heads, generator=made)
-    return LayerKV((keys * 40).to(torch.int8), (values * 40).to(torch.int8), *scales)
+    return LayerKV(*((40 * one).to(KV_DTYPES[form.dtype].storage) for one in (keys, values)), *scales)
 
 
 def equal(one: LayerKV, other: LayerKV) -> bool:

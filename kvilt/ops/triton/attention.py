@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
+from .eight_bits import even_odd
 from .overlap import await_inputs, launch_next, overlap
 
 MAX_SPLITS = 16
@@ -45,35 +46,36 @@ def attention(
     parts = out if splits == 1 else torch.empty((*wide, shape.value_dim), dtype=torch.float32, device=query.device)
     sums = out if splits == 1 else torch.empty((*wide, 2), dtype=torch.float32, device=query.device)
     _attention[(tiles, shape.kv_heads, splits)](
-        query, pages.keys[layer], pages.values[layer], pages.key_scales, pages.value_scales,
+        query, *_words(pages, layer), pages.key_scales, pages.value_scales,
         paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
-        **_constants(shape.kv_heads, heads, dim, shape.value_dim, shape.page_tokens),
+        **_constants(pages, heads),
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SPLITS=splits, SINGLE=single,
         BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * query.element_size()), **overlap(query),
+        FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
+        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size()),
+        **overlap(query),
     )  # fmt: skip
     return out
 
 
 def _is_plain(query: Tensor, pages: ReferencePages, mask: AttentionMask) -> bool:
-    """Whether torch's own attention computes this: half precision on a GPU, no window, no cap, no scales."""
-    plain = query.is_cuda and query.dtype == pages.keys.dtype and query.dtype != torch.float32
+    """Whether torch's own attention computes this: half precision on a GPU, no window, no cap."""
+    kept = bool(pages.shape.scales) or query.dtype == pages.keys.dtype
+    plain = query.is_cuda and kept and query.dtype != torch.float32
     return plain and not mask.window and not mask.soft_cap and pages.shape.key_dim == pages.shape.value_dim
 
 
 def _long_rows(query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
     """Row by row with torch's attention, on a copy of the row's keys and values: fastest where queries are many."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    starts, size = paging.starts, pages.shape.page_tokens
-    keys, values = (one[layer].view(-1, size, *one.shape[2:]) for one in (pages.keys, pages.values))
+    starts = paging.starts
     for row in range(paging.lengths.rows):
         span = slice(starts[row], starts[row + 1])
         count = span.stop - span.start
         seen = paging.lengths.ends[row]
-        table = paging.tables[row, : -(-seen // size)]
-        k, v = (one[table].flatten(0, 1)[:seen].transpose(0, 1)[None] for one in (keys, values))
+        k, v = (one.transpose(0, 1)[None] for one in gathered(pages, layer, paging.tables[row], seen, query.dtype))
         q = query[span].transpose(0, 1)[None]
         bias = None if count == seen else causal_lower_right(count, seen)
         made = F.scaled_dot_product_attention(
@@ -83,6 +85,21 @@ def _long_rows(query: Tensor, pages: ReferencePages, layer: int, paging: Paging,
             return made[0].transpose(0, 1).contiguous()
         out[span] = made[0].transpose(0, 1)
     return out
+
+
+def gathered(pages: ReferencePages, layer: int, table: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first `count` keys and values of a row [count, kv_heads, dim], out of their pages and without scales."""
+    table = table[: -(-count // pages.shape.page_tokens)]
+    keys, values = (_rows(one, layer, table, count, pages) for one in (pages.keys, pages.values))
+    if not pages.shape.scales:
+        return keys, values
+    scales = (_rows(one, layer, table, count, pages) for one in (pages.key_scales, pages.value_scales))
+    key_scales, value_scales = scales
+    return (keys.float() * key_scales).to(dtype), (values.float() * value_scales).to(dtype)
+
+
+def _rows(numbers: Tensor, layer: int, table: Tensor, count: int, pages: ReferencePages) -> Tensor:
+    return numbers[layer].view(-1, pages.shape.page_tokens, *numbers.shape[2:])[table].flatten(0, 1)[:count]
 
 
 def _tile(block_m: int, programs: int, row_bytes: int) -> dict[str, int]:
@@ -98,11 +115,18 @@ def _splits(programs: int, most_keys: int) -> int:
     return 1 if programs >= MANY else max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
 
 
-def _constants(kv_heads: int, heads: int, dim: int, value_dim: int, page_tokens: int) -> dict[str, Any]:
+def _words(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer; bytes in pairs, as the kernel loads them."""
+    keys, values = pages.keys[layer], pages.values[layer]
+    return (keys.view(torch.int16), values.view(torch.int16)) if pages.shape.scales else (keys, values)
+
+
+def _constants(pages: ReferencePages, heads: int) -> dict[str, Any]:
+    shape, least = pages.shape, 32 if pages.shape.scales else 16
     return {
-        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "PAGE": page_tokens,
-        "D": dim, "DV": value_dim, "D_PAD": max(16, triton.next_power_of_2(dim)),
-        "DV_PAD": max(16, triton.next_power_of_2(value_dim)),
+        "KV_HEADS": shape.kv_heads, "GROUP": heads // shape.kv_heads, "PAGE": shape.page_tokens,
+        "D": shape.key_dim, "DV": shape.value_dim, "D_PAD": max(least, triton.next_power_of_2(shape.key_dim)),
+        "DV_PAD": max(least, triton.next_power_of_2(shape.value_dim)),
     }  # fmt: skip
 
 
@@ -119,13 +143,90 @@ def _row_of(cu_seqlens, tile, rows, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _queries(q_at, known, scale, D: tl.constexpr, D_PAD: tl.constexpr, SCALED: tl.constexpr):
+    """Queries and what their scores are multiplied with. Over bytes they come as even dimensions and odd ones.
+
+    Half precision is float16 then, and a query's largest number one: float16 has a shorter range than bfloat16.
+    """
+    if SCALED:
+        d = 2 * tl.arange(0, D_PAD // 2)
+        even = tl.load(q_at + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        odd = tl.load(q_at + d[None, :] + 1, mask=known[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+        largest = tl.where(largest > 0, largest, 1.0)
+        kind: tl.constexpr = tl.float32 if q_at.dtype.element_ty == tl.float32 else tl.float16
+        return (even / largest[:, None]).to(kind), (odd / largest[:, None]).to(kind), scale * largest
+    else:
+        d = tl.arange(0, D_PAD)
+        q = tl.load(q_at + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
+        return q, q, scale
+
+
+@triton.jit
+def _over_keys(
+    q, q_odd, q_scale, keys, values, key_scales, value_scales, table,
+    known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values into the running softmax; without masks where every query sees all of the tile."""
+    WORD: tl.constexpr = 2 if SCALED else 1
+    d, dv = tl.arange(0, D_PAD // WORD), tl.arange(0, DV_PAD // WORD)
+    key = start + tl.arange(0, BLOCK_N)
+    there = key < stop if MASKED else key >= 0
+    page = tl.load(table + key // PAGE, mask=there, other=0)
+    slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head
+    k_at, k_mask = keys + slot[None, :] * (D // WORD) + d[:, None], (d < D // WORD)[:, None]
+    k = tl.load(k_at, mask=there[None, :] & k_mask if MASKED else k_mask, other=0)
+    if SCALED:
+        k_even, k_odd = even_odd(k, FLOATS, ASSEMBLY)
+        scores = tl.dot(q, k_even.to(q.dtype), input_precision=PRECISION)
+        scores = tl.dot(q_odd, k_odd.to(q.dtype), scores, input_precision=PRECISION)
+        scores = scores * q_scale[:, None] * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
+    else:
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * q_scale
+    if CAPPED:
+        scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
+    useful = there
+    if MASKED:
+        seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        # What no query sees may never have been written: 0 * NaN would be NaN.
+        useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
+    higher = tl.maximum(best, tl.max(scores, 1))
+    calm = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key yet
+    weights = tl.exp(scores - calm[:, None])
+    fading = tl.exp(best - calm)
+    total = total * fading + tl.sum(weights, 1)
+    v_at, v_mask = values + slot[:, None] * (DV // WORD) + dv[None, :], (dv < DV // WORD)[None, :]
+    v = tl.load(v_at, mask=useful[:, None] & v_mask if MASKED else v_mask, other=0)
+    if SCALED:
+        # Scales are counted in the largest so far, so that weights stay within float16.
+        v_scale = tl.load(value_scales + slot, mask=useful, other=0.0)
+        larger = tl.maximum(unit, tl.max(v_scale, 0))
+        safe = tl.where(larger > 0, larger, 1.0)
+        weights = (weights * (v_scale / safe)[None, :]).to(q.dtype)
+        fading = fading * (unit / safe)
+        v_even, v_odd = even_odd(v, FLOATS, ASSEMBLY)
+        mixed = tl.dot(weights, v_even.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
+        odd = tl.dot(weights, v_odd.to(q.dtype), odd * fading[:, None], input_precision=PRECISION)
+        unit = larger
+    else:
+        mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
+    return higher, total, mixed, odd, unit
+
+
+@triton.jit
 def _attention(
     query, keys, values, key_scales, value_scales, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -143,9 +244,9 @@ def _attention(
     known = (m < BLOCK_Q * GROUP) & (token < row_stop)
     head_of = head * GROUP + m % GROUP
     at = tl.load(positions + token, mask=known, other=0)
-    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head + d[None, :]
-    q = tl.load(q_at, mask=known[:, None] & (d < D)[None, :], other=0.0)
+    dv = tl.arange(0, DV_PAD)
+    q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head
+    q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
 
     # The keys that some query of the tile sees, from the start of a tile of them, shared out among splits.
     stop = tl.load(positions + last) + 1
@@ -164,36 +265,29 @@ def _attention(
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    for start in range(begin, stop, BLOCK_N):
-        key = start + n
-        there = key < stop
-        page = tl.load(tables + row * stride_table + key // PAGE, mask=there, other=0)
-        slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head
-        k = tl.load(keys + slot[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
-        if SCALED:
-            scores = scores * tl.load(key_scales + scale_offset + slot, mask=there, other=0.0)[None, :]
-        if CAPPED:
-            scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
-        seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] > at[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        calm = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key yet
-        weights = tl.exp(scores - calm[:, None])
-        fading = tl.exp(best - calm)
-        total = total * fading + tl.sum(weights, 1)
-        # What no query sees may never have been written: 0 * NaN would be NaN.
-        useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
-        v = tl.load(values + slot[:, None] * DV + dv[None, :], mask=useful[:, None] & (dv < DV)[None, :], other=0.0)
-        if SCALED:
-            weights = weights * tl.load(value_scales + scale_offset + slot, mask=useful, other=0.0)[None, :]
-        mixed = mixed * fading[:, None]
-        mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed, input_precision=PRECISION)
-        best = higher
+    mixed = tl.zeros([BLOCK_M, DV_PAD // 2 if SCALED else DV_PAD], tl.float32)
+    odd = tl.zeros([BLOCK_M, DV_PAD // 2 if SCALED else 1], tl.float32)
+    unit = 0.0
+    # Keys that every query sees need no masks, and are nearly all in a decode step.
+    plain = begin
+    if not WINDOW:
+        plain = tl.minimum(tl.maximum(tl.load(positions + first) + 1, begin), stop)
+        plain = begin + (plain - begin) // BLOCK_N * BLOCK_N
+    table = tables + row * stride_table
+    for start in range(begin, plain, BLOCK_N):
+        best, total, mixed, odd, unit = _over_keys(
+            q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
+            known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, ASSEMBLY, False,
+        )  # fmt: skip
+    for start in range(plain, stop, BLOCK_N):
+        best, total, mixed, odd, unit = _over_keys(
+            q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
+            known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, ASSEMBLY, True,
+        )  # fmt: skip
+    if SCALED:
+        mixed = tl.reshape(tl.join(mixed, odd), (BLOCK_M, DV_PAD)) * unit
 
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
     inside = known[:, None] & (dv < DV)[None, :]

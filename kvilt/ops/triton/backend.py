@@ -15,7 +15,7 @@ from ..contract import Activation, AttentionMask, LinearMap, PageStore, Paging, 
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
-from . import products, vectors
+from . import pages, products, vectors
 from .graphs import GraphRecorder
 from .sampling import TritonSampling
 
@@ -117,11 +117,7 @@ class TritonOps(ReferenceOps):
         values: Tensor,
         rotation: Rotation | None = None,
     ) -> None:
-        pages = _own(store)
-        if pages.shape.scales:  # to bytes in plain torch
-            super().write(store, layer, slots, keys, values, rotation)
-        else:
-            vectors.write(pages, layer, slots, keys, values, rotation)
+        pages.write(_own(store), layer, slots, keys, values, rotation)
 
     def rotate_and_write(
         self,
@@ -133,10 +129,7 @@ class TritonOps(ReferenceOps):
         values: Tensor,
         rotation: Rotation,
     ) -> Tensor:
-        pages = _own(store)
-        if pages.shape.scales:
-            return super().rotate_and_write(store, layer, slots, query, keys, values, rotation)
-        return vectors.rotate_and_write(pages, layer, slots, query, keys, values, rotation)
+        return pages.rotate_and_write(_own(store), layer, slots, query, keys, values, rotation)
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> bool:

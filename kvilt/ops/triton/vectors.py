@@ -1,4 +1,4 @@
-"""Small kernels on activations and pages: norms, rotation, gates, and keys and values into their slots."""
+"""Small kernels on activations: norms, rotation, gates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Activation, Rotation
-from ..reference import ReferencePages
 from .overlap import await_inputs, launch_next, overlap
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -57,97 +56,11 @@ def _rotate(
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
     source, target = x + token * stride_token + head * stride_head, out + (token * HEADS + head) * D
-    _turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
-
-
-def write(
-    pages: ReferencePages, layer: int, slots: Tensor, keys: Tensor, values: Tensor, rotation: Rotation | None
-) -> None:
-    """Put `keys` and `values` [tokens, kv_heads, dim] into `slots`; keys are rotated on the way."""
-    shape = pages.shape
-    pairs = 0 if rotation is None else rotation.cos.shape[1]
-    angles = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)  # not read without a rotation
-    _write[(len(slots), shape.kv_heads)](
-        keys, values, slots, *angles, pages.keys[layer], pages.values[layer],
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        KV_HEADS=shape.kv_heads, D=shape.key_dim, DV=shape.value_dim,
-        D_PAD=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
-        PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(max(pairs, 1)),
-        HALF=rotation is None or rotation.pairing == "half", num_warps=1,
-    )  # fmt: skip
+    turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
 
 
 @triton.jit
-def _write(
-    keys, values, slots, cos, sin, key_pages, value_pages, key_token, key_head, value_token, value_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
-    _write_heads(
-        keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots, cos, sin,
-        key_pages, value_pages, token, head, KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF,
-    )  # fmt: skip
-
-
-@triton.jit
-def _write_heads(
-    keys, values, slots, cos, sin, key_pages, value_pages, token, head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Keys, turned, and values of some heads of a token, into its slot."""
-    known, i = head < KV_HEADS, tl.arange(0, D_PAD)
-    place = tl.load(slots + token) * KV_HEADS + head
-    inside = known[:, None] & (i < DV)[None, :]
-    own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
-    tl.store(value_pages + place[:, None] * DV + i[None, :], own, mask=inside)
-    _turn_heads(keys, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
-
-
-def rotate_and_write(
-    pages: ReferencePages, layer: int, slots: Tensor, query: Tensor, keys: Tensor, values: Tensor, rotation: Rotation
-) -> Tensor:
-    """`query` rotated, in one launch with `write`."""
-    shape, (tokens, heads, dim) = pages.shape, query.shape
-    pairs = rotation.cos.shape[1]
-    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    block = min(triton.next_power_of_2(heads), 16 if tokens > 512 else 1)  # heads of a program; few tokens need many
-    _rotate_and_write[(tokens, triton.cdiv(heads, block) + triton.cdiv(shape.kv_heads, block))](
-        query, keys, values, slots, rotation.cos, rotation.sin, out, pages.keys[layer], pages.values[layer],
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, KV_HEADS=shape.kv_heads, D=dim, DV=shape.value_dim,
-        D_PAD=triton.next_power_of_2(max(dim, shape.value_dim)), PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs),
-        HALF=rotation.pairing == "half", BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _rotate_and_write(
-    query, keys, values, slots, cos, sin, out, key_pages, value_pages,
-    query_token, query_head, key_token, key_head, value_token, value_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    launch_next(PDL)
-    await_inputs(PDL)
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    if block < first:
-        head = block * BLOCK + tl.arange(0, BLOCK)
-        source, target = query + token * query_token + head * query_head, out + (token * HEADS + head) * D
-        _turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
-    else:
-        head = (block - first) * BLOCK + tl.arange(0, BLOCK)
-        _write_heads(
-            keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots,
-            cos, sin, key_pages, value_pages, token, head, KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF,
-        )  # fmt: skip
-
-
-@triton.jit
-def _turn_heads(
+def turn_heads(
     source, cos, sin, token, target, known,
     D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -158,6 +71,16 @@ def _turn_heads(
         tl.store(target[:, None] + j[None, :], tl.load(source[:, None] + j[None, :], mask=rest, other=0.0), mask=rest)
     if PAIRS == 0:
         return
+    a, b, left, right, inside = turned_pairs(source, cos, sin, token, known, PAIRS, PAIRS_PAD, HALF)
+    tl.store(target[:, None] + left, a, mask=inside)
+    tl.store(target[:, None] + right, b, mask=inside)
+
+
+@triton.jit
+def turned_pairs(
+    source, cos, sin, token, known, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Both halves of the pairs of some heads of a token, turned, in float32; their places, and which are there."""
     i = tl.arange(0, PAIRS_PAD)
     inside = known[:, None] & (i < PAIRS)[None, :]
     left = (i if HALF else 2 * i)[None, :]
@@ -166,8 +89,7 @@ def _turn_heads(
     b = tl.load(source[:, None] + right, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
     s = tl.load(sin + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
-    tl.store(target[:, None] + left, a * c - b * s, mask=inside)
-    tl.store(target[:, None] + right, b * c + a * s, mask=inside)
+    return a * c - b * s, b * c + a * s, left, right, inside
 
 
 def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -1,0 +1,96 @@
+"""Bytes of KV as float16, two of them for each word of 16 bits: what tensor cores multiply without a slow conversion.
+
+Words and not bytes are loaded, since shared memory hands out words to tensor cores. In assembly four bytes take three
+or five instructions; without it, in the interpreter, each takes some.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def even_odd(words, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The low and the high bytes of `words` (int16) as float16, which are float8 or whole numbers."""
+    if ASSEMBLY:
+        if FLOATS:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 t;
+                .reg .b16 low, high;
+                prmt.b32 t, $2, 0, 0x3120;
+                mov.b32 {low, high}, t;
+                cvt.rn.f16x2.e4m3x2 $0, low;
+                cvt.rn.f16x2.e4m3x2 $1, high;
+                }
+                """,
+                "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+        # 0x6400 with a byte in its low half is 1024 and that byte.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, low, high;
+            xor.b32 t, $2, 0x80808080;
+            prmt.b32 low, t, 0x64646464, 0x4240;
+            prmt.b32 high, t, 0x64646464, 0x4341;
+            mov.b32 t, 0x64806480;
+            sub.f16x2 $0, low, t;
+            sub.f16x2 $1, high, t;
+            }
+            """,
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    low, high = (words << 8).to(tl.int16), words
+    return _one(low, FLOATS), _one(high, FLOATS)
+
+
+@triton.jit
+def _one(high, FLOATS: tl.constexpr):
+    """The high bytes of words as float16."""
+    if FLOATS:  # the exponents of float8 and float16 are eight apart
+        bits = (high & -32768) | ((high >> 1) & 0x3F80)
+        return (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(tl.float16)
+    return (high >> 8).to(tl.float32).to(tl.float16)
+
+
+@triton.jit
+def codes_of_words(words, BITS: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The codes of words (int16) as tiles of `kind`, one for each slot: of four bits, or of eight in one tile or two.
+
+    In assembly 128 is on top of each half of a byte: the code is put into the mantissa of that number.
+    """
+    if ASSEMBLY:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            shr.b32 t, $4, 4;
+            lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
+            shr.b32 t, $4, 8;
+            lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
+            shr.b32 t, $4, 12;
+            lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
+            }
+            """,
+            "=r,=r,=r,=r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        if BITS == 4:
+            return (a,), (b,), (c,), (d,)
+        else:
+            return (a, b), (c, d)
+    else:
+        wide = words.to(tl.int32)
+        if BITS == 4:
+            return (
+                ((wide & 15).to(kind),),
+                (((wide >> 4) & 15).to(kind),),
+                (((wide >> 8) & 15).to(kind),),
+                (((wide >> 12) & 15).to(kind),),
+            )
+        else:
+            return ((wide & 255).to(kind),), (((wide >> 8) & 255).to(kind),)

@@ -1,0 +1,179 @@
+"""Kernels that put keys and values into their slots: keys are rotated on the way, and both scaled where pages are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Rotation
+from ..reference import ReferencePages
+from .overlap import await_inputs, launch_next, overlap
+from .vectors import turn_heads, turned_pairs
+
+
+def write(
+    pages: ReferencePages, layer: int, slots: Tensor, keys: Tensor, values: Tensor, rotation: Rotation | None
+) -> None:
+    """Put `keys` and `values` [tokens, kv_heads, dim] into `slots`; keys are rotated on the way."""
+    angles = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)  # not read without a rotation
+    _write[(len(slots), pages.shape.kv_heads)](
+        keys, values, slots, *angles, *_places(pages, layer),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        **_constants(pages, rotation), num_warps=1,
+    )  # fmt: skip
+
+
+def rotate_and_write(
+    pages: ReferencePages, layer: int, slots: Tensor, query: Tensor, keys: Tensor, values: Tensor, rotation: Rotation
+) -> Tensor:
+    """`query` rotated, in one launch with `write`."""
+    tokens, heads, dim = query.shape
+    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+    block = min(triton.next_power_of_2(heads), 16 if tokens > 512 else 1)  # heads of a program; few tokens need many
+    _rotate_and_write[(tokens, triton.cdiv(heads, block) + triton.cdiv(pages.shape.kv_heads, block))](
+        query, keys, values, slots, rotation.cos, rotation.sin, out, *_places(pages, layer),
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        HEADS=heads, **_constants(pages, rotation), BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
+    )  # fmt: skip
+    return out
+
+
+def _places(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return pages.keys[layer], pages.values[layer], pages.key_scales[layer], pages.value_scales[layer]
+
+
+def _constants(pages: ReferencePages, rotation: Rotation | None) -> dict[str, Any]:
+    shape, pairs = pages.shape, 0 if rotation is None else rotation.cos.shape[1]
+    return {
+        "KV_HEADS": shape.kv_heads, "D": shape.key_dim, "DV": shape.value_dim,
+        "D_PAD": triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        "PAIRS": pairs, "PAIRS_PAD": triton.next_power_of_2(max(pairs, 1)),
+        "HALF": rotation is None or rotation.pairing == "half",
+        "LARGEST": shape.dtype.scaled_to or 0.0, "WHOLE": not shape.dtype.storage.is_floating_point,
+    }  # fmt: skip
+
+
+@triton.jit
+def _write(
+    keys, values, slots, cos, sin, key_pages, value_pages, key_scales, value_scales,
+    key_token, key_head, value_token, value_head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + tl.arange(0, 1)
+    _write_heads(
+        keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots, cos, sin,
+        key_pages, value_pages, key_scales, value_scales, token, head,
+        KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_and_write(
+    query, keys, values, slots, cos, sin, out, key_pages, value_pages, key_scales, value_scales,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    if block < first:
+        head = block * BLOCK + tl.arange(0, BLOCK)
+        source, target = query + token * query_token + head * query_head, out + (token * HEADS + head) * D
+        turn_heads(source, cos, sin, token, target, head < HEADS, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
+    else:
+        head = (block - first) * BLOCK + tl.arange(0, BLOCK)
+        _write_heads(
+            keys + token * key_token + head * key_head, values + token * value_token + head * value_head, slots,
+            cos, sin, key_pages, value_pages, key_scales, value_scales, token, head,
+            KV_HEADS, D, DV, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_heads(
+    keys, values, slots, cos, sin, key_pages, value_pages, key_scales, value_scales, token, head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Keys, turned, and values of some heads of a token, into its slot."""
+    known, i = head < KV_HEADS, tl.arange(0, D_PAD)
+    place = tl.load(slots + token) * KV_HEADS + head
+    inside = known[:, None] & (i < DV)[None, :]
+    own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
+    if LARGEST > 0:
+        own = own.to(tl.float32)
+        scale = _scale(_largest(own), LARGEST)
+        tl.store(value_scales + place, scale, mask=known)
+        own = _scaled(own, scale, LARGEST, WHOLE)
+        _write_scaled_keys(
+            keys, cos, sin, token, key_pages + place * D, key_scales + place, known,
+            D, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
+        )  # fmt: skip
+    else:
+        turn_heads(keys, cos, sin, token, key_pages + place * D, known, D, D_PAD, PAIRS, PAIRS_PAD, HALF)
+    tl.store(value_pages + place[:, None] * DV + i[None, :], own.to(value_pages.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_scaled_keys(
+    source, cos, sin, token, target, scales, known,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, HALF: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Some heads of a token, turned and scaled: one scale for all dimensions, those past the pairs as well."""
+    j = tl.arange(0, D_PAD)
+    rest = known[:, None] & ((j >= 2 * PAIRS) & (j < D))[None, :]
+    passed = tl.load(source[:, None] + j[None, :], mask=rest, other=0.0).to(tl.float32)
+    most = _largest(passed)
+    if PAIRS > 0:
+        a, b, left, right, inside = turned_pairs(source, cos, sin, token, known, PAIRS, PAIRS_PAD, HALF)
+        most = _larger(most, _larger(_largest(a), _largest(b)))
+    scale = _scale(most, LARGEST)
+    tl.store(scales, scale, mask=known)
+    kind = target.dtype.element_ty
+    if PAIRS > 0:
+        tl.store(target[:, None] + left, _scaled(a, scale, LARGEST, WHOLE).to(kind), mask=inside)
+        tl.store(target[:, None] + right, _scaled(b, scale, LARGEST, WHOLE).to(kind), mask=inside)
+    if 2 * PAIRS < D:
+        tl.store(target[:, None] + j[None, :], _scaled(passed, scale, LARGEST, WHOLE).to(kind), mask=rest)
+
+
+@triton.jit
+def _largest(x):
+    """The largest magnitude of each row [rows, numbers]; NaN if there is one among them."""
+    odd = x != x
+    most = tl.max(tl.where(odd, 0.0, tl.abs(x)), 1)
+    return tl.where(tl.max(odd.to(tl.int32), 1) > 0, float("nan"), most)
+
+
+@triton.jit
+def _larger(x, y):
+    """The larger one; NaN if one of them is."""
+    return tl.where(x != x, x, tl.where(y <= x, x, y))
+
+
+@triton.jit
+def _scale(most, LARGEST: tl.constexpr):
+    """Divided as IEEE says, so that scales have the bits of the reference."""
+    scale = tl.div_rn(most, most * 0 + LARGEST)
+    return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)  # one over it would be no number
+
+
+@triton.jit
+def _scaled(x, scale, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
+    """The numbers that pages keep of `x` [rows, numbers], still as float32."""
+    safe = tl.where(scale == 0, 1.0, scale)
+    inverse = tl.where(scale == 0, 0.0, tl.div_rn(safe * 0 + 1.0, safe))
+    x = x * inverse[:, None]
+    x = tl.minimum(tl.where(x > -LARGEST, x, -LARGEST), LARGEST)
+    if WHOLE:  # rounds to the nearest, ties to even
+        x = (x + 12582912.0) - 12582912.0
+    return x
