@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvilt.quant.formats import FORMATS
+from kvilt.quant.tensor import QuantTensor, Weight
 from kvilt.weights.source import HF, Checkpoint
 from kvilt.weights.tensor_storage import TensorStorage
 
@@ -33,6 +35,7 @@ class RandomTensors:
     shapes: dict[str, tuple[int, ...]]
     device: torch.device
     dtype: torch.dtype
+    format: str = ""  # of matrices, where they are packed
     storages: dict[str, TensorStorage] = field(default_factory=dict)
 
     def names(self) -> tuple[str, ...]:
@@ -45,10 +48,14 @@ class RandomTensors:
         count = 1
         for size in self.shapes[name]:
             count *= size
+        if self.format and len(self.shapes[name]) == 2:
+            return TensorStorage(self.format, FORMATS[self.format].row_bytes(count))
         return TensorStorage("BF16", count * 2)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Weight:
         shape = self.shapes[name]
+        if self.format and len(shape) == 2:
+            return random_blocks(self.format, shape, self.device, sum(name.encode()))
         if len(shape) == 1:
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         seed = torch.Generator(self.device).manual_seed(sum(name.encode()))
@@ -70,8 +77,36 @@ class RandomTensors:
         pass
 
 
-def random_checkpoint(shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
-    """A Llama of this shape."""
+# Where the blocks of a format hold float16, and a scale that makes weights of about one.
+_HALVES = {
+    "Q4_0": ((0,), 0.2), "Q4_1": ((0,), 0.2), "Q4_K": ((0,), 0.005), "Q6_K": ((208,), 0.0007), "Q8_0": ((0,), 0.014),
+}  # fmt: skip
+
+
+def random_blocks(name: str, shape: tuple[int, ...], device: torch.device, seed: int) -> QuantTensor:
+    """A packed weight of random codes, about as large as those of an ordinary one."""
+    format_, random = FORMATS[name], torch.Generator(device).manual_seed(seed)
+    rows, columns = shape
+    size = (rows, columns // format_.block_elements, format_.block_bytes)
+    blocks = torch.randint(0, 256, size, generator=random, dtype=torch.uint8, device=device)
+    places, unit = _HALVES[name]
+    if name in ("Q4_1", "Q4_K"):
+        least = -7.5 * unit if name == "Q4_1" else 7.5 * unit  # Q4_K subtracts it
+        _put_half(blocks, 2, torch.full((*size[:2], 1), least * 0.6 / columns**0.5, device=device))
+    scales = (0.75 + 0.5 * torch.rand((*size[:2], 1), generator=random, device=device)) * unit * 0.6 / columns**0.5
+    for at in places:
+        _put_half(blocks, at, scales)
+    return QuantTensor.of_blocks(format_, (rows, columns), blocks.view(rows, -1))
+
+
+def _put_half(blocks: Tensor, at: int, numbers: Tensor) -> None:
+    blocks[..., at : at + 2] = numbers.half().view(torch.uint8)
+
+
+def random_checkpoint(
+    shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, format_: str = ""
+) -> Checkpoint:
+    """A Llama of this shape; `format_` packs its matrices."""
     config = {
         "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, **shape,
@@ -90,4 +125,4 @@ def random_checkpoint(shape: dict[str, Any], device: str = "cuda", dtype: torch.
             f"{at}mlp.down_proj.weight": (width, inner),
         }  # fmt: skip
     shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
-    return Checkpoint(Path("random"), HF, config, {}, RandomTensors(shapes, torch.device(device), dtype))
+    return Checkpoint(Path("random"), HF, config, {}, RandomTensors(shapes, torch.device(device), dtype, format_))

@@ -10,13 +10,26 @@ import triton
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...quant.tensor import QuantTensor
-from ..contract import Activation, AttentionMask, LinearMap, PageStore, Paging, Prepared, RmsNorm, Rotation
+from ...quant.formats import Format
+from ...quant.groups import GROUPED_FORMATS
+from ...quant.tensor import QuantTensor, Weight
+from ..contract import (
+    Activation,
+    AttentionMask,
+    LinearMap,
+    PackedWeight,
+    PageStore,
+    Paging,
+    Prepared,
+    RmsNorm,
+    Rotation,
+)
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
-from . import pages, products, vectors
+from . import pages, products, quantized, vectors
 from .graphs import GraphRecorder
+from .packed import pack
 from .sampling import TritonSampling
 
 REVISION = 1
@@ -48,52 +61,74 @@ class TritonOps(ReferenceOps):
     def recorder(self) -> GraphRecorder | None:  # type: ignore[override]
         return self._recorder
 
-    def _dense(self, weight: Prepared) -> Tensor:
-        if isinstance(weight, QuantTensor):
-            return self.prepare(weight)
-        assert isinstance(weight, Tensor), "a weight packed by another backend"
-        return weight
+    def expands(self, format_: Format) -> bool:
+        return format_.packed and format_.name not in GROUPED_FORMATS
 
-    def _fused(self, weights: Sequence[Prepared]) -> Tensor:
-        """Weights of one input as one tensor. The first time they move into it, so that they are in memory once.
+    def prepare(self, weight: Weight) -> Prepared:  # type: ignore[override]
+        if isinstance(weight, QuantTensor) and len(weight.shape) == 2 and not self.expands(weight.format):
+            return pack(weight, self.device)
+        return super().prepare(weight)
 
-        That is before any step with them is captured: a graph knows memory by its address.
-        """
-        dense = [self._dense(weight) for weight in weights]
-        if not _adjacent(dense):
-            whole, start = torch.cat(dense), 0
-            for one in dense:
-                one.set_(whole[start : start + len(one)])  # type: ignore[call-overload]
-                start += len(one)
-        outputs, first = sum(len(one) for one in dense), dense[0]
-        return first.as_strided((outputs, first.shape[1]), first.stride(), first.storage_offset())
+    def _here(self, weight: Prepared) -> Tensor | PackedWeight:
+        """As `prepare` made it, also where the caller did not."""
+        made = self.prepare(weight) if isinstance(weight, QuantTensor) else weight
+        assert isinstance(made, Tensor | PackedWeight)
+        return made
+
+    def embed(self, table: Prepared, ids: Tensor, scale: float = 1.0) -> Tensor:
+        table = self._here(table)
+        if isinstance(table, PackedWeight):
+            return quantized.embed(table.data, table.handle, ids, scale, self.dtype)
+        return super().embed(table, ids, scale)
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        dense = self._dense(weight)
+        weight = self._here(weight)
+        if isinstance(weight, PackedWeight):
+            made = quantized.product(x.contiguous(), weight.data, weight.handle, residual)
+            return made if bias is None else made + bias
         if len(x) == 1:
-            return products.gemv(x.contiguous(), [dense], [bias], residual)[0]
+            return products.gemv(x.contiguous(), [weight], [bias], residual)[0]
         if residual is None:
-            return F.linear(x, dense, bias)
+            return F.linear(x, weight, bias)
         if bias is not None:
             residual = residual + bias
-        return residual.addmm_(x, dense.T) if residual.dtype == x.dtype else residual + F.linear(x, dense)
+        return residual.addmm_(x, weight.T) if residual.dtype == x.dtype else residual + F.linear(x, weight)
 
     def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
-        weights, biases = [weight for weight, _ in maps], [bias for _, bias in maps]
-        whole = self._fused(weights)
-        if len(x) == 1 and len(maps) <= 3:
-            return products.gemv(x.contiguous(), [self._dense(weight) for weight in weights], biases, None, norm)
+        weights, biases = [self._here(weight) for weight, _ in maps], [bias for _, bias in maps]
+        dense = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(dense) == len(weights) and len(x) == 1 and len(maps) <= 3:
+            _fused(dense)
+            return products.gemv(x.contiguous(), dense, biases, None, norm)
         x = x if norm is None else self.rms_norm(x, *norm)
-        parts = F.linear(x, whole).split([weight.shape[0] for weight in weights], dim=1)
+        parts = self._together(x, weights)
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+    def _together(self, x: Tensor, weights: Sequence[Tensor | PackedWeight]) -> list[Tensor]:
+        """The products of one input, in one launch where the weights have one form."""
+        first, sizes = weights[0], [weight.shape[0] for weight in weights]
+        if isinstance(first, Tensor) and all(isinstance(weight, Tensor) for weight in weights):
+            made = F.linear(x, _fused([weight for weight in weights if isinstance(weight, Tensor)]))
+        elif isinstance(first, PackedWeight) and (data := _fused_data(weights)) is not None:
+            made = quantized.product(x.contiguous(), data, first.handle)
+        else:
+            return [self.linear(x, weight) for weight in weights]
+        return list(made.split(sizes, dim=1))
 
     def gate_up(
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
     ) -> Tensor:
-        if len(x) == 1 and gate[1] is None and up[1] is None:
-            self._fused([gate[0], up[0]])
-            return products.gate_up(x.contiguous(), self._dense(gate[0]), self._dense(up[0]), activation, norm)
-        opened, passed = self.linears(x, [gate, up], norm)
+        a, b = self._here(gate[0]), self._here(up[0])
+        plain = gate[1] is None and up[1] is None
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and len(x) == 1 and plain:
+            _fused([a, b])
+            return products.gate_up(x.contiguous(), a, b, activation, norm)
+        if isinstance(a, PackedWeight) and plain and len(x) < quantized.MANY_ROWS:
+            data = _fused_data([a, b])
+            if data is not None:
+                x = x if norm is None else self.rms_norm(x, *norm)
+                return quantized.gate_up(x.contiguous(), data, a.handle, activation)
+        opened, passed = self.linears(x, [(a, gate[1]), (b, up[1])], norm)
         return vectors.act_mul(opened, passed, activation)
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -130,6 +165,28 @@ class TritonOps(ReferenceOps):
         rotation: Rotation,
     ) -> Tensor:
         return pages.rotate_and_write(_own(store), layer, slots, query, keys, values, rotation)
+
+
+def _fused(rows: Sequence[Tensor]) -> Tensor:
+    """Weights of one input as one tensor. The first time they move into it, so that they are in memory once.
+
+    That is before any step with them is captured: a graph knows memory by its address.
+    """
+    if not _adjacent(rows):
+        whole, start = torch.cat(list(rows)), 0
+        for one in rows:
+            one.set_(whole[start : start + len(one)])  # type: ignore[call-overload]
+            start += len(one)
+    outputs, first = sum(len(one) for one in rows), rows[0]
+    return first.as_strided((outputs, first.shape[1]), first.stride(), first.storage_offset())
+
+
+def _fused_data(weights: Sequence[Tensor | PackedWeight]) -> Tensor | None:
+    """Packed weights as one, like `_fused`; None if they have not the same layout."""
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(packed) < len(weights) or any(one.handle != packed[0].handle for one in packed):
+        return None
+    return _fused([one.data for one in packed])
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> bool:
