@@ -1,6 +1,6 @@
 """What a GPU is used for, beside what it could do: decode, batches and prefill of a Llama shape with random weights.
 
-    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill]
+    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix]
 
 Limits (bytes a second read, operations a second) are measured in the same run.
 """
@@ -8,22 +8,26 @@ Limits (bytes a second read, operations a second) are measured in the same run.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from random_model import LLAMA_1B, LLAMA_8B, SMALL, random_checkpoint
+from random_model import LLAMA_1B, LLAMA_8B, QWEN3_06B, SMALL, random_checkpoint
 
-from kvilt.batch import Batch, Ids, Nothing, Row
+from kvilt.batch import Batch, Ids, Logits, Nothing, Row
 from kvilt.config import RunConfig
+from kvilt.engine.engine import Engine
+from kvilt.engine.event import TokenEvent
+from kvilt.engine.request import Request
 from kvilt.executor.load import build_executor
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
-SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "small": SMALL}
+SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "0.6b": QWEN3_06B, "small": SMALL}
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -92,6 +96,69 @@ def prefill(executor: Executor, tokens: int, flops: float) -> None:
     print(f"prefill, {tokens}: {speed}, {made / 1e12:.0f} TFLOP/s ({made / flops:.0%})")
 
 
+class Tokens:
+    """A listener that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_event(self, event: object) -> bool:
+        self.count += isinstance(event, TokenEvent)
+        return False
+
+
+def served(executor: Executor, requests: Sequence[Request]) -> tuple[float, float, int]:
+    """All requests at once through an engine: seconds, seconds of its steps on the device, tokens."""
+    executor.prefixes.clear()
+    engine, listener, events, run = Engine(executor), Tokens(), [], executor.run
+
+    def timed(batch: Batch) -> Logits:
+        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        events[-1][0].record()
+        logits = run(batch)
+        events[-1][1].record()
+        return logits
+
+    executor.run = timed  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for request in requests:
+        engine.add(engine.prepare(request, listener))
+    while engine.step():
+        pass
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    executor.run = run  # type: ignore[method-assign]
+    return seconds, sum(a.elapsed_time(b) for a, b in events) / 1e3, listener.count
+
+
+def engine_alone(executor: Executor) -> None:
+    """One request through the engine."""
+    params = SamplingParams(max_tokens=256, temperature=0.0)
+    seconds, steps, tokens = min(served(executor, [Request([5] * 16, params)]) for _ in range(4))
+    print(f"engine, batch 1: {tokens / seconds:.0f} tok/s, steps {steps / seconds:.0%} of the time")
+
+
+def engine_batch(executor: Executor, prompts: tuple[int, int], drawn: tuple[int, int], title: str) -> None:
+    """256 requests of random lengths at once; the second run, which finds its graphs captured."""
+    dice, vocab = random.Random(0), executor.spec.vocab_size
+
+    def requests() -> list[Request]:
+        return [
+            Request(
+                [dice.randrange(vocab) for _ in range(dice.randint(*prompts))],
+                SamplingParams(max_tokens=dice.randint(*drawn), temperature=0.6),
+            )
+            for _ in range(256)
+        ]
+
+    dice.seed(1)
+    served(executor, requests())
+    dice.seed(1)
+    seconds, steps, tokens = served(executor, requests())
+    print(f"engine, {title}: {tokens / seconds:.0f} output tok/s, {seconds:.2f} s, steps {steps / seconds:.0%} of it")
+
+
 def agreement() -> None:
     """The kernels beside the reference on a small model."""
     found = {}
@@ -113,7 +180,7 @@ def agreement() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--only", default="agreement,decode,batch,prefill")
+    parser.add_argument("--only", default="agreement,decode,batch,prefill,one,engine,mix")
     options = parser.parse_args()
     only = options.only.split(",")
     bandwidth, flops = limits()
@@ -122,6 +189,9 @@ def main() -> None:
     jobs["decode"] = lambda: decode(executor, bandwidth)
     jobs["batch"] = lambda: [batch(executor, bandwidth, rows, 1000) for rows in (4, 64, 256)] and None
     jobs["prefill"] = lambda: [prefill(executor, tokens, flops) for tokens in (512, 2048, 8192)] and None
+    jobs["one"] = lambda: engine_alone(executor)
+    jobs["engine"] = lambda: engine_batch(executor, (100, 1000), (128, 128), "256 x 100-1,000 in, 128 out")
+    jobs["mix"] = lambda: engine_batch(executor, (100, 1024), (100, 1024), "256 x 100-1,024 in, 100-1,024 out")
     for name, job in jobs.items():
         if name in only:
             try:

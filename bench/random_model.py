@@ -22,6 +22,11 @@ LLAMA_1B = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0,
 }  # fmt: skip
+# The sizes of Qwen3-0.6B, without its norms of queries and keys.
+QWEN3_06B = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000.0,
+}  # fmt: skip
 SMALL = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 1000, "rope_theta": 10000.0,
@@ -112,15 +117,15 @@ def random_checkpoint(
         "tie_word_embeddings": False, **shape,
     }  # fmt: skip
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head = width // config["num_attention_heads"]
-    kv = head * config["num_key_value_heads"]
+    head = config.get("head_dim", width // config["num_attention_heads"])
+    queries, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}."
         shapes |= {
             f"{at}input_layernorm.weight": (width,), f"{at}post_attention_layernorm.weight": (width,),
-            f"{at}self_attn.q_proj.weight": (width, width), f"{at}self_attn.k_proj.weight": (kv, width),
-            f"{at}self_attn.v_proj.weight": (kv, width), f"{at}self_attn.o_proj.weight": (width, width),
+            f"{at}self_attn.q_proj.weight": (queries, width), f"{at}self_attn.k_proj.weight": (kv, width),
+            f"{at}self_attn.v_proj.weight": (kv, width), f"{at}self_attn.o_proj.weight": (width, queries),
             f"{at}mlp.gate_proj.weight": (inner, width), f"{at}mlp.up_proj.weight": (inner, width),
             f"{at}mlp.down_proj.weight": (width, inner),
         }  # fmt: skip

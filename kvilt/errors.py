@@ -82,6 +82,20 @@ class ModelClosed(KviltError):
         super().__init__("this model is closed; run it, and save its KV caches, before closing it")
 
 
+class DeviceMemoryError(KviltError):
+    """A device has too little free memory for what was asked of it; whatever was there before still is."""
+
+    def __init__(self, what: str, asked_bytes: int | None, free_bytes: int, total_bytes: int) -> None:
+        asked = "more memory" if asked_bytes is None else f"{asked_bytes >> 20:,} MiB"
+        super().__init__(
+            f"{what} needs {asked}, and {free_bytes >> 20:,} of the device's {total_bytes >> 20:,} MiB are free; "
+            "lower gpu_memory, max_context or step_tokens, use fewer rows, or free the device for this process"
+        )
+        self.asked_bytes = asked_bytes
+        self.free_bytes = free_bytes
+        self.total_bytes = total_bytes
+
+
 class KVError(KviltError):
     """A KV cache cannot do what was asked; it is unchanged."""
 

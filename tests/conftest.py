@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-if find_spec("triton"):  # there is none for every system
+import torch
+
+if find_spec("triton") and not torch.cuda.is_available():  # there is no triton for every system
     import interpreted  # noqa: F401 (before transformers imports triton)
 
 import os
@@ -12,7 +14,6 @@ from pathlib import Path
 
 import effort
 import pytest
-import torch
 from absent import skip_without, told
 from backends import CPU_BACKENDS
 from hypothesis import is_hypothesis_test
@@ -85,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _belongs(item: pytest.Item, slow: bool) -> bool:
     """With --slow: what is marked so, and the laws, which then try more examples. Otherwise all that is not marked."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        return False
     marked = item.get_closest_marker("slow") is not None
     return marked or is_hypothesis_test(getattr(item, "obj", None)) if slow else not marked
 

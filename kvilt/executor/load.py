@@ -21,6 +21,7 @@ from ..ops.select import check_name as check_backend
 from ..ops.select import select
 from ..quant.formats import FORMATS
 from ..weights.source import Checkpoint, TensorSource, open_checkpoint
+from .device_memory import device_memory
 from .executor import ModelExecutor
 
 PAGE_TOKENS = 32
@@ -50,14 +51,16 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     spec = at_context(spec, max_context)
     kv_dtype = ops.kv_dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     layout = kv_layout(spec, PAGE_TOKENS, kv_dtype)
-    decoder = assemble(checkpoint, spec, layout, ops, progress)
+    with device_memory("loading the weights", ops.device):
+        decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
     pages = split_memory(layout, budget_bytes, max_context)
     if min(pages) < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     try:
-        pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size)
+        with device_memory("KV pages", ops.device):
+            pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
     return ModelExecutor(

@@ -28,6 +28,7 @@ from ..sampling.sampler import SamplerOutput, SamplingState, start_sample
 from ..weights.assets import AssetsLike
 from .call import CallQueue, ExecutorCall, observe
 from .counters import EXECUTOR_METRICS, ROWS, STEPS, TOKENS
+from .device_memory import device_memory
 from .inputs import check_row
 from .kv_maker import mark_rows
 from .lora import Adapters
@@ -102,7 +103,13 @@ class StepExecutor:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
             check_row(row, self.spec.vocab_size, self.spec.hidden_size, self._axes)
-        with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
+        with (
+            device_memory(f"a step of {batch.num_tokens} tokens", self._pool.device),
+            self.call() as stop,
+            batch.lease(),
+            torch.no_grad(),
+            self._adapted(batch) as step_adapters,
+        ):
             logits = self._replay.run(batch, lambda: observe(stop), step_adapters)
             if logits is None:
                 logits = self._decoder(batch, lambda _layer: observe(stop), step_adapters)

@@ -33,14 +33,14 @@ def _native(isa: str, device: torch.device, threads: int | None) -> Ops:
     return NativeOps(threads, isa)
 
 
-def _triton(device: torch.device, _threads: int | None) -> Ops:
+def _triton(dtype: torch.dtype, device: torch.device, _threads: int | None) -> Ops:
     if device.type != "cuda":
         raise WrongDevice(f"the triton kernels run on CUDA devices, not on {device}")
     try:
         from .triton.backend import TritonOps
     except ImportError as error:
         raise Unsupported(f"the CUDA kernels need triton ({error}); install it, or a torch built for CUDA") from None
-    return TritonOps(device)
+    return TritonOps(device, dtype)
 
 
 def _reference(device: torch.device, _threads: int | None) -> Ops:
@@ -49,11 +49,16 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 
 # In order of preference: `auto` takes the first one that this machine can run, in its best instruction set.
 BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
-    {"native": partial(_native, "auto"), "triton": _triton, "reference": _reference}
+    {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16), "reference": _reference}
 )
-# Native kernels of one instruction set, for bits (and KV) that several kinds of machine share.
+# Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
+# with weights, activations and KV in another dtype.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
-    {f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")}
+    {
+        **{f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")},
+        "triton/float32": partial(_triton, torch.float32),
+        "triton/float16": partial(_triton, torch.float16),
+    }
 )
 # All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.
 _NAMED: dict[str, MakeOps] = {**BACKENDS, **NARROWED}
