@@ -1,6 +1,7 @@
 """What a GPU is used for, beside what it could do: decode, batches and prefill of a Llama shape with random weights.
 
-    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix]
+    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix] [--format Q4_K]
+        [--kv-dtype float8_e4m3fn]
 
 Limits (bytes a second read, operations a second) are measured in the same run.
 """
@@ -181,11 +182,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--only", default="agreement,decode,batch,prefill,one,engine,mix")
+    parser.add_argument("--format", default="", help="that matrices are packed in, like Q4_K")
+    parser.add_argument("--kv-dtype", default="auto")
     options = parser.parse_args()
     only = options.only.split(",")
     bandwidth, flops = limits()
     jobs: dict[str, Callable[[], None]] = {"agreement": agreement}
-    executor = build_executor(random_checkpoint(SHAPES[options.shape]), RunConfig(device="cuda", kv_memory=48 << 30))
+    executor = build_executor(
+        random_checkpoint(SHAPES[options.shape], format_=options.format),
+        RunConfig(device="cuda", kv_memory=48 << 30, kv_dtype=options.kv_dtype),
+    )
     jobs["decode"] = lambda: decode(executor, bandwidth)
     jobs["batch"] = lambda: [batch(executor, bandwidth, rows, 1000) for rows in (4, 64, 256)] and None
     jobs["prefill"] = lambda: [prefill(executor, tokens, flops) for tokens in (512, 2048, 8192)] and None

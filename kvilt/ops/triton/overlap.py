@@ -35,6 +35,15 @@ def launch_next(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch_ahead(at, PDL: tl.constexpr):
+    """Bring lines of memory that no kernel writes into the cache, before the last kernel has ended."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def await_inputs(PDL: tl.constexpr):
     """Wait until the kernel before this one has written all it writes."""
     if PDL:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..contract import Activation
 from .eight_bits import codes_of_words
-from .overlap import await_inputs, launch_next, overlap
+from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .packed import GroupedLayout
 from .vectors import _ACTIVATIONS, activated
 
@@ -142,9 +142,8 @@ def _few_rows(
     MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of three axes: chunks, one for each warp, rows of the weight, and rows of the input."""
+    """Tiles of three axes: chunks, shared out among warps, rows of the weight, and rows of the input."""
     launch_next(PDL)
-    await_inputs(PDL)
     SLOTS: tl.constexpr = 16 // BITS
     SCALE_WORDS: tl.constexpr = SLOTS if MINIMUMS else SLOTS // 2  # of a chunk
     BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 if BITS == 4 else 128 * 17)
@@ -153,6 +152,8 @@ def _few_rows(
     chunk, c = tl.arange(0, CHUNKS), tl.arange(0, GROUP)
     there, known = n < outputs, m < rows
     near = tl.minimum(n, outputs - 1).to(tl.int64)  # rows past the end are read as the last one, without a mask
+    fetch_ahead((words + near * stride_words)[:, None] + 64 * tl.arange(0, 8)[None, :], PDL)
+    await_inputs(PDL)
     words_at = words + (near * stride_words)[None, :, None] + (chunk * GROUP)[:, None, None] + c[None, None, :]
     scales_at = scales + first_scale + (near * stride_scales)[None, :] + (chunk * SCALE_WORDS)[:, None]
     x_at = x + (m * stride_x)[None, None, :] + (chunk * SLOTS * GROUP)[:, None, None] + c[None, :, None]
