@@ -238,6 +238,7 @@ class Adapters:
             self._leave_if_done(one)
 
     def _adapting(self, rows: Sequence[Row], starts: Sequence[int], used: dict[int, _Loaded]) -> StepAdapters:
+        device = self._decoder.ops.device
         slots = torch.full((starts[-1],), -1, dtype=torch.int64)
         scales = torch.zeros(starts[-1], dtype=torch.float32)
         embedded: list[RowEmbedding] = []
@@ -250,12 +251,12 @@ class Adapters:
             slots[start + first : starts[index + 1]] = one.slot
             scales[start + first : starts[index + 1]] = row.adapter.scale
             if one.facts.embedded is not None and (looked_up := _looked_up(row.source, first)):
-                tokens = start + torch.tensor(looked_up)
+                tokens = torch.tensor([start + i for i in looked_up], device=device)
                 embedded.append(RowEmbedding(one.facts.embedded, row.adapter.scale, tokens))
         parts = frozenset().union(*(one.parts for one in used.values()))
         assert self._bank is not None
         tables = {name: table for name, table in self._bank.tables.items() if part_of(name) in parts}
-        adapter_slots = AdapterSlots(slots, scales)
+        adapter_slots = AdapterSlots(slots, scales).to(device)
         return StepAdapters(parts, tables, adapter_slots, tuple(embedded), self._gain(used.values(), adapter_slots))
 
     def _gain(self, used: Iterable[_Loaded], adapter_slots: AdapterSlots) -> MagnitudeGain | None:

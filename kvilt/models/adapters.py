@@ -93,7 +93,8 @@ def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> F
         for tensor in (down, up) if sizes is None else (down, up, sizes):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         if tensors.embedding:
-            embedded = EmbeddedRows(down.T.clone(memory_format=torch.contiguous_format), up.T.clone(), scale)
+            device, rows_first = decoder.ops.device, down.T.clone(memory_format=torch.contiguous_format)
+            embedded = EmbeddedRows(rows_first.to(device), up.T.clone().to(device), scale)
             continue
         target, start = targets[module], 0
         for name, outputs in zip(target.maps, target.outputs, strict=True):
@@ -114,13 +115,14 @@ def _dora(product: LowRank, sizes: Tensor, linear: Linear, decoder: Decoder, alo
     m / |W + s B A| is one number for each output, known when the adapter is loaded; the product has it in its upper
     half.
     """
-    up, down, lengths = product.up.to(torch.float32), product.down.to(torch.float32), []
+    device, lengths = decoder.ops.device, []
+    up, down = product.up.to(device, torch.float32), product.down.to(device, torch.float32)
     for start in range(0, len(up), _BLOCK):
-        rows = torch.arange(start, min(start + _BLOCK, len(up)))
+        rows = torch.arange(start, min(start + _BLOCK, len(up)), device=device)
         with alone:
-            own = decoder.ops.embed(linear.weight, rows).clone()
+            own = decoder.ops.embed(linear.weight, rows).to(torch.float32, copy=True)
         lengths.append(torch.linalg.vector_norm(own + product.scale * (up[rows] @ down), dim=1))
-    grown = sizes.to(torch.float32) / torch.cat(lengths)
+    grown = sizes.to(device, torch.float32) / torch.cat(lengths)
     if not bool(grown.isfinite().all()):
         raise WeightError(linear.name, "an output of this map is nothing but zeros, and DoRA divides by its length")
     return LowRank(down, grown[:, None] * up, product.scale), grown - 1.0
@@ -209,7 +211,8 @@ def _same(copy: Tensor, own: object, decoder: Decoder, alone: Alone) -> bool:
     for start in range(0, len(copy), _BLOCK):
         rows = torch.arange(start, min(start + _BLOCK, len(copy)))
         with alone:
-            if not torch.equal(decoder.ops.embed(own, rows), copy[rows].to(torch.float32)):  # type: ignore[arg-type]
+            found = decoder.ops.embed(own, rows.to(decoder.ops.device)).cpu()  # type: ignore[arg-type]
+            if not torch.equal(found, copy[rows].to(found.dtype)):
                 return False
     return True
 

@@ -71,7 +71,8 @@ class MagnitudeGain:
     @staticmethod
     def for_slots(gains: Mapping[str, Tensor], slots: frozenset[int], adapter_slots: AdapterSlots) -> MagnitudeGain:
         """For the tokens that use one of the slots."""
-        tokens = torch.isin(adapter_slots.slots, torch.tensor(sorted(slots))).nonzero()[:, 0]
+        wanted = torch.tensor(sorted(slots), device=adapter_slots.slots.device)
+        tokens = torch.isin(adapter_slots.slots, wanted).nonzero()[:, 0]
         return MagnitudeGain(gains, slots, tokens, adapter_slots.of(tokens))
 
     def of(self, adapter_slots: AdapterSlots) -> MagnitudeGain:
@@ -87,7 +88,8 @@ class MagnitudeGain:
         if (gains := self.gains.get(one.name)) is None or not len(self.tokens):
             return
         made = ops.linear(x[self.tokens], one.weight) if whole else out[self.tokens]
-        out.index_add_(0, self.tokens, made * (gains[self.adapter_slots.slots] * self.adapter_slots.scales[:, None]))
+        grown = made * (gains[self.adapter_slots.slots] * self.adapter_slots.scales[:, None])
+        out.index_add_(0, self.tokens, grown.to(out.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class AdapterTables:
         self._fill(slot, products)
         for name, gain in (gains or {}).items():
             if name not in self.gains:
-                self.gains[name] = torch.zeros(len(self._held), len(gain))
+                self.gains[name] = gain.new_zeros(len(self._held), len(gain))
             self.gains[name][slot] = gain
         return slot
 

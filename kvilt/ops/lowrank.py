@@ -37,6 +37,14 @@ class AdapterSlots:
     slots: Tensor  # [tokens] int64, -1: none
     scales: Tensor  # [tokens] float32
 
+    def to(self, device: torch.device) -> AdapterSlots:
+        """The same there, in one copy that the host does not wait for."""
+        if device.type == "cpu":
+            return self
+        words = torch.cat([self.slots.view(torch.int32), self.scales.view(torch.int32)])
+        there, split = words.pin_memory().to(device, non_blocking=True), 2 * len(self.slots)
+        return AdapterSlots(there[:split].view(torch.int64), there[split:].view(torch.float32))
+
     def of(self, tokens: Tensor | slice) -> AdapterSlots:
         """Those of some of the tokens."""
         return AdapterSlots(self.slots[tokens].contiguous(), self.scales[tokens].contiguous())

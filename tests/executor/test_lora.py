@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import some
 from lora_files import ALL, lora_tensors, write_lora
 from tiny import write_tiny
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvilt.errors import AdapterUnknown, BlobError, InputError, ModelNotFound, P
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
+from kvilt.ops import select
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store
 from kvilt.store.tier import Budget
@@ -68,6 +70,31 @@ def native(base: Path) -> Iterator[Executor]:
 
 def prompt(row: int, length: int) -> list[int]:
     return [int(i) for i in torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(row))]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), some([(torch.bfloat16, 0.2), (torch.float32, 1e-4)]))
+def test_kernels_of_a_device_give_every_kind_of_adapter_its_logits(
+    base: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Rows with plain adapters, with one of the embedding, with magnitudes and with none, in one step."""
+    backend = pytest.importorskip("kvilt.ops.triton.backend")
+    monkeypatch.setitem(select._NAMED, "interpreted", lambda device, _: backend.TritonOps(device, dtype))
+    dora = write_lora(tmp_path / "dora", 5, ("self_attn.q_proj", "mlp.down_proj"), 9, use_dora=True)
+    found = []
+    for name in ("reference", "interpreted"):
+        with closing(opened(base, name)) as executor, executor.create_kv_cache(5) as kv:
+            adapters: list[Adapter] = [executor.adapters.choose(executor.load_lora(folders[one]), 0.5) for one in "def"]
+            adapters += [executor.adapters.choose(executor.load_lora(dora)), Base()]
+            kv.reserve(1)
+            rows = [Row(Ids(prompt(row, 1)), [0], kv, row, adapter=one) for row, one in enumerate(adapters)]
+            found.append(executor.run(Batch.of(rows)).values)
+    made, expected = found
+    assert float((made - expected).abs().max()) < tolerance * float(expected.abs().max())
 
 
 # To the bit.

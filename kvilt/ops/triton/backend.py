@@ -25,9 +25,10 @@ from ..contract import (
     Rotation,
 )
 from ..kv_dtypes import BFLOAT16, FLOAT32
+from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
-from . import pages, products, quantized, vectors
+from . import lora, pages, products, quantized, vectors
 from .graphs import GraphRecorder
 from .packed import pack
 from .sampling import TritonSampling
@@ -133,6 +134,17 @@ class TritonOps(ReferenceOps):
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return vectors.act_mul(gate, up, activation)
+
+    def prepare_low_rank(self, product: LowRank) -> LowRank:
+        return lora.prepare(product, self.device, self.dtype)
+
+    def new_table(self, outputs: int, inputs: int, slots: int) -> lora.TritonTable:  # type: ignore[override]
+        return lora.TritonTable(outputs, inputs, slots, self.device)
+
+    def adapt(
+        self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
+    ) -> None:
+        lora.adapt(x, tables, outs, adapter_slots)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return vectors.rms_norm(x, weight, eps)
