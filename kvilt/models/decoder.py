@@ -207,6 +207,8 @@ class Decoder:
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
         """Of one token a row, as drawn tokens get them too."""
+        if self.ops.sampling is not None:
+            return self.ops.sampling.logprobs(logits, None, tokens, top)
         own = self.ops.reductions
         if own is None:
             return row_logprobs(logits, tokens, top)

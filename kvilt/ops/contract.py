@@ -137,8 +137,8 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
-        """As `Reductions.logprobs`, with everything on the device; `tokens` [rows] are one for each of `rows`."""
+    def logprobs(self, logits: Tensor, rows: Tensor | None, tokens: Tensor, top: int) -> RowLogprobs:
+        """As `Reductions.logprobs`, with everything on the device; `tokens` are one for each of `rows`, None: all."""
         ...
 
 

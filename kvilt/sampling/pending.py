@@ -38,8 +38,10 @@ class PendingSample:
         found = [drawn]
         if rows:
             most = min(max(top for top in tops if top is not None), logits.shape[-1])
-            at = torch.tensor(rows, pin_memory=drawn.is_cuda).to(drawn.device, non_blocking=True)
-            made = kernels.logprobs(logits, at, drawn[0].index_select(0, at), most)
+            at = None  # all of them
+            if len(rows) < len(tops):
+                at = torch.tensor(rows, pin_memory=drawn.is_cuda).to(drawn.device, non_blocking=True)
+            made = kernels.logprobs(logits, at, drawn[0] if at is None else drawn[0].index_select(0, at), most)
             found += [made.logprobs, made.ranks, made.top_ids, made.top_logprobs]
         fetch = _HostCopy(found)
 

@@ -80,9 +80,9 @@ class TritonSampling:
             filters.draw(logits, shares.copies, table, shares.limits, shares.counts, self._counters, out)
         return out
 
-    def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
+    def logprobs(self, logits: Tensor, rows: Tensor | None, tokens: Tensor, top: int) -> RowLogprobs:
         """Of one token for each of `rows`, under the raw logits."""
-        own = logits if len(rows) == len(logits) else logits.index_select(0, rows)
+        own = logits if rows is None else logits.index_select(0, rows)
         return row_logprobs(own.float(), tokens, top)
 
 
