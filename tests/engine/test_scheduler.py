@@ -195,10 +195,9 @@ def test_a_request_waits_while_the_samples_of_another_will_take_its_rows() -> No
 def test_as_many_decodes_as_rows_stay_in_their_order() -> None:
     """They need not take turns, so a pause of one of them changes nothing."""
     here = kitchen(max_rows=2, step_tokens=8)
-    for name in ("a", "b"):
-        here.add(name, [1] * 4, 20)
-    second = here.live[1]
-    here.step()
+    here.add("a", [1] * 4, 20)
+    second = here.add("b", [2] * 4, 20)
+    assert len(here.step().work) == 2
     here.scheduler.apply(HoldRows(second, True))
     assert [work.sample.request for work in here.step().work] == ["a"]
     here.scheduler.apply(HoldRows(second, False))

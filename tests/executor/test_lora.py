@@ -21,6 +21,7 @@ from kvilt.errors import AdapterUnknown, BlobError, InputError, ModelNotFound, P
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
+from kvilt.models.step_adapters import EMBEDDING
 from kvilt.ops import select
 from kvilt.sampling.params import SamplingParams
 from kvilt.store.store import Store
@@ -300,15 +301,18 @@ def test_unloading_while_a_step_runs_neither_stops_nor_changes_it(base: Path, fo
 def test_an_adapter_of_the_embedding_has_no_part_in_rows_that_start_later(
     native: Executor, folders: dict[str, Path]
 ) -> None:
-    """A row in two spans is the row in one, to the bit."""
+    """A row in two spans is the row in one, to the bit, also beside a row that begins with its ids."""
     adapter, ids = native.adapters.choose(native.load_lora(folders["f"])), [5, 17, 3]
-    with native.create_kv_cache() as kv:
+    with native.create_kv_cache() as kv, native.create_kv_cache() as beside:
         kv.reserve(len(ids))
+        beside.reserve(2)
         whole = native.run(Batch.of([Row(Ids(ids), range(3), kv, adapter=adapter)]))
         first = Row(Ids(ids), range(3), kv, layers=LayerSpan(0, 1), want=HiddenOut(), adapter=adapter)
         (states,) = native.run(Batch.of([first])).hidden.values()
-        rest = native.run(Batch.of([Row(Hidden(states), range(3), kv, layers=LayerSpan(1), adapter=adapter)]))
-        assert torch.equal(rest.values, whole.values)
+        later = Row(Hidden(states), range(3), kv, layers=LayerSpan(1), adapter=adapter)
+        neighbour = Row(Ids([8, 9]), range(2), beside, adapter=adapter)
+        assert torch.equal(native.run(Batch.of([later])).values, whole.values)
+        assert torch.equal(native.run(Batch.of([neighbour, later])).of_row(1), whole.values)
 
 
 # The budget.
@@ -472,6 +476,9 @@ def test_metrics_count_adapters_rows_and_bytes(native: Executor, folders: dict[s
         native.step([4], kv, lora)
     found = native.lora_metrics_snapshot()
     assert (found["loaded"], found["active"], found["resident"], found["loads"]) == (1, 0, 1, 1)
+    assert EMBEDDING not in native.adapters.find(lora).parts
+    assert EMBEDDING in native.adapters.find(native.load_lora(folders["f"], "of the embedding")).parts
+    native.unload_lora(native.adapters.find("of the embedding").id)
     assert found["rows"]["counted"] == 2
     assert found["bytes"] == native.adapters.find(lora).nbytes > 0
     hold = native.adapters.hold(native.adapters.choose(lora))

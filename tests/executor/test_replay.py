@@ -191,7 +191,8 @@ def test_a_cancel_stops_a_step_that_would_be_recorded(native: Executor) -> None:
                 native.cancel()
                 native.step([4], kv)
             assert kv.tokens() == [1, 2, 3]
-            native.step([4], kv)  # recorded now, for the second time around
+            native.step([4], kv)
+        assert shape_of((0, 1), None) in native._replay._steps, "recorded now, for the second time around"
 
 
 def test_a_cancel_that_comes_late_stops_nothing(native: Executor) -> None:

@@ -110,6 +110,12 @@ def test_a_fair_share_survives_whatever_another_owner_does(
     assert (desk.pool.held_by("a"), desk.pool.held_by("b")) == (0, 0), "every page is given back to no owner"
 
 
+def test_pages_that_are_taken_for_no_owner_are_those_of_the_owner_without_a_name(scribe: Any) -> None:
+    pool = scribe.pool(scribe.full(), 12)
+    pool.take([3])
+    assert (pool.held_by(""), pool.fair_share()) == (3, 12)
+
+
 def test_an_owner_that_gave_all_its_pages_back_has_no_share(scribe: Any) -> None:
     pool = scribe.pool(scribe.full(), 12)
     (mine,), (other,) = pool.take([2], "a"), pool.take([3], "b")

@@ -161,6 +161,12 @@ def test_another_tenant_or_adapter_finds_nothing(desk: Desk, other: PrefixScope)
     assert len(desk.index) == 4
 
 
+def test_any_text_is_a_tenant(desk: Desk) -> None:
+    """Also one that is no Unicode: a name that came through a system's files may be such."""
+    desk.once(range(8), PrefixScope(salt="\ud800"))
+    assert [desk.found(range(8), PrefixScope(salt=salt)) for salt in ("\ud800", "\ud801", "?")] == [8, 0, 0]
+
+
 def test_embedding_rows_count_by_their_hashes(desk: Desk) -> None:
     image, other = b"\x07" * 32, b"\x08" * 32
     for one in (image, other):
