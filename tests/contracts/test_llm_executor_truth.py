@@ -252,6 +252,26 @@ def test_prompts_that_are_longer_than_a_step_may_be(tmp_path: Path) -> None:
     assert executor.pool.usage().used == 0
 
 
+def test_a_step_that_fails_keeps_no_page(
+    executor: Executor, served: LlmExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_batch: Batch) -> None:
+        raise RuntimeError("a kernel broke")
+
+    served.prefill(PrefillInput("a", LONG[:30]))
+    used = executor.pool.usage().used
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "run", fail)
+        for call in (
+            lambda: served.forward_verify([DecodeInput("a", token) for token in range(8)]),  # a second page
+            lambda: served.prefill(PrefillInput("b", LONG)),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+            assert executor.pool.usage().used == used
+    assert torch.equal(served.decode(DecodeInput("a", 4)).logits, alone(executor, [*LONG[:30], 4]))
+
+
 # Closed.
 
 

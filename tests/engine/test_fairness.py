@@ -323,6 +323,14 @@ def test_the_prompts_of_one_owner_do_not_make_steps_long_for_what_another_draws(
     assert sum(work.count for work in here.step().work) == 200
 
 
+def test_prompts_of_several_owners_have_whole_steps_while_none_of_them_draws() -> None:
+    here = Kitchen(4000, StepLimits(200, 8, SIZE, shared_tokens=20), index=False)
+    for owner in ("a", "b"):
+        here.add(owner, [1] * 400, 1, owner=owner)
+    for _ in range(3):
+        assert sum(work.count for work in here.step().work) == 200
+
+
 def test_priorities_count_inside_an_owner_only() -> None:
     here = shared(max_rows=2, step_tokens=8)
     for i in range(10):

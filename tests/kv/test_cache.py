@@ -176,6 +176,19 @@ def test_nobody_waits_while_an_identity_is_computed(scribe: Any) -> None:
     assert all(free)
 
 
+def test_asking_again_for_room_that_is_there_changes_no_table(scribe: Any, pool: Any) -> None:
+    """A batch that was made of the tables stays up to date."""
+    cache, _ = scribe.grown(pool, range(5))
+    with cache:
+        cache.reserve(9)
+        version, pages = cache.row(0).version, cache.pages()
+        for extra in (9, 3, 0):
+            cache.reserve(extra)
+        assert (cache.row(0).version, cache.pages()) == (version, pages)
+        cache.reserve(12)
+        assert cache.row(0).version != version
+
+
 def test_only_reserved_unshared_room_above_the_length_is_writable(scribe: Any, pool: Any) -> None:
     cache, _ = scribe.grown(pool, range(5))
     row = cache.row(0)

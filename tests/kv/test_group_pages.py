@@ -264,6 +264,23 @@ def test_a_stored_prefix_longer_than_the_window_group_is_restored(scribe: Any, k
     assert desk.pool.free_pages() == FEW
 
 
+def test_a_long_input_is_known_also_where_windows_stand_before_the_full_group(scribe: Any) -> None:
+    """When it is committed, the first of its pages have left the window group already."""
+    full, window = scribe.windowed(page_tokens=SIZE).groups
+    desk = Desk(scribe, KVLayout((window, full)), (9, 40))
+    line, cells = desk.begin(range(40)), desk.cells(range(40), BASE)
+    for start in range(0, 40, SIZE):
+        line.cache.reserve(40, [range(start, start + SIZE)])
+        scribe.write(line.cache, [cells], [range(start, start + SIZE)])
+    tokens = [token for token, _ in cells]
+    line.cache.commit([tokens], filled=lambda row: desk.index.insert(row, line.prefix_keys))
+    line.cache.close()
+    assert desk.found(range(40)) == 40
+    again = desk.begin(range(44))
+    assert again.cache.num_entries == 40
+    again.cache.close()
+
+
 def test_a_prefix_is_found_while_its_window_is_kept(scribe: Any) -> None:
     """A conversation goes on while others take no more pages of the window group than it has beside its window."""
     desk = Desk(scribe, scribe.windowed(page_tokens=SIZE), (60, 12))
