@@ -18,6 +18,7 @@ from kvilt.quant.unpack import dequantize
 
 pytest.importorskip("triton")
 
+from kvilt.ops.triton import quantized
 from kvilt.ops.triton.backend import TritonOps
 from kvilt.ops.triton.packed import pack
 from kvilt.ops.triton.quantized import PackedTile, launch
@@ -101,6 +102,17 @@ def test_a_tile_decides_nothing_but_the_speed(random_of: Any, tile: PackedTile) 
     packed = pack(weight, CPU)
     found = launch(x, packed.data, packed.handle, 40, tile)
     close(found, x.double() @ dequantize(weight).double().T, 1e-6)
+
+
+def test_many_rows_expand_the_weight_slab_by_slab(
+    ops: TritonOps, random_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "MANY_ROWS", 4)
+    weight, x, residual = weight_of("Q4_0", 20, 256), random_of(5, 256), random_of(5, 20, seed=1)
+    truth = x.double() @ dequantize(weight).double().T + residual
+    for slab in (1 << 20, 7 * 256):
+        monkeypatch.setattr(quantized, "SLAB", slab)
+        close(ops.linear(x, ops.prepare(weight), None, residual.clone()), truth, 1e-6)
 
 
 def test_formats_without_kernels_are_expanded(ops: TritonOps) -> None:

@@ -23,6 +23,7 @@ from .packed import GroupedLayout
 from .vectors import _ACTIVATIONS, activated
 
 SPAN = 128  # columns
+SLAB = 1 << 27  # elements of a weight that are expanded at a time
 FEW_ROWS = 16  # rows of an input up to which the warps of a program share out the columns
 MANY_ROWS = 128  # and from which on expanding the weight pays
 
@@ -53,10 +54,21 @@ FEW, SEVERAL = PackedTile(16, 4, stages=5), PackedTile(64, 2, stages=4, warps=4)
 
 def product(x: Tensor, data: Tensor, layout: GroupedLayout, residual: Tensor | None = None) -> Tensor:
     """`x` [rows, in] times a packed weight [out, row_bytes] transposed, plus `residual` [rows, out]."""
-    if len(x) >= MANY_ROWS and x.is_cuda:
-        made = F.linear(x, expanded(data, layout, x.dtype))
-        return made if residual is None else residual + made
+    if len(x) >= MANY_ROWS:
+        made = _by_slabs(x, data, layout)
+        return made if residual is None else residual.add_(made)
     return launch(x, data, layout, len(data), tile_of(len(x)), residual=residual)
+
+
+def _by_slabs(x: Tensor, data: Tensor, layout: GroupedLayout) -> Tensor:
+    """Slabs of the weight expanded one after the other, since a whole vocabulary would take a gigabyte."""
+    step = max(1, SLAB // layout.columns)
+    if len(data) <= step:
+        return F.linear(x, expanded(data, layout, x.dtype))
+    out = torch.empty((len(x), len(data)), dtype=x.dtype, device=x.device)
+    for start in range(0, len(data), step):
+        out[:, start : start + step] = F.linear(x, expanded(data[start : start + step], layout, x.dtype))
+    return out
 
 
 def gate_up(x: Tensor, data: Tensor, layout: GroupedLayout, activation: Activation) -> Tensor:
