@@ -95,7 +95,7 @@ GROUPED_FORMATS: Mapping[str, GroupedFormat] = MappingProxyType(
         "Q4_0": GroupedFormat(4, 32, 8, _q4_0),
         "Q4_1": GroupedFormat(4, 32, 0, _q4_1),
         "Q4_K": GroupedFormat(4, 32, 0, _q4_k),
-        "Q6_K": GroupedFormat(8, 16, 32, _q6_k),
+        "Q6_K": GroupedFormat(6, 16, 32, _q6_k),
         "Q8_0": GroupedFormat(8, 32, 128, _q8_0),
     }
 )

@@ -17,8 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
-from .eight_bits import even_odd
 from .overlap import await_inputs, launch_next, overlap
+from .unpack import even_odd
 
 MAX_SPLITS = 16
 MANY = 256  # programs that fill a card

@@ -1,7 +1,8 @@
 """How packed weights lie on the device: rows of codes, then their scales, so that kernels load words as they need them.
 
-A word of 16 bits holds a code of each of `slots` groups: code i of word c is column `i * group + c` of a chunk, and a
-chunk has `group` words. So one load gives tensor cores several tiles, of one scale a row each.
+A word of 16 bits holds a code of each of several groups: code i of word c is column `i * group + c` of a chunk, and a
+chunk has `group` words. So one load gives tensor cores several tiles, of one scale a row each. Codes of six bits have
+two such blocks of words for their lower four bits, and one for the upper two of all.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class GroupedLayout:
 
     @property
     def slots(self) -> int:
-        """Codes of a word."""
-        return 16 // self.bits
+        """Groups of a chunk."""
+        return 8 if self.bits == 6 else 16 // self.bits
 
     @property
     def padded(self) -> int:
@@ -67,11 +68,21 @@ def _put(layout: GroupedLayout, data: Tensor, groups: Groups) -> None:
     codes = torch.zeros((len(data), layout.padded), dtype=torch.int32, device=data.device)
     codes[:, : layout.columns] = groups.codes
     slots = codes.view(len(data), -1, layout.slots, layout.group)
-    words = torch.zeros_like(slots[:, :, 0])
-    for slot in range(layout.slots):
-        words |= slots[:, :, slot] << (layout.bits * slot)
+    if layout.bits == 6:
+        parts = [_words(slots[:, :, :4] & 15, 4), _words(slots[:, :, 4:] & 15, 4), _words(slots >> 4, 2)]
+        words = torch.cat(parts, dim=-1)
+    else:
+        words = _words(slots, layout.bits)
     # Words of 16 bits out of 32: the first half of each, as bytes are ordered on every machine that has these kernels.
     data[:, : layout.code_bytes] = words.flatten(1).view(torch.int16)[:, ::2].contiguous().view(torch.uint8)
-    parts = [groups.scales] if groups.minimums is None else [groups.scales, groups.minimums]
-    halves = torch.stack(parts, dim=-1).flatten(1).half().view(torch.uint8)
+    pairs = [groups.scales] if groups.minimums is None else [groups.scales, groups.minimums]
+    halves = torch.stack(pairs, dim=-1).flatten(1).half().view(torch.uint8)
     data[:, layout.code_bytes : layout.code_bytes + halves.shape[1]] = halves
+
+
+def _words(slots: Tensor, bits: int) -> Tensor:
+    """Codes [rows, chunks, slots, group] of so many bits as words [rows, chunks, group]."""
+    words = torch.zeros_like(slots[:, :, 0])
+    for slot in range(slots.shape[2]):
+        words |= slots[:, :, slot] << (bits * slot)
+    return words

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Activation
-from .eight_bits import codes_of_words
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .packed import GroupedLayout
+from .unpack import load_codes
 from .vectors import _ACTIVATIONS, activated
 
 SPAN = 128  # columns
@@ -116,7 +116,8 @@ def _planes(data: Tensor, layout: GroupedLayout) -> tuple[Tensor, Tensor, int, i
 
 def _constants(layout: GroupedLayout) -> dict[str, Any]:
     return {
-        "BITS": layout.bits, "GROUP": layout.group, "OFFSET": layout.offset, "MINIMUMS": layout.minimums
+        "BITS": layout.bits, "GROUP": layout.group, "SLOTS": layout.slots, "OFFSET": layout.offset,
+        "MINIMUMS": layout.minimums,
     }  # fmt: skip
 
 
@@ -150,15 +151,15 @@ def _group(
 @triton.jit
 def _few_rows(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, stride_x, columns, padded,
-    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of three axes: chunks, shared out among warps, rows of the weight, and rows of the input."""
     launch_next(PDL)
-    SLOTS: tl.constexpr = 16 // BITS
     SCALE_WORDS: tl.constexpr = SLOTS if MINIMUMS else SLOTS // 2  # of a chunk
-    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 if BITS == 4 else 128 * 17)
+    WORDS: tl.constexpr = SLOTS * GROUP * BITS // 16
+    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 * 17 if BITS == 8 else 128)
     kind: tl.constexpr = x.dtype.element_ty
     n, m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     chunk, c = tl.arange(0, CHUNKS), tl.arange(0, GROUP)
@@ -166,19 +167,18 @@ def _few_rows(
     near = tl.minimum(n, outputs - 1).to(tl.int64)  # rows past the end are read as the last one, without a mask
     fetch_ahead((words + near * stride_words)[:, None] + 64 * tl.arange(0, 8)[None, :], PDL)
     await_inputs(PDL)
-    words_at = words + (near * stride_words)[None, :, None] + (chunk * GROUP)[:, None, None] + c[None, None, :]
+    words_at = words + (near * stride_words)[None, :, None] + (chunk * WORDS)[:, None, None] + c[None, None, :]
     scales_at = scales + first_scale + (near * stride_scales)[None, :] + (chunk * SCALE_WORDS)[:, None]
     x_at = x + (m * stride_x)[None, None, :] + (chunk * SLOTS * GROUP)[:, None, None] + c[None, :, None]
     second, second_scale = outputs.to(tl.int64) * stride_words, outputs.to(tl.int64) * stride_scales
     ones = tl.full([CHUNKS, OUTPUTS, GROUP], 1.0, tl.float32).to(kind)
     total, other = tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32), tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, padded, SLOTS * GROUP * CHUNKS, num_stages=STAGES):
-        own_words = tl.load(words_at + start // SLOTS, eviction_policy="evict_first")
-        codes = codes_of_words(own_words, BITS, kind, ASSEMBLY)
+        first = start // (SLOTS * GROUP)
+        codes = load_codes(words_at + first * WORDS, BITS, GROUP, kind, ASSEMBLY)
         if KIND >= 0:
-            own_words = tl.load(words_at + second + start // SLOTS, eviction_policy="evict_first")
-            others = codes_of_words(own_words, BITS, kind, ASSEMBLY)
-        at, pair, others_pair = scales_at + start // (SLOTS * GROUP) * SCALE_WORDS, 0, 0
+            others = load_codes(words_at + second + first * WORDS, BITS, GROUP, kind, ASSEMBLY)
+        at, pair, others_pair = scales_at + first * SCALE_WORDS, 0, 0
         for slot in tl.static_range(SLOTS):
             inside = known[None, None, :]
             if CUT:
@@ -209,15 +209,15 @@ def _finish(made, residual, out, m, n, known, there, outputs, RESIDUAL: tl.const
 @triton.jit
 def _several_rows(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, stride_x, columns, padded,
-    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
-    SLOTS: tl.constexpr = 16 // BITS
     SCALE_WORDS: tl.constexpr = SLOTS if MINIMUMS else SLOTS // 2  # of a chunk
-    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 if BITS == 4 else 128 * 17)
+    WORDS: tl.constexpr = SLOTS * GROUP * BITS // 16
+    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 * 17 if BITS == 8 else 128)
     kind: tl.constexpr = x.dtype.element_ty
     n, m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, GROUP)
@@ -231,11 +231,11 @@ def _several_rows(
     total, other = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, padded, SLOTS * GROUP * CHUNKS, num_stages=STAGES):
         for chunk in tl.static_range(CHUNKS):
-            at = start // SLOTS + chunk * GROUP
-            codes = codes_of_words(tl.load(words_at + at), BITS, kind, ASSEMBLY)
+            at = start // (SLOTS * GROUP) + chunk
+            codes = load_codes(words_at + at * WORDS, BITS, GROUP, kind, ASSEMBLY)
             if KIND >= 0:
-                others = codes_of_words(tl.load(words_at + second + at), BITS, kind, ASSEMBLY)
-            scale_at = scales_at + (start // (SLOTS * GROUP) + chunk) * SCALE_WORDS
+                others = load_codes(words_at + second + at * WORDS, BITS, GROUP, kind, ASSEMBLY)
+            scale_at = scales_at + at * SCALE_WORDS
             pair, others_pair = 0, 0
             for slot in tl.static_range(SLOTS):
                 column = start + (chunk * SLOTS + slot) * GROUP
@@ -278,19 +278,24 @@ def _rows(
 @triton.jit
 def _expand(
     words, scales, stride_words, stride_scales, first_scale, ids, out, factor, columns,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     MINIMUMS: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
-    SLOTS: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = SLOTS * GROUP * BITS // 16
     target = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + target).to(tl.int64) if GATHER else target
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     chunk, slot = column // (SLOTS * GROUP), column // GROUP % SLOTS
-    word = tl.load(words + row * stride_words + chunk * GROUP + column % GROUP, mask=inside, other=0).to(tl.int32)
-    code = (word >> (slot * BITS)) & ((1 << BITS) - 1)
+    words_at = words + row * stride_words + chunk * WORDS + column % GROUP
+    if BITS == 6:
+        low = tl.load(words_at + slot // 4 * GROUP, mask=inside, other=0).to(tl.int32) >> (slot % 4 * 4)
+        high = tl.load(words_at + 2 * GROUP, mask=inside, other=0).to(tl.int32) >> (slot * 2)
+        code = (low & 15) | ((high & 3) << 4)
+    else:
+        code = (tl.load(words_at, mask=inside, other=0).to(tl.int32) >> (slot * BITS)) & ((1 << BITS) - 1)
     group, at = column // GROUP, scales + row * stride_scales + first_scale
     low, high = _halves(tl.load(at + (group if MINIMUMS else group // 2), mask=inside, other=0))
     code = (code - OFFSET).to(tl.float32)

@@ -1,7 +1,8 @@
-"""Bytes of KV as float16, two of them for each word of 16 bits: what tensor cores multiply without a slow conversion.
+"""Packed numbers become floats in registers: bytes of KV, and codes of weights.
 
-Words and not bytes are loaded, since shared memory hands out words to tensor cores. In assembly four bytes take three
-or five instructions; without it, in the interpreter, each takes some.
+Words of 16 bits are loaded, since shared memory hands out words to tensor cores, and each gives a number to several
+tiles. In assembly two words take one instruction or two for each number; without it, in the interpreter, each takes
+some.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def even_odd(words, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr):
                 cvt.rn.f16x2.e4m3x2 $1, high;
                 }
                 """,
-                "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+                "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
         # 0x6400 with a byte in its low half is 1024 and that byte.
         return tl.inline_asm_elementwise(
@@ -41,7 +42,7 @@ def even_odd(words, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr):
             sub.f16x2 $1, high, t;
             }
             """,
-            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     low, high = (words << 8).to(tl.int16), words
     return _one(low, FLOATS), _one(high, FLOATS)
@@ -76,7 +77,7 @@ def codes_of_words(words, BITS: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.c
             lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
             }
             """,
-            "=r,=r,=r,=r,r", [words],
+            "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
         if BITS == 4:
@@ -94,3 +95,54 @@ def codes_of_words(words, BITS: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.c
             )
         else:
             return ((wide & 255).to(kind),), (((wide >> 8) & 255).to(kind),)
+
+
+@triton.jit
+def load_codes(at, BITS: tl.constexpr, GROUP: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The codes of a chunk of columns, slot by slot; `at` are its first words. See `packed.py`."""
+    words = tl.load(at, eviction_policy="evict_first")
+    if BITS != 6:
+        return codes_of_words(words, BITS, kind, ASSEMBLY)
+    else:
+        more = tl.load(at + GROUP, eviction_policy="evict_first")
+        high = tl.load(at + 2 * GROUP, eviction_policy="evict_first")
+        a, b, c, d = _six_bits(words, high, kind, ASSEMBLY)
+        e, f, g, h = _six_bits(more, high >> 8, kind, ASSEMBLY)
+        return (a,), (b,), (c,), (d,), (e,), (f,), (g,), (h,)
+
+
+@triton.jit
+def _six_bits(words, high, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Four codes of each word, whose upper two bits are the low byte of `high`."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, u;
+            shl.b32 u, $5, 4;
+            lop3.b32 t, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $0, u, 0x00300030, t, 0xea;
+            shr.b32 t, $4, 4;
+            shl.b32 u, $5, 2;
+            lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $1, u, 0x00300030, t, 0xea;
+            shr.b32 t, $4, 8;
+            lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $2, $5, 0x00300030, t, 0xea;
+            shr.b32 t, $4, 12;
+            shr.b32 u, $5, 2;
+            lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $3, u, 0x00300030, t, 0xea;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r", [words, high],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, up = words.to(tl.int32), high.to(tl.int32)
+        return (
+            ((low & 15) | ((up & 3) << 4)).to(kind),
+            (((low >> 4) & 15) | (((up >> 2) & 3) << 4)).to(kind),
+            (((low >> 8) & 15) | (((up >> 4) & 3) << 4)).to(kind),
+            (((low >> 12) & 15) | (((up >> 6) & 3) << 4)).to(kind),
+        )
