@@ -17,9 +17,11 @@ from ..errors import InputError
 from ..kv.pool import PagePool
 from ..kv.row import CacheRow
 from .row import (
+    WHOLE,
     Embeds,
     Hidden,
     HiddenOut,
+    Ids,
     KeyMass,
     Last,
     LayerSpan,
@@ -60,15 +62,12 @@ class Batch:
         pool = rows[0].cache.pool
         layers = pool.layout.num_layers
         with pool.lock:  # what is checked here must still be so when the tables are read
-            seen: dict[tuple[int, int], None] = {}
             for row in rows:
                 _check_row(row, pool, layers)
-                if (key := (id(row.cache), row.cache_row)) in seen:
-                    raise InputError("two rows of a batch write to the same row of a cache")
-                seen[key] = None
-            held = tuple(
-                CacheSnapshot(cache_row, cache_row.version) for cache_row in (r.cache.row(r.cache_row) for r in rows)
-            )
+            own = [row.cache.row(row.cache_row) for row in rows]
+            if len({id(one) for one in own}) < len(rows):
+                raise InputError("two rows of a batch write to the same row of a cache")
+            held = tuple([CacheSnapshot(one, one.version) for one in own])
             starts = row_starts(rows)
             return Batch(tuple(rows), starts, step_input(rows, starts, pool), pool, held)
 
@@ -83,6 +82,9 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.starts[-1]
+
+
+_TOKENS = (Ids, SampledIds)
 
 
 def _check_tensors(source: Source) -> None:
@@ -106,7 +108,8 @@ def _check_vectors(what: str, vectors: Tensor) -> None:
 def _check_row(row: Row, pool: PagePool, layers: int) -> None:
     if row.cache.pool is not pool:
         raise InputError("the caches of a batch must belong to one executor")
-    _check_tensors(row.source)
+    if type(row.source) is not Ids:
+        _check_tensors(row.source)
     tokens = token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):
         raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")
@@ -120,6 +123,8 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
     if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
+    if type(row.want) is Last and row.want.k == 1 and row.layers is WHOLE and type(row.source) in _TOKENS:
+        return  # a decode
     span = row.layers
     if not 0 <= span.start < min(span.stop, layers):
         raise InputError(f"layers {span.start} to {span.stop} are not a span of this model's {layers} layers")

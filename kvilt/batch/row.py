@@ -143,6 +143,9 @@ class LayerSpan:
     stop: int = sys.maxsize
 
 
+WHOLE = LayerSpan()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: what enters, where it stands, how far it runs, what comes back."""
@@ -151,7 +154,7 @@ class Row:
     positions: Sequence[int]  # ascending, at or above the cache's length, in reserved room
     cache: KVCache
     cache_row: int = 0
-    layers: LayerSpan = LayerSpan()
+    layers: LayerSpan = WHOLE
     want: Want = Last()
     adapter: Adapter = Base()
     repairs: tuple[Repair, ...] = ()
@@ -160,6 +163,8 @@ class Row:
 
 def token_count(source: Source) -> int:
     """Tokens a source stands for."""
+    if type(source) is Ids:
+        return len(source.ids)
     match source:
         case Ids(ids) | Embeds(ids=ids):
             return len(ids)

@@ -59,7 +59,8 @@ class ChunkCache:
     ) -> Loading:
         """Store a document that was computed, and give it back as every later lookup finds it."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)
-        return self._store.put_chunk(self._identity(tenant, maker), ids, layers, retain)
+        on_host = [LayerKV(one.keys.cpu(), one.values.cpu()) for one in layers]
+        return self._store.put_chunk(self._identity(tenant, maker), ids, on_host, retain)
 
     def open_task(self, ids: Sequence[int], tenant: str, maker: str) -> StoredTask:
         """`open` as a task of the retriever, which is how prompts are blended."""

@@ -104,7 +104,7 @@ def _may_overlap(task: RowTask) -> bool:
     """Whether the next row of the same sequence can be computed before the token of this one is read."""
     if task.drafts or task.on_result is not None or isinstance(task.row.want, Score) or len(task.drawing) > 1:
         return False
-    return not any(state.reads_history for state in task.drawing)
+    return not task.drawing or not task.drawing[0].reads_history
 
 
 def _read(executor: Executor, tasks: Sequence[RowTask], logits: Logits, pending: PendingSample) -> Sequence[Result]:

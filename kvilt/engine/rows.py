@@ -25,7 +25,7 @@ def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowT
     row = Row(source, places, seq.kv, want=_want(seq, work, len(drafts)), adapter=seq.job.request.adapter)
     if seq.state is None or not work.draws:
         return RowTask(row, (), stop, on_result=with_watcher(seq))
-    drawing = [seq.state, *(seq.state.fork(i) for i in range(1, work.forks + 1))]
+    drawing = [seq.state] if not work.forks else [seq.state, *map(seq.state.fork, range(1, work.forks + 1))]
     return RowTask(row, drawing, stop, drafts, with_watcher(seq))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..batch import Adapted, Adapter, Row
+from ..batch import Adapted, Adapter, Base, Row
 from ..errors import InputError
 from ..kv.row import BASE, CacheRow, made_by
 from .lora import Adapters
@@ -14,6 +14,9 @@ def mark_rows(rows: Sequence[Row], adapters: Adapters) -> None:
     """Name the adapter of each row in its cache; refuse rows whose KV another adapter made."""
     for row in rows:
         own = row.cache.row(row.cache_row)
+        if type(row.adapter) is Base and own.adapter == BASE:
+            own.adapted_from = 0
+            continue
         check_maker(own, row.adapter, adapters)
         own.adapter, own.adapted_from = adapters.identity(row.adapter), _begins(row.adapter)
 

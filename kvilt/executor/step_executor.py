@@ -137,8 +137,8 @@ class StepExecutor:
 
     def _count(self, batch: Batch) -> None:
         self.metrics.add(STEPS)
-        for name, rows in Counter(self.adapters.name_of(row.adapter) for row in batch.rows).items():
-            self.metrics.add(ROWS, rows, adapter=name)
+        for adapter, rows in Counter([row.adapter for row in batch.rows]).items():
+            self.metrics.add(ROWS, rows, adapter=self.adapters.name_of(adapter))
         self.metrics.add(TOKENS, batch.num_tokens)
 
     def place(self, kv: KVCache, spans: Sequence[range]) -> KVPlacement:

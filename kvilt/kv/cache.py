@@ -62,6 +62,7 @@ class KVCache:
             row.owner = owner
         self._finalizer = weakref.finalize(self, _forgotten, pool, self._rows)
         self._finalizer.atexit = False
+        self._open = True  # beside the finalizer, which takes long to ask
 
     # What it holds.
 
@@ -109,7 +110,7 @@ class KVCache:
 
     @property
     def closed(self) -> bool:
-        return not self._finalizer.alive
+        return not self._open
 
     def shared_prefix(self, tokens: Sequence[Token], row: int = 0) -> int:
         """How many tokens from the start a row has in common with `tokens`."""
@@ -238,7 +239,8 @@ class KVCache:
     @_one_event
     def close(self) -> None:
         """Give every page back. Closing twice is fine, using a closed cache is not."""
-        if self._finalizer.detach() is not None:
+        if self._open and self._finalizer.detach() is not None:
+            self._open = False
             for row in self._rows:
                 row.close()
 
@@ -294,13 +296,14 @@ class KVCache:
 
     def row(self, index: int) -> CacheRow:
         """One row's bookkeeping."""
-        rows = self.rows()
-        if not 0 <= index < len(rows):
-            raise InputError(f"row {index} does not exist; this cache has rows 0 to {len(rows) - 1}")
-        return rows[index]
+        if not self._open:
+            raise CacheClosed()
+        if not 0 <= index < len(self._rows):
+            raise InputError(f"row {index} does not exist; this cache has rows 0 to {len(self._rows) - 1}")
+        return self._rows[index]
 
     def rows(self) -> list[CacheRow]:
-        if self.closed:
+        if not self._open:
             raise CacheClosed()
         return self._rows
 

@@ -152,7 +152,7 @@ class Scheduler:
             ends = token in one.sample.end_ids
             if ends and one.end is None:
                 self.drop(one.sample)
-            known.append(replace(one, token=token, end="stop" if ends else one.end))
+            known.append(Advance(one.sample, token, "stop" if ends else one.end))
         return known
 
     def _advance(self, work: Work, tokens: Sequence[int]) -> list[Advance]:
