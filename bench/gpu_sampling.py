@@ -97,7 +97,8 @@ def host_us(work: Callable[[], object], repeat: int = 10) -> float:
 def measure(kernels: TritonSampling, logits: Tensor, fields: dict[str, Any]) -> str:
     """Microseconds of a launch, of preparing it on the host, and of a whole `sample` that waits."""
     states, positions = states_of(fields, len(logits)), range(len(logits))
-    table = prepare(states, positions, VOCAB).table.to(logits.device)
+    table = prepare(states, positions, VOCAB).table
+    table = table and table.to(logits.device)
     launch = graph_us(lambda: kernels.launch(logits, table))
     prepared = host_us(lambda: prepare(states, positions, VOCAB))
     whole = host_us(lambda: sample(logits, states, positions, kernels=kernels))

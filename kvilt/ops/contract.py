@@ -130,10 +130,11 @@ class Reductions(Protocol):
 class SamplingKernels(Protocol):
     """Sampling on a backend's own device, for logits that are there; the host never waits."""
 
-    def launch(self, logits: Tensor, table: DrawTable) -> Tensor:
+    def launch(self, logits: Tensor, table: DrawTable | None = None) -> Tensor:
         """The token of each row of logits [rows, vocab], and why it has none (`draw_table`): int64 [2, rows].
 
-        Both on the device; a row without a token has 0. Can be captured: all that may change stands in the table.
+        Without a table that is the likeliest token of each row. Both are on the device; a row without a token has 0.
+        Can be captured: all that may change stands in the table.
         """
         ...
 

@@ -87,6 +87,11 @@ class History:
 
     def tally(self, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Distinct ids below `vocab_size` (int64) and how often each was generated (float32), valid until append."""
+        ids, counts = self.tally_arrays(vocab_size)
+        return torch.from_numpy(ids), torch.from_numpy(counts)
+
+    def tally_arrays(self, vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The same as arrays."""
         if self._places is None:
             self._places = {}
             for token in self.ids[: self.prompt_tokens]:
@@ -95,10 +100,10 @@ class History:
             for token in self.generated:
                 self._count(self._places, token, 1)
         used = len(self._places)
-        ids, counts = torch.from_numpy(self._distinct[:used]), torch.from_numpy(self._counts[:used])
+        ids, counts = self._distinct[:used], self._counts[:used]
         # An embedding may be larger than the output: ids past the logits cannot be drawn, so nothing touches them.
         known = ids < vocab_size
-        return (ids, counts) if bool(known.all()) else (ids[known], counts[known])
+        return (ids, counts) if known.all() else (ids[known], counts[known])
 
     def _as_array(self) -> npt.NDArray[np.int64]:
         """All ids; brought up to date only here, so that a history that is never searched pays nothing."""

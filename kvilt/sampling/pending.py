@@ -33,7 +33,8 @@ class PendingSample:
         kernels: SamplingKernels, logits: Tensor, prepared: PreparedDraws, tops: Sequence[int | None]
     ) -> PendingSample:
         """Draw on the device of the logits; `tops` are the log-probabilities that rows ask for."""
-        drawn = kernels.launch(logits, prepared.table.to(logits.device))
+        table = prepared.table
+        drawn = kernels.launch(logits, None if table is None else table.to(logits.device))
         rows = [row for row, top in enumerate(tops) if top is not None]
         found = [drawn]
         if rows:

@@ -26,12 +26,14 @@ Words = npt.NDArray[np.int32]
 class PreparedDraws:
     """A table, and the rows whose grammars could not say what may come next: an error to raise when tokens are read."""
 
-    table: DrawTable
+    table: DrawTable | None  # None: every row takes its likeliest token
     failure: GrammarFailed | None = None
 
 
 def prepare(states: Sequence[SamplingState], positions: Sequence[int], vocab_size: int) -> PreparedDraws:
     """Pack the rows of a step; nothing here waits for logits."""
+    if all(state.params.greedy and not state.edited for state in states):
+        return PreparedDraws(None)
     keys = [0 if state.params.greedy else state.noise_key(at) for state, at in zip(states, positions, strict=True)]
     made = bytearray(b"".join([_record(state, vocab_size) for state in states]))
     records = np.frombuffer(made, RECORD)
@@ -79,31 +81,41 @@ def _edits(
     """What the records of edited rows point at; the records are completed."""
     at = len(records) * (RECORD_WORDS + 2)
     pieces: list[Words] = []
-
-    def put(row: int, name: str, count: str, ids: npt.NDArray[np.int64], *beside: npt.NDArray[np.float32]) -> None:
-        nonlocal at
-        records[row][f"{name}_at"], records[row][count] = at, len(ids)
-        for piece in (ids.astype(np.int32), *(values.view(np.int32) for values in beside)):
-            pieces.append(piece)
-            at += len(piece)
-
-    for copy, row in enumerate(edited):
-        state, record = states[row], records[row]
-        record["mode"] |= EDITED
-        record["copy"] = copy
-        if bias := state.params.logit_bias:
-            state.params.validate_vocab(vocab_size)
-            ids, values = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
-            put(row, "bias", "biases", ids, values)
-        if state.params.penalized:
-            touched, counts = state.history.tally(vocab_size)
-            put(row, "penalties", "penalties", touched.numpy(), counts.numpy())
-        if state.bans:
-            banned = state.banned()
-            put(row, "bans", "bans", banned[banned < vocab_size])
+    places: list[list[int]] = []
+    for row in edited:
+        place = []
+        for ids, values in _edited_tokens(states[row], vocab_size):
+            place += [at, len(ids)]
+            pieces += [ids.astype(np.int32)] if values is None else [ids.astype(np.int32), values.view(np.int32)]
+            at += len(ids) if values is None else 2 * len(ids)
+        places.append(place)
+    rows = np.array(edited)
+    records["mode"][rows] |= EDITED
+    records["copy"][rows] = np.arange(len(rows))
+    for name, column in zip(_PLACES, np.array(places).T, strict=True):
+        records[name][rows] = column
     held = [row for row in edited if states[row].matcher is not None]
     masks, failure = _masks(records, held, states, vocab_size, at)
     return [*pieces, *masks], failure
+
+
+_PLACES = ("bias_at", "biases", "penalties_at", "penalties", "bans_at", "bans")
+_NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
+_Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32] | None]
+
+
+def _edited_tokens(state: SamplingState, vocab_size: int) -> tuple[_Tokens, _Tokens, _Tokens]:
+    """The tokens of a row with a bias, with penalties and banned, and the numbers that go with them."""
+    bias, penalties, banned = (_NO_IDS, _NO_VALUES), (_NO_IDS, _NO_VALUES), _NO_IDS
+    if given := state.params.logit_bias:
+        state.params.validate_vocab(vocab_size)
+        bias = np.fromiter(given.keys(), np.int64), np.fromiter(given.values(), np.float32)
+    if state.params.penalized:
+        penalties = state.history.tally_arrays(vocab_size)
+    if state.bans:
+        banned = state.banned()
+        banned = banned[banned < vocab_size]
+    return bias, penalties, (banned, None)
 
 
 def _masks(

@@ -46,8 +46,8 @@ class TritonOps(ReferenceOps):
             raise Unsupported(f"the triton kernels run on CUDA devices, not on {device}; use backend='native'")
         super().__init__(device, dtype)
         self.kv_dtype = FLOAT32 if dtype == torch.float32 else BFLOAT16
-        self._recorder = GraphRecorder() if device.type == "cuda" else None
         self._sampling = TritonSampling(device)
+        self._recorder = GraphRecorder(self._sampling) if device.type == "cuda" else None
         self._counters = torch.zeros(paged.COUNTERS, dtype=torch.int32, device=device)
 
     @property

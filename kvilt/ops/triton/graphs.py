@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Paging
+from .sampling import TritonSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class GraphRecorder:
 
     max_rows = 512
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: TritonSampling) -> None:
+        self._sampling = sampling
         self._pool: Any = None
         self._stopped = False
         self._drawn: Tensor | None = None
@@ -81,8 +83,8 @@ class GraphRecorder:
         return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
 
     def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
-        best, drawn = logits.max(dim=-1)
-        self._drawn = torch.where(best.isfinite(), drawn, -1)
+        drawn, failed = self._sampling.launch(logits)
+        self._drawn = torch.where(failed == 0, drawn, -1)
         ids.copy_(drawn)
         positions, lengths = paging[0].positions, paging[0].lengths
         positions.add_(1)

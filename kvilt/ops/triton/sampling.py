@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import RowLogprobs
-from ..draw_table import DrawTable, word
+from ..draw_table import RECORD_WORDS, DrawTable, word
 from . import filters
 from .filters import BLOCK
 from .logprobs import row_logprobs
@@ -35,13 +35,13 @@ from .scores import (
     NO_PEAK,
     NO_SCORE,
     NO_TOKEN,
+    PARTS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    gumbel,
+    best_draw,
     is_finite,
     load_scores,
-    noise_bits,
     order_key,
     read_float,
     record_of,
@@ -51,7 +51,6 @@ from .scores import (
 
 GROUP = 64  # tokens whose largest is kept: the k-th largest of these is a floor of top-k
 COUNTERS = 4096  # rows at once, without new ones
-PARTS = tl.constexpr(5)  # numbers that each share of a row leaves: see _scan
 
 _BIAS_AT, _BIASES = tl.constexpr(word("bias_at")), tl.constexpr(word("biases"))
 _PENALTIES_AT, _PENALTIES = tl.constexpr(word("penalties_at")), tl.constexpr(word("penalties"))
@@ -66,9 +65,11 @@ class TritonSampling:
 
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._blank = torch.zeros(COUNTERS * (RECORD_WORDS + 2), dtype=torch.int32, device=device)
 
-    def launch(self, logits: Tensor, table: DrawTable) -> Tensor:
+    def launch(self, logits: Tensor, table: DrawTable | None = None) -> Tensor:
         """The token of each row of logits [rows, vocab] and why it has none, int64 [2, rows]; see `draw_table`."""
+        table = self._argmax(len(logits)) if table is None else table
         out = torch.empty((2, table.rows), dtype=torch.int64, device=logits.device)
         if table.rows > len(self._counters):
             self._counters = self._counters.new_zeros(table.rows)
@@ -77,8 +78,14 @@ class TritonSampling:
         shares = _Shares(logits, table, self._counters)
         shares.scan(out)
         if table.filtered:
-            filters.draw(logits, shares.copies, table, shares.limits, shares.counts, self._counters, out)
+            filters.draw(logits, shares.copies, table, shares.scanned, out)
         return out
+
+    def _argmax(self, rows: int) -> DrawTable:
+        """A table of rows that take their likeliest token: records of zeros, the same for any number of rows."""
+        if len(self._blank) < rows * (RECORD_WORDS + 2):
+            self._blank = self._blank.new_zeros(rows * (RECORD_WORDS + 2))
+        return DrawTable(self._blank, rows, draws=False, filtered=False, typical=False, copies=0)
 
     def logprobs(self, logits: Tensor, rows: Tensor | None, tokens: Tensor, top: int) -> RowLogprobs:
         """Of one token for each of `rows`, under the raw logits."""
@@ -93,7 +100,7 @@ class _Shares:
         rows, vocab = logits.shape
         self._logits, self._table, self._counters = logits, table, counters
         self._splits, device = triton.cdiv(vocab, BLOCK), logits.device
-        self._parts = torch.empty((rows, PARTS.value, self._splits), dtype=torch.float64, device=device)
+        self.parts = torch.empty((rows, PARTS.value, self._splits), dtype=torch.float64, device=device)
         groups = self._splits * (BLOCK // GROUP) if table.filtered else 1
         self._groups = torch.empty((rows, groups), device=device)
         self.limits = torch.empty((rows, 3), dtype=torch.float64, device=device)  # floor, peak, total weight
@@ -106,11 +113,16 @@ class _Shares:
                 BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False, **overlap(logits),
             )  # fmt: skip
 
+    @property
+    def scanned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What filters begin with."""
+        return self.limits, self.parts, self.counts
+
     def scan(self, out: Tensor) -> None:
         logits, table = self._logits, self._table
         rows, vocab = logits.shape
         _scan[(self._splits, rows)](
-            logits, self.copies, table.words, table.words.view(torch.int64), self._parts, self._groups, self._raw,
+            logits, self.copies, table.words, table.words.view(torch.int64), self.parts, self._groups, self._raw,
             self.limits, self.counts, self._counters, out, rows, vocab, logits.stride(0), self._splits,
             EDITS=table.copies > 0, DRAWING=table.draws, FILTERING=table.filtered, BLOCK=BLOCK, GROUP=GROUP,
             SPLITS=triton.next_power_of_2(self._splits), GROUPS=triton.next_power_of_2(self._groups.shape[1]),
@@ -197,19 +209,20 @@ def _scan(
     tl.store(part + splits, tl.min(tl.where(x == peak, i, BEYOND), 0).to(tl.float64))
     if DRAWING:
         if (mode & (DRAWS | FILTERED)) == DRAWS:
-            tempered = tl.div_rn(x, read_float(record + TEMPERATURE))
-            best, place = _best_draw(tempered, i, tl.load(words64 + row))
+            best, place, _ = best_draw(x, i, tl.load(words64 + row), read_float(record + TEMPERATURE))
             tl.store(part + 3 * splits, best)
             tl.store(part + 4 * splits, place.to(tl.float64))
     if FILTERING:
         if (mode & FILTERED) != 0:
-            tempered = tl.div_rn(x, read_float(record + TEMPERATURE))
-            highest = tl.max(tempered, 0)
-            heights = tempered - tl.where(is_finite(highest), highest, 0.0)
-            tl.store(part + 2 * splits, tl.sum(weight(heights).to(tl.float64), 0))
-            each = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
-            g = tl.arange(0, BLOCK // GROUP)
-            tl.store(groups + (row * splits + split) * (BLOCK // GROUP) + g, each)
+            if tl.load(record + TOP_K) > 0:
+                each = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
+                g = tl.arange(0, BLOCK // GROUP)
+                tl.store(groups + (row * splits + split) * (BLOCK // GROUP) + g, each)
+            elif (mode & TOP_P) != 0:
+                tempered = tl.div_rn(x, read_float(record + TEMPERATURE))
+                highest = tl.max(tempered, 0)
+                heights = tempered - tl.where(is_finite(highest), highest, 0.0)
+                tl.store(part + 2 * splits, tl.sum(weight(heights).to(tl.float64), 0))
     tl.debug_barrier()
     if tl.atomic_add(counters + row, 1, sem="acq_rel") < splits - 1:
         return
@@ -218,29 +231,6 @@ def _scan(
         parts, groups, raw, limits, counts, out, record, mode, row, rows, vocab, splits,
         EDITS, DRAWING, FILTERING, BLOCK // GROUP, SPLITS, GROUPS,
     )  # fmt: skip
-
-
-@triton.jit
-def _best_draw(scores, i, key):
-    """The largest score plus noise, in float64, and its id.
-
-    For a uniform u and c = 1 - u the noise -log(-log(u)) is at most -log(c), and close to it where it is large. So a
-    bound in float32 names the few tokens that can win, mostly one, and only these get their noise in float64.
-    """
-    bits = noise_bits(key, i.to(tl.int64))
-    complement = (0x7FFFFFFF - (bits >> 33).to(tl.int32)).to(tl.float32) * 4.656612873077393e-10  # rounded down
-    bounds = tl.where(scores > -INFINITY, scores - tl.log(complement), -INFINITY)
-    bound = tl.max(bounds, 0)
-    best, place = tl.full([], -INFINITY, tl.float64), tl.full([], BEYOND, tl.int32)
-    while (bound > -INFINITY) & (bound.to(tl.float64) + 1e-3 + 1e-6 * tl.abs(bound).to(tl.float64) >= best):
-        own = tl.min(tl.where(bounds == bound, i, BEYOND), 0)
-        score = tl.max(tl.where(i == own, scores, -INFINITY), 0)
-        value = score.to(tl.float64) + gumbel(noise_bits(key, own.to(tl.int64)))
-        better = (value > best) | ((value == best) & (own < place))
-        place, best = tl.where(better, own, place), tl.where(better, value, best)
-        bounds = tl.where(i == own, -INFINITY, bounds)
-        bound = tl.max(bounds, 0)
-    return best, place
 
 
 @triton.jit
@@ -279,7 +269,8 @@ def _merge(
     if FILTERING:
         if ((mode & FILTERED) != 0) & (failed == 0):
             heights = tl.div_rn(peaks.to(tl.float32), temperature) - tempered
-            shares = tl.load(part + 2 * splits, mask=there, other=0.0, volatile=True)
+            weighed = there & ((mode & TOP_P) != 0) & (tl.load(record + TOP_K) == 0)
+            shares = tl.load(part + 2 * splits, mask=weighed, other=0.0, volatile=True)
             total = tl.sum(shares * tl.exp(heights.to(tl.float64)), 0)
             g = tl.arange(0, GROUPS)
             each = tl.load(groups + row * splits * EACH + g, mask=g < splits * EACH, other=-INFINITY, volatile=True)

@@ -17,6 +17,7 @@ TOP_P, TYPICAL = tl.constexpr(draw_table.TOP_P), tl.constexpr(draw_table.TYPICAL
 NO_PEAK, NO_TOKEN = tl.constexpr(draw_table.NO_PEAK), tl.constexpr(draw_table.NO_TOKEN)
 NO_SCORE = tl.constexpr(draw_table.NO_SCORE)
 
+PARTS = tl.constexpr(5)  # numbers that each share of a row leaves: see _scan in sampling.py
 BEYOND = tl.constexpr(2**31 - 1)  # an id after all others
 INFINITY = tl.constexpr(float("inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a token at -inf is out already
@@ -76,7 +77,7 @@ def weight(x):
 @triton.jit
 def noise_bits(key, ids):
     """SplitMix64 of a key and token ids, as in kvilt/sampling/noise.py."""
-    bits = (ids + 1).to(tl.uint64) * tl.full([], _GAMMA, tl.uint64) + key.to(tl.uint64, bitcast=True)
+    bits = (ids + 1).to(tl.uint32).to(tl.uint64) * tl.full([], _GAMMA, tl.uint64) + key.to(tl.uint64, bitcast=True)
     bits = (bits ^ (bits >> 30)) * tl.full([], _MIX_1, tl.uint64)
     bits = (bits ^ (bits >> 27)) * tl.full([], _MIX_2, tl.uint64)
     return bits ^ (bits >> 31)
@@ -87,3 +88,28 @@ def gumbel(bits):
     """Noise in float64 from 52 of 64 bits."""
     uniform = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def best_draw(x, ids, key, temperature):
+    """The largest x / temperature plus noise, in float64, its id, and its score; among equals the lower id.
+
+    For a uniform u and c = 1 - u the noise -log(-log(u)) is at most -log(c), and close to it where it is large. The
+    exponent and the fraction of c bound its logarithm without computing it. So a bound in float32 names the few tokens
+    that can win, mostly one, and only these get their noise in float64.
+    """
+    complement = (0x7FFFFFFF - (noise_bits(key, ids) >> 33).to(tl.int32)).to(tl.float32)  # times 2 ** 31, rounded down
+    low_log = complement.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920929e-7 - 158.0  # not above log2(c)
+    bounds = tl.where(x > -INFINITY, x * (1.0 / temperature) - low_log * 0.6931472, -INFINITY)
+    bound = tl.max(bounds, 0)
+    best, place = tl.full([], -INFINITY, tl.float64), tl.full([], BEYOND, tl.int32)
+    score = tl.full([], -INFINITY, tl.float32)
+    while (bound > -INFINITY) & (bound.to(tl.float64) + 1e-3 + 1e-6 * tl.abs(bound).to(tl.float64) >= best):
+        own = tl.min(tl.where(bounds == bound, ids, BEYOND), 0)
+        its = tl.div_rn(tl.max(tl.where(ids == own, x, -INFINITY), 0), temperature)
+        value = its.to(tl.float64) + gumbel(noise_bits(key, own))
+        better = (value > best) | ((value == best) & (own < place))
+        place, best, score = tl.where(better, own, place), tl.where(better, value, best), tl.where(better, its, score)
+        bounds = tl.where(ids == own, -INFINITY, bounds)
+        bound = tl.max(bounds, 0)
+    return best, place, score
