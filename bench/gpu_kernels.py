@@ -40,13 +40,11 @@ APART_BYTES = 300 << 20  # weights of a graph, several times the cache
 
 SQUARE, UP, DOWN, HEAD = (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096)
 SHAPES = {"4096x4096": SQUARE, "14336x4096": UP, "4096x14336": DOWN, "vocab": HEAD}
-FEW_TILES = [
-    PackedTile(16, 4, 5),
-    PackedTile(16, 8, 4),
-    PackedTile(32, 4, 4),
-    PackedTile(16, 2, 6),
-    PackedTile(16, 4, 3),
-]
+ONE_TILES = [
+    PackedTile(16, 4, 4), PackedTile(32, 4, 3), PackedTile(16, 2, 6), PackedTile(16, 8, 3), PackedTile(32, 2, 5),
+    PackedTile(64, 4, 3),
+]  # fmt: skip
+FEW_TILES = [PackedTile(16, 4, 5), PackedTile(16, 8, 4), PackedTile(32, 4, 4)]
 SEVERAL_TILES = [PackedTile(64, 2, 4, 4), PackedTile(64, 1, 4, 4), PackedTile(128, 1, 3, 8)]
 
 
@@ -67,14 +65,15 @@ class Job:
 
 ALL = tuple(SHAPES)
 JOBS = [
-    Job("Q4_K", 1, False, FEW_TILES, ALL),
-    Job("Q4_K", 1, True, FEW_TILES[:4], ["14336x4096"]),
-    Job("Q6_K", 1, False, FEW_TILES[:3], ALL),
-    Job("Q8_0", 1, False, FEW_TILES[:3], ALL),
-    Job("Q4_0", 1, False, FEW_TILES[:2], ["4096x4096", "14336x4096"]),
-    Job("Q4_1", 1, False, FEW_TILES[:1], ["14336x4096"]),
-    Job("Q4_K", 16, False, FEW_TILES[:3], ["4096x4096", "14336x4096", "4096x14336"]),
-    Job("Q4_K", 64, False, SEVERAL_TILES, ["4096x4096", "14336x4096", "4096x14336"]),
+    Job("Q4_K", 1, False, ONE_TILES, ALL),
+    Job("Q4_K", 1, True, ONE_TILES, ["14336x4096"]),
+    Job("Q6_K", 1, False, ONE_TILES[:4], ALL),
+    Job("Q8_0", 1, False, ONE_TILES[:4], ALL),
+    Job("Q4_0", 1, False, ONE_TILES[:2], ["4096x4096", "14336x4096"]),
+    Job("Q4_1", 1, False, ONE_TILES[:1], ["14336x4096"]),
+    Job("Q4_K", 16, False, FEW_TILES, ["4096x4096", "14336x4096", "4096x14336"]),
+    Job("Q6_K", 16, False, FEW_TILES[:1], ["4096x14336"]),
+    Job("Q4_K", 64, False, SEVERAL_TILES, ["4096x4096", "14336x4096"]),
     Job("Q4_K", 64, True, SEVERAL_TILES[:2], ["14336x4096"]),
     Job("Q8_0", 64, False, SEVERAL_TILES[:1], ["14336x4096"]),
 ]
@@ -218,17 +217,24 @@ def pages_of(ops: TritonOps, dtype: KVDtype, rows: int, tokens: int) -> tuple[Re
     return store, Paging(tables, torch.empty(0, dtype=torch.int64, device=GPU), lengths, torch.tensor(at, device=GPU))
 
 
-ATTENTION_TILES = [(64, 2, 3), (64, 4, 3), (128, 4, 3), (128, 4, 2), (64, 2, 4)]
+# Keys at a time, warps, stages, and shares of a row.
+ATTENTION_TILES = [
+    (64, 2, 3, 1), (64, 2, 4, 1), (64, 2, 3, 2), (32, 2, 4, 2), (32, 1, 4, 2), (32, 1, 4, 3), (64, 1, 3, 2),
+    (32, 1, 6, 4),
+]  # fmt: skip
+AttentionTile = tuple[int, int, int, int]
 
 
-def with_tile(tile: tuple[int, int, int] | None) -> None:
-    """Let attention use this tile: keys at a time, warps, stages."""
-    paged._tile = (
-        chosen if tile is None else lambda *_: dict(zip(("BLOCK_N", "num_warps", "num_stages"), tile, strict=True))
-    )
+def with_tile(tile: AttentionTile | None) -> None:
+    """Let attention use this tile, or what it chooses itself."""
+    paged._tile, paged._splits = chosen if tile is None else (lambda *_: tile_options(tile), lambda *_: tile[3])
 
 
-chosen = paged._tile
+def tile_options(tile: AttentionTile) -> dict[str, int]:
+    return dict(zip(("BLOCK_N", "num_warps", "num_stages"), tile[:3], strict=True))
+
+
+chosen = paged._tile, paged._splits
 
 
 def time_attention(bandwidth: float) -> None:
@@ -260,22 +266,24 @@ def time_attention(bandwidth: float) -> None:
 
 def check_pages() -> None:
     """Writes beside the reference on the same device, long rows beside the kernel, and slots there and back."""
-    ops, reference = TritonOps(GPU), ReferenceOps(GPU, torch.bfloat16)
+    ops, reference = TritonOps(GPU), ReferenceOps()
     angles = 100 * torch.rand((600, 64), device=GPU)
     rotation, slots = Rotation(angles.cos(), angles.sin(), "half"), torch.randperm(640, device=GPU)[:600]
     query, keys, values = (torch.randn((600, heads, 128), device=GPU).bfloat16() for heads in (32, 8, 8))
     for dtype in (FLOAT8, INT8):
         shape = PageShape(1, 32, 8, 128, 128, dtype)
-        stores = [backend.new_pages(shape, 20, GPU) for backend in (ops, reference)]
-        for backend, store in zip((ops, reference), stores, strict=True):
-            backend.rotate_and_write(store, 0, slots, query, keys, values, rotation)
-        ours, truth = (reference.read_slots(store, slots) for store in stores)
+        stores = [ops.new_pages(shape, 20, GPU), reference.new_pages(shape, 20, torch.device("cpu"))]
+        ops.rotate_and_write(stores[0], 0, slots, query, keys, values, rotation)
+        plain = Rotation(rotation.cos.cpu(), rotation.sin.cpu(), "half")
+        reference.write(stores[1], 0, slots.cpu(), keys.cpu(), values.cpu(), plain)
+        ours, truth = ops.read_slots(stores[0], slots), reference.read_slots(stores[1], slots.cpu())
         same = [
             float((a.view(torch.uint8) == b.view(torch.uint8)).float().mean())
             for a, b in ((ours.keys, truth.keys), (ours.values, truth.values), (ours.key_scales, truth.key_scales))
         ]
-        ops.write_slots(stores[1], slots, ours)
-        again = ops.read_slots(stores[1], slots)
+        other = ops.new_pages(shape, 20, GPU)
+        ops.write_slots(other, slots, ours)
+        again = ops.read_slots(other, slots)
         back = torch.equal(again.keys.view(torch.uint8), ours.keys.view(torch.uint8))
         print(
             f"writes, {dtype.name}: bytes equal: keys {same[0]:.4f}, values {same[1]:.4f}, scales {same[2]:.4f}; "
@@ -323,13 +331,12 @@ def main() -> None:
         return
     begun, only = time.perf_counter(), options.only.split(",")
     shares = [[sys.executable, __file__, "--compile", f"{i}/{options.workers}"] for i in range(options.workers)]
-    compiling = [subprocess.Popen(share) for share in shares] if "products" in only else []
     bandwidth = copy_bytes_per_s()
+    compiling = [subprocess.Popen(share) for share in shares] if "products" in only else []
     jobs: dict[str, Sequence[Callable[[], None]]] = {
         "check": [check_pages],
-        "attention": [lambda: time_attention(bandwidth)],
+        "attention": [lambda: [one.wait() for one in compiling] and None, lambda: time_attention(bandwidth)],
         "products": [
-            lambda: [one.wait() for one in compiling] and None,
             lambda: time_expanding(bandwidth),
             lambda: time_products(bandwidth),
         ],

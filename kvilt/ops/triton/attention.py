@@ -24,6 +24,7 @@ MAX_SPLITS = 16
 MANY = 256  # programs that fill a card
 SHARED_BYTES = 160 << 10
 COUNTERS = 1 << 16  # tiles times key heads of a step that is split
+LOG2E = tl.constexpr(1.4426950408889634)
 LONG = 1024  # queries of a row from which on torch's own attention is faster
 
 
@@ -159,7 +160,7 @@ def _queries(q_at, known, scale, D: tl.constexpr, D_PAD: tl.constexpr, SCALED: t
     else:
         d = tl.arange(0, D_PAD)
         q = tl.load(q_at + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
-        return q, q, scale
+        return q, q, tl.zeros_like(known.to(tl.float32)) + scale
 
 
 @triton.jit
@@ -183,11 +184,11 @@ def _over_keys(
         k_even, k_odd = even_odd(k, FLOATS, ASSEMBLY)
         scores = tl.dot(q, k_even.to(q.dtype), input_precision=PRECISION)
         scores = tl.dot(q_odd, k_odd.to(q.dtype), scores, input_precision=PRECISION)
-        scores = scores * q_scale[:, None] * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
+        scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
     else:
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * q_scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
     if CAPPED:
-        scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
+        scores = soft_cap * (2 * tl.sigmoid(2 * scores * q_scale[:, None] / soft_cap) - 1)
     useful = there
     if MASKED:
         seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
@@ -198,8 +199,10 @@ def _over_keys(
         useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
     higher = tl.maximum(best, tl.max(scores, 1))
     calm = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key yet
-    weights = tl.exp(scores - calm[:, None])
-    fading = tl.exp(best - calm)
+    # Scores are scaled as they become powers of two, in one instruction.
+    unit_of = tl.full([q.shape[0]], LOG2E, tl.float32) if CAPPED else q_scale * LOG2E
+    weights = tl.exp2(scores * unit_of[:, None] - (calm * unit_of)[:, None])
+    fading = tl.exp2((best - calm) * unit_of)
     total = total * fading + tl.sum(weights, 1)
     v_at, v_mask = values + slot[:, None] * (DV // WORD) + dv[None, :], (dv < DV // WORD)[None, :]
     v = tl.load(v_at, mask=useful[:, None] & v_mask if MASKED else v_mask, other=0)
@@ -208,8 +211,9 @@ def _over_keys(
         v_scale = tl.load(value_scales + slot, mask=useful, other=0.0)
         larger = tl.maximum(unit, tl.max(v_scale, 0))
         safe = tl.where(larger > 0, larger, 1.0)
-        weights = (weights * (v_scale / safe)[None, :]).to(q.dtype)
-        fading = fading * (unit / safe)
+        inverse = 1.0 / safe
+        weights = (weights * (v_scale * inverse)[None, :]).to(q.dtype)
+        fading = fading * (unit * inverse)
         v_even, v_odd = even_odd(v, FLOATS, ASSEMBLY)
         mixed = tl.dot(weights, v_even.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
         odd = tl.dot(weights, v_odd.to(q.dtype), odd * fading[:, None], input_precision=PRECISION)
@@ -288,6 +292,8 @@ def _attention(
         )  # fmt: skip
     if SCALED:
         mixed = tl.reshape(tl.join(mixed, odd), (BLOCK_M, DV_PAD)) * unit
+    if not CAPPED:
+        best = best * q_scale
 
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
     inside = known[:, None] & (dv < DV)[None, :]

@@ -25,7 +25,7 @@ from .vectors import _ACTIVATIONS, activated
 SPAN = 128  # columns
 SLAB = 1 << 27  # elements of a weight that are expanded at a time
 FEW_ROWS = 16  # rows of an input up to which the warps of a program share out the columns
-MANY_ROWS = 128  # and from which on expanding the weight pays
+MANY_ROWS = 65  # and from which on expanding the weight pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,20 @@ class PackedTile:
     stages: int
     warps: int = 0  # 0: one for each span
 
-    def options(self, layout: GroupedLayout) -> dict[str, int]:
+    def options(self, layout: GroupedLayout, rows: int) -> dict[str, int]:
         """As a launch takes it; spans are halved until they fill the columns."""
-        spans = self.spans
-        while layout.padded % (spans * SPAN):
+        spans, span = self.spans, 8 * layout.group if rows == 1 else SPAN
+        while layout.padded % (spans * span):
             spans //= 2
-        chunks = spans * SPAN // (layout.group * layout.slots)
+        chunks = spans if rows == 1 else spans * span // (layout.group * layout.slots)
         return {"OUTPUTS": self.outputs, "CHUNKS": chunks, "STAGES": self.stages, "num_warps": self.warps or spans}
 
 
-FEW, SEVERAL = PackedTile(16, 4, stages=5), PackedTile(64, 2, stages=4, warps=4)
+# Measured on an H200, with weights of an 8B model: bench/gpu_kernels.py.
+ONE, ONE_OF_MANY_OUTPUTS = PackedTile(16, 4, stages=4), PackedTile(32, 4, stages=3)
+FEW, FEW_OF_MANY_OUTPUTS = PackedTile(16, 4, stages=5), PackedTile(32, 4, stages=4)
+SEVERAL = PackedTile(64, 1, stages=4, warps=4)
+MANY_OUTPUTS = 8192
 
 
 def product(x: Tensor, data: Tensor, layout: GroupedLayout, residual: Tensor | None = None) -> Tensor:
@@ -57,7 +61,7 @@ def product(x: Tensor, data: Tensor, layout: GroupedLayout, residual: Tensor | N
     if len(x) >= MANY_ROWS:
         made = _by_slabs(x, data, layout)
         return made if residual is None else residual.add_(made)
-    return launch(x, data, layout, len(data), tile_of(len(x)), residual=residual)
+    return launch(x, data, layout, len(data), tile_of(len(x), len(data)), residual=residual)
 
 
 def _by_slabs(x: Tensor, data: Tensor, layout: GroupedLayout) -> Tensor:
@@ -73,12 +77,17 @@ def _by_slabs(x: Tensor, data: Tensor, layout: GroupedLayout) -> Tensor:
 
 def gate_up(x: Tensor, data: Tensor, layout: GroupedLayout, activation: Activation) -> Tensor:
     """activation(gate(x)) * up(x) of less than many rows; `data` are the rows of gate, then those of up."""
-    return launch(x, data, layout, len(data) // 2, tile_of(len(x)), kind=_ACTIVATIONS[activation])
+    outputs = len(data) // 2
+    return launch(x, data, layout, outputs, tile_of(len(x), outputs), kind=_ACTIVATIONS[activation])
 
 
-def tile_of(rows: int) -> PackedTile:
-    """The tile for so many rows of inputs."""
-    return FEW if rows <= FEW_ROWS else SEVERAL
+def tile_of(rows: int, outputs: int) -> PackedTile:
+    """The tile for so many rows of inputs and of the weight."""
+    if rows > FEW_ROWS:
+        return SEVERAL
+    if outputs < MANY_OUTPUTS:
+        return ONE if rows == 1 else FEW
+    return ONE_OF_MANY_OUTPUTS if rows == 1 else FEW_OF_MANY_OUTPUTS
 
 
 def launch(
@@ -92,15 +101,15 @@ def launch(
 ) -> Tensor:
     """One launch of a kernel; `kind` is that of the activation, or -1 for a plain product."""
     rows, out = len(x), torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    few = rows <= FEW_ROWS
-    block = min(32 if kind >= 0 else 64, max(8 if few else 16, triton.next_power_of_2(rows)))
-    kernel = _few_rows if few else _several_rows
+    block = min(32 if kind >= 0 else 64, max(8 if rows <= FEW_ROWS else 16, triton.next_power_of_2(rows)))
+    kernel = _one_row if rows == 1 else _few_rows if rows <= FEW_ROWS else _several_rows
+    numbers = (outputs,) if rows == 1 else (rows, outputs, x.stride(0))
     kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, block))](
-        x, *_planes(data, layout), x if residual is None else residual, out, rows, outputs, x.stride(0),
+        x, *_planes(data, layout), x if residual is None else residual, out, *numbers,
         layout.columns, layout.padded, CUT=layout.columns != layout.padded, RESIDUAL=residual is not None, KIND=kind,
         **_constants(layout), ROWS=block,
         ASSEMBLY=x.dtype == torch.bfloat16 and x.is_cuda, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **tile.options(layout), **overlap(x),
+        **tile.options(layout, rows), **overlap(x),
     )  # fmt: skip
     return out
 
@@ -146,6 +155,94 @@ def _group(
     if len(codes) == 2:
         made = tl.dot(codes[1], x, input_precision=PRECISION) * 16 + made
     return total + made * tl.expand_dims(scale, -1) + sums * tl.expand_dims(shift, -1), pair
+
+
+@triton.jit
+def _one_row(
+    x, words, scales, stride_words, stride_scales, first_scale, residual, out, outputs, columns, padded,
+    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The tile has a column for each of `ROWS` groups, not for rows: groups are scaled together, not one by one.
+
+    `CHUNKS` are spans of `ROWS` groups here, shared out among warps.
+    """
+    launch_next(PDL)
+    SCALE_WORDS: tl.constexpr = ROWS if MINIMUMS else ROWS // 2  # of a span
+    WORDS: tl.constexpr = SLOTS * GROUP * BITS // 16
+    PARTS: tl.constexpr = ROWS // SLOTS  # chunks of a span
+    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 * 17 if BITS == 8 else 128)
+    kind: tl.constexpr = x.dtype.element_ty
+    n, group = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    span, c = tl.arange(0, CHUNKS), tl.arange(0, GROUP)
+    near = tl.minimum(n, outputs - 1).to(tl.int64)  # rows past the end are read as the last one, without a mask
+    fetch_ahead((words + near * stride_words)[:, None] + 64 * tl.arange(0, 8)[None, :], PDL)
+    await_inputs(PDL)
+    words_at = words + (near * stride_words)[None, :, None] + (span * PARTS * WORDS)[:, None, None] + c[None, None, :]
+    scales_at = scales + first_scale + (near * stride_scales)[None, :, None] + (span * SCALE_WORDS)[:, None, None]
+    column = (span * ROWS * GROUP)[:, None, None] + (group * GROUP)[None, None, :] + c[None, :, None]
+    second, second_scale = outputs.to(tl.int64) * stride_words, outputs.to(tl.int64) * stride_scales
+    ones = tl.full([CHUNKS, OUTPUTS, GROUP], 1.0, tl.float32).to(kind)
+    total, other = tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32), tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(0, padded, ROWS * GROUP * CHUNKS, num_stages=STAGES):
+        own = tl.load(x + start + column, mask=start + column < columns if CUT else None)
+        sums = tl.dot(ones, own, input_precision=PRECISION)
+        at = start // (SLOTS * GROUP) * WORDS
+        scale_at = scales_at + start // (ROWS * GROUP) * SCALE_WORDS
+        total = _span(
+            total,
+            words_at + at,
+            scale_at,
+            own,
+            sums,
+            BITS,
+            GROUP,
+            SLOTS,
+            ROWS,
+            BASE,
+            MINIMUMS,
+            ASSEMBLY,
+            PRECISION,
+        )
+        if KIND >= 0:
+            other = _span(
+                other, words_at + second + at, scale_at + second_scale, own, sums,
+                BITS, GROUP, SLOTS, ROWS, BASE, MINIMUMS, ASSEMBLY, PRECISION,
+            )  # fmt: skip
+    made = tl.sum(tl.sum(total, 2), 0)
+    if KIND >= 0:
+        made = activated(made, KIND) * tl.sum(tl.sum(other, 2), 0)
+    if RESIDUAL:
+        made += tl.load(residual + n, mask=n < outputs, other=0.0).to(tl.float32)
+    tl.store(out + n, made, mask=n < outputs)
+
+
+@triton.jit
+def _span(
+    total, at, scale_at, x, sums,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr,
+    MINIMUMS: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`total` [spans, out, groups] and what the groups of a span add, each in its own column of `x`."""
+    group = tl.arange(0, ROWS)
+    made, high = tl.zeros_like(total), tl.zeros_like(total)
+    for part in tl.static_range(ROWS // SLOTS):
+        codes = load_codes(at + part * (SLOTS * GROUP * BITS // 16), BITS, GROUP, x.dtype, ASSEMBLY)
+        for slot in tl.static_range(SLOTS):
+            # All groups of the span with the codes of one: its own column is what is wanted.
+            wanted = (group == part * SLOTS + slot)[None, None, :]
+            made = tl.where(wanted, tl.dot(codes[slot][0], x, input_precision=PRECISION), made)
+            if len(codes[slot]) == 2:
+                high = tl.where(wanted, tl.dot(codes[slot][1], x, input_precision=PRECISION), high)
+    if BITS == 8 and ASSEMBLY:
+        made += 16 * high
+    if MINIMUMS:
+        scale, minimum = _halves(tl.load(scale_at + group[None, None, :]))
+        return total + made * scale + sums * (minimum - scale * BASE)
+    else:
+        scale = tl.load(scale_at.to(tl.pointer_type(tl.float16)) + group[None, None, :]).to(tl.float32)
+        return total + (made - sums * BASE) * scale
 
 
 @triton.jit
