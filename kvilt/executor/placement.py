@@ -58,4 +58,8 @@ class KVPlacement:
 def rotations(spec: ModelSpec, positions: Tensor, ops: Ops) -> Mapping[Rope, Rotation]:
     """What a backend's `write` needs to place keys: the same tables as in a forward."""
     ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
-    return {rope: rotation(rope, frequencies(rope), positions, ops) for rope in ropes if isinstance(rope, RopeSpec)}
+    return {
+        rope: rotation(rope, frequencies(rope).to(positions.device), positions, ops)
+        for rope in ropes
+        if isinstance(rope, RopeSpec)
+    }
