@@ -116,6 +116,14 @@ def test_pages_that_are_taken_for_no_owner_are_those_of_the_owner_without_a_name
     assert (pool.held_by(""), pool.fair_share()) == (3, 12)
 
 
+def test_what_a_sequence_takes_counts_for_the_owner_of_its_prefix(scribe: Any) -> None:
+    desk = Desk(scribe, scribe.full(page_tokens=SIZE), PAGES)
+    line = desk.begin(range(12), PrefixScope(salt=part_of("b", "x")))
+    line.cache.reserve(12)  # before any page is known
+    assert (desk.pool.held_by("b"), desk.pool.held_by("")) == (3, 0)
+    line.cache.close()
+
+
 def test_an_owner_that_gave_all_its_pages_back_has_no_share(scribe: Any) -> None:
     pool = scribe.pool(scribe.full(), 12)
     (mine,), (other,) = pool.take([2], "a"), pool.take([3], "b")
