@@ -187,6 +187,8 @@ class Kitchen:
             if gone.sample in self.pages.tables:
                 self.pages.release(gone.sample)
         for new in plan.admitted:
+            assert new.sample not in self.pages.tables, "a sample gets one cache"
+            assert new.sample in self.scheduler._state.running, "who is admitted runs"
             most = new.sample.known - 1 if new.hit.tokens % self.limits.page_tokens else new.hit.tokens
             found = self.pages.begin(new.sample, self._keys(new.sample), most) if self.index else 0
             if not self.index:

@@ -83,8 +83,9 @@ class ScheduleState:
         self.enqueue(sample)
 
     def preempt(self, builder: PlanBuilder, victim: Sample) -> None:
-        """The plan takes all pages of a running sample."""
+        """The plan takes all pages of a running sample, which it may have admitted itself."""
         builder.work = [work for work in builder.work if work.sample is not victim]
+        builder.admitted = [new for new in builder.admitted if new.sample is not victim]
         self.requeue(victim)
         builder.preempted.append(Preemption(victim))
 
