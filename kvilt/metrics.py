@@ -105,15 +105,23 @@ class Metrics:
 
     def observe(self, histogram: Histogram, value: float, /, **labels: str) -> None:
         """Count one value in its bucket."""
+        self.observe_all(histogram, (value,), **labels)
+
+    def observe_all(self, histogram: Histogram, values: Sequence[float], /, **labels: str) -> None:
+        """Count several values, each in its bucket."""
         _check_kind(histogram, Histogram, "observe")
-        if not math.isfinite(value):
-            raise ParamError(histogram.name, f"a histogram takes finite values, not {value}")
+        if not values:
+            return
+        for value in values:
+            if not math.isfinite(value):
+                raise ParamError(histogram.name, f"a histogram takes finite values, not {value}")
         with self._lock:
             spreads = self._of(histogram).spreads
             key = self._key(histogram, spreads, labels)
             spread = spreads.setdefault(key, _Spread([0] * (len(histogram.buckets) + 1)))
-            spread.counts[bisect_left(histogram.buckets, value)] += 1
-            spread.sum += value
+            for value in values:
+                spread.counts[bisect_left(histogram.buckets, value)] += 1
+            spread.sum += sum(values)
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """Every metric by name, of one moment, as plain values that later changes do not touch."""

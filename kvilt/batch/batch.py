@@ -62,6 +62,7 @@ class Batch:
         pool = rows[0].cache.pool
         layers = pool.layout.num_layers
         with pool.lock:  # what is checked here must still be so when the tables are read
+            _check_sampled([row.source for row in rows if type(row.source) is SampledIds])
             for row in rows:
                 _check_row(row, pool, layers)
             own = [row.cache.row(row.cache_row) for row in rows]
@@ -94,10 +95,19 @@ def _check_tensors(source: Source) -> None:
             _check_vectors("hidden states", states)
         case Embeds(vectors=vectors):
             _check_vectors("embedding rows", vectors)
-        case SampledIds(ids) if ids.dim() != 1 or ids.dtype != torch.int64:
-            raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
-        case SampledIds(ids, int(at)) if not 0 <= at < len(ids):
-            raise InputError(f"{len(ids)} sampled ids have none at {at}")
+
+
+def _check_sampled(sources: Sequence[SampledIds]) -> None:
+    """Ids on a device; most rows have theirs from the same tensor, which is asked once."""
+    sizes: dict[int, int] = {}
+    for source in sources:
+        ids, at = source.ids, source.at
+        if (size := sizes.get(id(ids))) is None:
+            if ids.dim() != 1 or ids.dtype != torch.int64:
+                raise InputError(f"sampled ids are int64 [tokens], not {ids.dtype} {list(ids.shape)}")
+            size = sizes[id(ids)] = len(ids)
+        if at is not None and not 0 <= at < size:
+            raise InputError(f"{size} sampled ids have none at {at}")
 
 
 def _check_vectors(what: str, vectors: Tensor) -> None:
@@ -108,7 +118,7 @@ def _check_vectors(what: str, vectors: Tensor) -> None:
 def _check_row(row: Row, pool: PagePool, layers: int) -> None:
     if row.cache.pool is not pool:
         raise InputError("the caches of a batch must belong to one executor")
-    if type(row.source) is not Ids:
+    if type(row.source) not in _TOKENS:
         _check_tensors(row.source)
     tokens = token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):

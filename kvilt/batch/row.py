@@ -165,6 +165,8 @@ def token_count(source: Source) -> int:
     """Tokens a source stands for."""
     if type(source) is Ids:
         return len(source.ids)
+    if type(source) is SampledIds and source.at is not None:
+        return 1
     match source:
         case Ids(ids) | Embeds(ids=ids):
             return len(ids)

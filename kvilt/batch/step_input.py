@@ -6,6 +6,7 @@ owner; a captured graph reads only these buffers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -163,17 +164,20 @@ class _Numbers:
     __slots__ = ("values",)
 
     def __init__(self) -> None:
-        self.values: list[int] = []
+        self.values = array("q")
 
     def add(self, values: Iterable[int]) -> slice:
         """Where these will be."""
         start = len(self.values)
-        self.values += values
+        try:
+            self.values.extend(values)
+        except (TypeError, OverflowError) as error:
+            raise InputError(f"a token id or a position is a whole number of 64 bits ({error})") from None
         return slice(start, len(self.values))
 
     def to(self, device: torch.device) -> Tensor:
-        pinned = device.type == "cuda"
-        return torch.tensor(self.values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+        host = torch.frombuffer(self.values, dtype=torch.int64) if self.values else torch.empty(0, dtype=torch.int64)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> StepInput:

@@ -106,7 +106,6 @@ class ActiveRequests:
         for one in advances:
             if one.parent is not None:
                 self._try_fork(one.parent, one.sample)
-        self._counters.generated(sum(one.token is not None for one in advances))
         now_s = self._clock()
         for one, after in zip_longest(advances, advances[1:]):
             seq, over = self._seqs.get(one.sample), False
@@ -122,6 +121,7 @@ class ActiveRequests:
                 self.end(seq, one.end)
             elif over:
                 self.end(seq, "stop")
+        self._counters.generated(sum(one.token is not None for one in advances))
 
     def _append_token(self, seq: SequenceState, event: TokenEvent, now_s: float) -> bool:
         """Append a token and notify the listener; True if the listener wants no more."""

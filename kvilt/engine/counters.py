@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import InputError
 from ..kv.pool import PagePool
@@ -75,6 +75,7 @@ class Counters:
     scheduler: Scheduler
     clock: Callable[[], float]
     gauges: tuple[object, ...] = ()  # what they were set from
+    between_s: list[float] = field(default_factory=list)  # of the tokens of a step
 
     def update_gauges(self) -> None:
         """Set the gauges after a step, or the end of a request; most decode steps change none of them."""
@@ -100,14 +101,16 @@ class Counters:
     def token_drawn(self, seq: SequenceState, now_s: float) -> None:
         """A sample has one more token."""
         if seq.last_token_s:
-            self.metrics.observe(NEXT_TOKEN, now_s - seq.last_token_s)
+            self.between_s.append(now_s - seq.last_token_s)
         elif seq.sample.index == 0:
             self.metrics.observe(FIRST_TOKEN, now_s - seq.job.arrived_s)
         seq.last_token_s = now_s
 
     def generated(self, tokens: int) -> None:
-        """So many tokens were drawn in a step."""
+        """So many tokens were drawn in a step; the times between them and the last ones are counted at once."""
         self.metrics.add(GENERATED, tokens)
+        between_s, self.between_s = self.between_s, []
+        self.metrics.observe_all(NEXT_TOKEN, between_s)
 
     def verified(self, drafted: int, accepted: int) -> None:
         """The drafts of one row were verified."""

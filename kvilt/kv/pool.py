@@ -54,6 +54,8 @@ class PagePool:
         self.layout = layout
         self.group_pages = _checked_pages(layout, pages)
         self.pages = max(self.group_pages)  # of the groups that have the most: a sequence is no longer than they hold
+        self.page_tokens = layout.page_tokens
+        self.window_groups = tuple(g for g, group in enumerate(layout.groups) if group.window_pages is not None)
         self.small_groups = tuple(g for g, n in enumerate(self.group_pages) if n < self.pages)  # for a few windows
         self.ops = ops
         # A callable: hashing a model's weights takes a while, and only KV that leaves the process needs it.
@@ -193,6 +195,10 @@ class PagePool:
         with self.lock:
             self._settle()
             return self._refs[group][page] + (page in self._kept[group])
+
+    def is_sole(self, group: int, page: int) -> bool:
+        """Whether this is a page, and one handle alone sees it."""
+        return page >= 0 and self.holders(group, page) == 1
 
     def shared(self, pages: Iterable[tuple[int, int]]) -> int:
         """How many of these pages, each with its group, more than one cache holds."""

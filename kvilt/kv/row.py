@@ -80,7 +80,7 @@ class CacheRow:
     @property
     def reserved(self) -> int:
         """Positions that may be written: [length, reserved), or, in a window group, those of the next step."""
-        return len(self.tables[0]) * self._pool.layout.page_tokens
+        return len(self.tables[0]) * self._pool.page_tokens
 
     def held_pages(self) -> list[int]:
         """How many pages of each group it holds."""
@@ -146,17 +146,20 @@ class CacheRow:
         """Whether all these positions are reserved, above the length, and in pages that no other handle holds."""
         if not positions:
             return True
-        low, high = min(positions), max(positions)
-        if low < self.length or high >= self.reserved:
+        low, high = (positions[0], positions[0]) if len(positions) == 1 else (min(positions), max(positions))
+        if low < len(self.ids) or high >= self.reserved:
             return False
-        size = self._pool.layout.page_tokens
+        size = self._pool.page_tokens
+        if low == high:
+            return all(self._pool.is_sole(g, table[low // size]) for g, table in enumerate(self.tables))
         span = range(low // size, high // size + 1)
         held = ((g, table[i]) for g, table in enumerate(self.tables) for i in span)
         return all(page != GONE and self._pool.holders(g, page) == 1 for g, page in held)
 
     def check_commit(self, tokens: Sequence[Token]) -> None:
         """Raise unless there is reserved room for these tokens and each of them is one."""
-        if self.length + len(tokens) > self.reserved or not self._kept(self.length + len(tokens)):
+        length = len(self.ids) + len(tokens)
+        if length > self.reserved or (self._pool.small_groups and not self._kept(length)):
             raise InputError(f"{len(tokens)} tokens do not fit the reserved room; reserve it before the step")
         for token in tokens:
             good = len(token) == HASH_BYTES if isinstance(token, bytes) else 0 <= token < 1 << 63
@@ -187,9 +190,9 @@ class CacheRow:
         self._give_back()
 
     def _give_back(self) -> None:
-        size = self._pool.layout.page_tokens
-        for g, group in enumerate(self._pool.layout.groups):
-            table = self.tables[g]
+        size = self._pool.page_tokens
+        for g in self._pool.window_groups:
+            table, group = self.tables[g], self._pool.layout.groups[g]
             for index in range(self.firsts[g] // size, group.first_kept(self.length)):
                 self._pool.drop(g, held([table[index]]))
                 table[index] = GONE

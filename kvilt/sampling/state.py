@@ -22,7 +22,18 @@ from .params import SamplingParams
 class SamplingState:
     """What one sample of one request remembers between tokens; it advances only by `advance`."""
 
-    __slots__ = ("_bad_words", "_folded", "end_ids", "history", "matcher", "params", "record", "sample_index", "seed")
+    __slots__ = (
+        "_bad_words",
+        "_folded",
+        "_is_plain",
+        "end_ids",
+        "history",
+        "matcher",
+        "params",
+        "record",
+        "sample_index",
+        "seed",
+    )
 
     def __init__(
         self,
@@ -49,6 +60,15 @@ class SamplingState:
         self.matcher = matcher
         self._bad_words = BadWords.of(params.bad_words_ids)
         self._folded = fold_seed(self.seed)
+        # Whether nothing but the logits decides the draws: asked several times in every step.
+        self._is_plain = not (
+            params.penalized
+            or params.logit_bias
+            or params.no_repeat_ngram_size
+            or params.bad_words_ids
+            or params.min_tokens
+            or matcher is not None
+        )
         self.record: tuple[int, bytes] | None = None  # this state in a `DrawTable`, and the size of its vocabulary
 
     def advance(self, token: int) -> None:
@@ -81,17 +101,19 @@ class SamplingState:
     @property
     def bans(self) -> bool:
         """Whether some tokens may be banned now."""
+        if self._is_plain:
+            return False
         return bool(self.params.no_repeat_ngram_size or self.params.bad_words_ids) or not self.may_end
 
     @property
     def reads_history(self) -> bool:
         """Whether the next draw depends on tokens drawn before it, other than through the logits."""
-        return self.params.penalized or self.bans or self.matcher is not None
+        return not self._is_plain and (self.params.penalized or self.bans or self.matcher is not None)
 
     @property
     def edited(self) -> bool:
         """Whether some scores of the row are changed before it is drawn from."""
-        return self.params.penalized or bool(self.params.logit_bias) or self.bans or self.matcher is not None
+        return not self._is_plain and (bool(self.params.logit_bias) or self.reads_history)
 
     def banned(self) -> npt.NDArray[np.int64]:
         """The ids that may not be drawn next; some may stand twice."""

@@ -86,8 +86,9 @@ def test_a_padded_replay_gives_the_same_bits_and_writes_to_no_other_cache(
 def test_few_sizes_of_graphs_serve_all_steps() -> None:
     pytest.importorskip("triton")
     from kvilt.ops.triton.graphs import GraphRecorder
+    from kvilt.ops.triton.sampling import TritonSampling
 
-    recorder = GraphRecorder()
+    recorder = GraphRecorder(TritonSampling(torch.device("cpu")))
     sizes = [recorder.padded_rows(rows) for rows in range(1, recorder.max_rows + 1)]
     assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert all(rows <= size <= rows * 2 for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)

@@ -37,7 +37,7 @@ def run(executor: Executor, source: Source, want: Want = Nothing(), layers: Laye
         return executor.run(Batch.of([Row(source, range(token_count(source)), kv, want=want, layers=layers)]))
 
 
-@pytest.mark.parametrize("ids", [[1, 61], [-1, 2], [1.7, 2]])
+@pytest.mark.parametrize("ids", [[1, 61], [-1, 2], [1.7, 2], [1, 1 << 64]])
 def test_ids_outside_the_vocabulary_are_refused(tiny: Executor, ids: list[int]) -> None:
     with pytest.raises(InputError, match="token id"):
         run(tiny, Ids(ids))
