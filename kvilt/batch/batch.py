@@ -133,8 +133,8 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
     if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
-    if type(row.want) is Last and row.want.k == 1 and row.layers is WHOLE and type(row.source) in _TOKENS:
-        return  # a decode
+    if tokens == 1 and row.layers is WHOLE and type(row.source) in _TOKENS and row.want == Last() and not row.repairs:
+        return  # a decode: nothing else can be wrong with it
     span = row.layers
     if not 0 <= span.start < min(span.stop, layers):
         raise InputError(f"layers {span.start} to {span.stop} are not a span of this model's {layers} layers")

@@ -41,7 +41,8 @@ def attention(
     block_m = max(16 if decoding else 128 if dim <= 128 else 64, triton.next_power_of_2(group))
     single = lengths.max_query <= block_m // group  # a row is one tile
     tiles = lengths.rows if single else tokens // (block_m // group) + lengths.rows
-    splits = _splits(tiles * shape.kv_heads, paging.tables.shape[1] * shape.page_tokens) if decoding else 1
+    most_keys, narrow = paging.tables.shape[1] * shape.page_tokens, decoding and bool(shape.scales)
+    splits = _splits(tiles * shape.kv_heads, most_keys, narrow) if decoding else 1
     out = torch.empty((tokens, heads, shape.value_dim), dtype=query.dtype, device=query.device)
     wide = (splits, tokens, heads)
     parts = out if splits == 1 else torch.empty((*wide, shape.value_dim), dtype=torch.float32, device=query.device)
@@ -55,7 +56,7 @@ def attention(
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SPLITS=splits, SINGLE=single,
         BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
-        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size()),
+        **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
         **overlap(query),
     )  # fmt: skip
     return out
@@ -103,17 +104,23 @@ def _rows(numbers: Tensor, layer: int, table: Tensor, count: int, pages: Referen
     return numbers[layer].view(-1, pages.shape.page_tokens, *numbers.shape[2:])[table].flatten(0, 1)[:count]
 
 
-def _tile(block_m: int, programs: int, row_bytes: int) -> dict[str, int]:
-    """Keys at a time, warps and stages: small tiles where programs are many, as far as shared memory goes."""
-    keys, warps, stages = (64, 8, 2) if block_m > 64 else (64, 2, 3) if programs >= MANY else (128, 4, 2)
+def _tile(block_m: int, programs: int, row_bytes: int, narrow: bool) -> dict[str, int]:
+    """Keys at a time, warps and stages: small tiles where programs are many, as far as shared memory goes.
+
+    With `narrow` pages, of one byte a number, arithmetic costs as much as loading: more programs of one warp.
+    """
+    many = (64, 1, 3) if narrow else (64, 2, 3)
+    keys, warps, stages = (64, 8, 2) if block_m > 64 else many if programs >= MANY else (128, 4, 2)
     while keys > 16 and 2 * keys * row_bytes * stages > SHARED_BYTES:
         keys //= 2
     return {"BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
 
 
-def _splits(programs: int, most_keys: int) -> int:
+def _splits(programs: int, most_keys: int, narrow: bool) -> int:
     """Enough programs for a card, and at least a few tiles of keys for each."""
-    return 1 if programs >= MANY else max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
+    if programs >= MANY:
+        return 2 if narrow and programs < 4 * MANY and most_keys >= 1024 else 1
+    return max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
 
 
 def _words(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor]:
