@@ -9,6 +9,7 @@ Limits (bytes a second read, operations a second) are measured in the same run.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -192,6 +193,8 @@ def main() -> None:
         random_checkpoint(SHAPES[options.shape], format_=options.format),
         RunConfig(device="cuda", kv_memory=48 << 30, kv_dtype=options.kv_dtype),
     )
+    gc.collect()
+    gc.freeze()  # as `kvilt serve` does
     jobs["decode"] = lambda: decode(executor, bandwidth)
     jobs["batch"] = lambda: [batch(executor, bandwidth, rows, 1000) for rows in (4, 64, 256)] and None
     jobs["prefill"] = lambda: [prefill(executor, tokens, flops) for tokens in (512, 2048, 8192)] and None

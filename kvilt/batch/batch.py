@@ -37,11 +37,16 @@ from .step_input import StepInput, row_starts, step_input
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSnapshot:
-    """A cache row as it was when the batch was made."""
+class CacheSnapshots:
+    """The cache rows of a batch, and how they were when it was made."""
 
-    row: CacheRow
-    version: int
+    rows: tuple[CacheRow, ...]
+    versions: tuple[int, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tables of some row are others by now."""
+        return any(row.version != version for row, version in zip(self.rows, self.versions, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Batch:
     starts: tuple[int, ...]  # rows + 1 offsets into the token axis
     step: StepInput
     pool: PagePool
-    held: tuple[CacheSnapshot, ...]  # what the page tables above were read from
+    held: CacheSnapshots  # what the page tables above were read from
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Batch:
@@ -68,7 +73,7 @@ class Batch:
             own = [row.cache.row(row.cache_row) for row in rows]
             if len({id(one) for one in own}) < len(rows):
                 raise InputError("two rows of a batch write to the same row of a cache")
-            held = tuple([CacheSnapshot(one, one.version) for one in own])
+            held = CacheSnapshots(tuple(own), tuple([one.version for one in own]))
             starts = row_starts(rows)
             return Batch(tuple(rows), starts, step_input(rows, starts, pool), pool, held)
 
@@ -76,7 +81,7 @@ class Batch:
     def lease(self) -> Iterator[None]:
         """For the length of a step: the pages of this batch go to no other cache, whatever happens to its own."""
         with self.pool.lease():
-            if any(held.row.version != held.version for held in self.held):
+            if self.held.changed:
                 raise InputError("a cache was changed after this batch was made; make it again with Batch.of")
             yield
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import InputError, NumericsError, PoolExhausted
 from ..executor.protocol import Executor
@@ -62,10 +62,10 @@ class ActiveRequests:
 
     # Failures of one request.
 
-    def guarded(self, seq: SequenceState, action: Callable[[], T], otherwise: T) -> T:
+    def guarded(self, seq: SequenceState, action: Callable[..., T], otherwise: T, *args: Any) -> T:
         """The result of a request's own part of a step; what that raises ends this request and no other."""
         try:
-            return action()
+            return action(*args)
         except BaseException as error:
             self.fail(seq, contained(error))
             return otherwise
@@ -116,7 +116,7 @@ class ActiveRequests:
             if seq is None:  # its listener wanted no more before the last of several tokens
                 continue
             if event is not None:
-                over = self.guarded(seq, partial(self._append_token, seq, event, now_s), False)
+                over = self.guarded(seq, self._append_token, False, seq, event, now_s)
             if one.end is not None:
                 self.end(seq, one.end)
             elif over:

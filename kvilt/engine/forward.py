@@ -118,8 +118,11 @@ def _read(executor: Executor, tasks: Sequence[RowTask], logits: Logits, pending:
     tokens = iter(zip(drawn.tokens.tolist(), drawn.logprobs, strict=True))
     results: list[Result] = []
     for task in tasks:
-        token, logprobs = next(tokens) if task.drawing else (None, None)
-        results.append(RowDone() if token is None else RowDone([token], [logprobs]))
+        if task.drawing:
+            token, logprobs = next(tokens)
+            results.append(RowDone((token,), (logprobs,)))
+        else:
+            results.append(RowDone())
     return results
 
 

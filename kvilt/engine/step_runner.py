@@ -94,7 +94,7 @@ class StepRunner:
             if seq is None:
                 continue
             seq.unread = None if at is None or step.forward.sampled is None else SampledIds(step.forward.sampled, at)
-            self._active.guarded(seq, partial(self._grow, seq, work, work.start + work.count), None)
+            self._active.guarded(seq, self._grow, None, seq, work, work.start + work.count)
 
     def commit(self, step: FinishedStep, grown: bool = False) -> list[Sequence[int] | None]:
         """Advance the caches of a step, unless they are `grown`; for each row its tokens, None if it was not done."""
@@ -105,20 +105,21 @@ class StepRunner:
         seq = self._seqs[work.sample]
         if work.start != work.sample.computed:  # it found fewer tokens than it was promised
             return None
-        return self._active.guarded(seq, makers.get(work.sample) or partial(row_task, seq, work), None)
+        if (make_row := makers.get(work.sample)) is not None:
+            return self._active.guarded(seq, make_row, None)
+        return self._active.guarded(seq, row_task, None, seq, work)
 
     def _commit(self, work: Work, task: RowTask | None, result: Result | None, grown: bool) -> Sequence[int] | None:
         if task is None or result is None or (seq := self._seqs.get(work.sample)) is None:
             return None
+        if type(result) is RowDone:
+            return self._active.guarded(seq, self._row_done, None, seq, work, task, result, grown)
         match result:
             case RowFailed(PoolExhausted() as error) if work.sample.is_blending:  # a document is not there after all
                 self._active.requeue(seq, error)
-                return None
             case RowFailed(error):
                 self._active.fail(seq, error)
-                return None
-            case RowDone():
-                return self._active.guarded(seq, partial(self._row_done, seq, work, task, result, grown), None)
+        return None
 
     def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone, grown: bool) -> Sequence[int]:
         """A row was computed: its cache grows, and its listener is notified."""
