@@ -52,12 +52,11 @@ BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
     {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16), "reference": _reference}
 )
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
-# with weights, activations and KV in another dtype.
+# with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {
         **{f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")},
         "triton/float32": partial(_triton, torch.float32),
-        "triton/float16": partial(_triton, torch.float16),
     }
 )
 # All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.

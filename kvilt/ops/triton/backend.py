@@ -33,7 +33,7 @@ from .graphs import GraphRecorder
 from .packed import pack
 from .sampling import TritonSampling
 
-REVISION = 1
+REVISION = 2
 
 
 class TritonOps(ReferenceOps):
