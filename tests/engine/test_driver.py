@@ -207,7 +207,7 @@ def test_a_queue_that_one_owner_fills_has_room_for_another(executor: Executor, m
 
 def test_draining_finishes_what_there_is_and_takes_nothing_new(executor: Executor, desk: Desk) -> None:
     ears = [desk.ask(ask) for ask in asks(6, seed=5)]
-    assert desk.driver.drain(30)
+    assert desk.driver.drain(300)
     assert all(ear.reasons == ["length"] for ear in ears)
     assert not desk.driver.accepting
     with pytest.raises(Draining):
