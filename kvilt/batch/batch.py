@@ -138,7 +138,7 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
     if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
-    if tokens == 1 and row.layers is WHOLE and type(row.source) in _TOKENS and row.want == Last() and not row.repairs:
+    if tokens == 1 and _is_plain(row):
         return  # a decode: nothing else can be wrong with it
     span = row.layers
     if not 0 <= span.start < min(span.stop, layers):
@@ -158,6 +158,12 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             _check_seen(wanted, span, layers)
     for repair in row.repairs:
         _check_repair(repair, row, layers)
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether ids go through all layers to the logits of the last one, and nothing is repaired."""
+    last = type(row.want) is Last and row.want.k == 1
+    return last and row.layers is WHOLE and type(row.source) in _TOKENS and not row.repairs
 
 
 def _check_seen(wanted: Sequence[int], span: LayerSpan, layers: int) -> None:

@@ -163,14 +163,8 @@ class Row:
 
 def token_count(source: Source) -> int:
     """Tokens a source stands for."""
-    if type(source) is Ids:
+    if isinstance(source, Ids | Embeds):
         return len(source.ids)
-    if type(source) is SampledIds and source.at is not None:
-        return 1
-    match source:
-        case Ids(ids) | Embeds(ids=ids):
-            return len(ids)
-        case Hidden(states):
-            return int(states.shape[0])
-        case SampledIds(tensor, at):
-            return int(tensor.shape[0]) if at is None else 1
+    if isinstance(source, SampledIds):
+        return len(source.ids) if source.at is None else 1
+    return len(source.states)

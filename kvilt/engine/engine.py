@@ -100,9 +100,9 @@ class Engine:
         Raises what concerns the call itself. After a cancel all sequences are where they were before. After an internal
         error the rows of the step end.
         """
-        plan, before = self._plan(), self._unfinished
+        plan = self._plan()
         step = self._launch(plan) if plan.work else None
-        self._settle()
+        settled = self._settle()
         if step is not None:
             with self._ending_rows(plan):
                 if step.advances is None:
@@ -111,7 +111,7 @@ class Engine:
                     self._unfinished = step
                     self._runner.grow(step)
         self._counters.update_gauges()
-        return step is not None or before is not None
+        return step is not None or settled
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step. Where it overlaps, the scheduler counts its tokens before they are read."""

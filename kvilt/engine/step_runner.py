@@ -18,7 +18,7 @@ from .active import ActiveRequests
 from .counters import Counters
 from .features.feature import FinishedStep, MakeRow
 from .features.feature_set import FeatureSet
-from .forward import LaunchedForward, Result, RowDone, RowFailed, RowTask, launch
+from .forward import LaunchedForward, Result, RowDone, RowTask, launch
 from .notify import notify
 from .rows import row_task
 from .scheduling.page_counts import reached
@@ -112,13 +112,12 @@ class StepRunner:
     def _commit(self, work: Work, task: RowTask | None, result: Result | None, grown: bool) -> Sequence[int] | None:
         if task is None or result is None or (seq := self._seqs.get(work.sample)) is None:
             return None
-        if type(result) is RowDone:
+        if isinstance(result, RowDone):
             return self._active.guarded(seq, self._row_done, None, seq, work, task, result, grown)
-        match result:
-            case RowFailed(PoolExhausted() as error) if work.sample.is_blending:  # a document is not there after all
-                self._active.requeue(seq, error)
-            case RowFailed(error):
-                self._active.fail(seq, error)
+        if isinstance(result.error, PoolExhausted) and work.sample.is_blending:  # a document is not there after all
+            self._active.requeue(seq, result.error)
+        else:
+            self._active.fail(seq, result.error)
         return None
 
     def _row_done(self, seq: SequenceState, work: Work, task: RowTask, result: RowDone, grown: bool) -> Sequence[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Embeds, Hidden, Ids, Row, Score
+from ..config import STEP_SIZES
 from ..errors import InputError
 from ..kv.row import Token
 
@@ -51,8 +52,8 @@ class Inputs:
         return len(self.ids)
 
 
-STEP_TOKENS = 512  # a longer input runs in pieces, so that activations stay small
-GPU_STEP_TOKENS = 8192  # the same where products need more rows to be efficient
+# A longer input runs in pieces, so that activations stay small.
+STEP_TOKENS, GPU_STEP_TOKENS = STEP_SIZES["cpu"].step_tokens, STEP_SIZES["cuda"].step_tokens
 
 # One sequence, and what every method of an executor takes: one for a cache of batch 1, a list of them otherwise.
 RowLike = Inputs | Sequence[int] | Tensor
