@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..immutable import immutable
 from ..kv.cache import KVCache
 from ..ops.contract import Interpolation
 
@@ -40,7 +41,7 @@ class Hidden:
     states: Tensor  # [tokens, hidden]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SampledIds:
     """Ids still on the device, so that a step can be prepared before the last one is read."""
 
@@ -146,7 +147,7 @@ class LayerSpan:
 WHOLE = LayerSpan()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Row:
     """One sequence's share of a step: what enters, where it stands, how far it runs, what comes back."""
 

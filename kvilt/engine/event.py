@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..blend.blender import BlendReport
+from ..immutable import immutable
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TokenEvent:
     """One sample drew a token."""
 

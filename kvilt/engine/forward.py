@@ -16,6 +16,7 @@ from torch import Tensor
 from ..batch import Batch, Last, Logits, Row, Score, Scores
 from ..errors import NumericsError
 from ..executor.protocol import Executor
+from ..immutable import immutable
 from ..sampling.accept import DraftRun, accept
 from ..sampling.pending import PendingSample
 from ..sampling.sampler import SamplingState, TokenLogprobs
@@ -24,7 +25,7 @@ from .isolation import INTERRUPTS, contained
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RowTask:
     """A row, and the samplers that draw the token at `position` from its logits."""
 
@@ -35,7 +36,7 @@ class RowTask:
     on_result: Callable[[Row, Logits, int], None] | None = None  # called with all logits and the row's index in them
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RowDone:
     """The row is computed: one token for each sampler; for a row with drafts the accepted ones and one more."""
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ...immutable import immutable
+
 # How a preempted sample comes back; the plan names it, so that swapping can be added.
 Return = Literal["recompute"]
 
@@ -117,7 +119,7 @@ class PageAccounting(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Work:
     """A sample's part of a step: `count` tokens from position `start` on."""
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from ...immutable import immutable
 from .admission_policy import AdmissionPolicy
 from .page_counts import reached, usable
 from .plan import PageAccounting, Sample, StepPlan, Work
@@ -26,7 +27,7 @@ UNREAD = -1  # a token that was drawn and is still on the device
 End = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Advance:
     """What a step brought to a sample: a token, unless only KV was wanted, and perhaps its end."""
 
