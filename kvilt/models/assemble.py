@@ -115,6 +115,8 @@ def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, .
         shapes |= {"out_bias": (width,)}
     if spec.qk_norm:
         shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+    if spec.sinks:
+        shapes |= {"sinks": (spec.heads,)}
     return shapes
 
 
@@ -195,6 +197,7 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
         out=loader.linear(at("out")),
         q_norm=loader.maybe_norm(at("q_norm")),
         k_norm=loader.maybe_norm(at("k_norm")),
+        sinks=loader.vector(at("sinks"), torch.float32) if spec.attention.sinks else None,
     )
     return Layer(
         loader.norm(at("attention_norm")),

@@ -28,6 +28,7 @@ class Attention:
     out: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: Tensor | None = None  # float32 [heads]: a logit of each head that joins its softmax and has no value
 
     def __call__(
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
@@ -56,4 +57,4 @@ class Attention:
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend takes it."""
         window = self.spec.reach.tokens if isinstance(self.spec.reach, Window) else 0
-        return AttentionMask(self.spec.scale, window, self.spec.soft_cap)
+        return AttentionMask(self.spec.scale, window, self.spec.soft_cap, self.sinks)

@@ -6,7 +6,7 @@ Never holds devices, storage dtypes or file names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ..errors import WeightError
 from ..kv.layout import Full, KVLayout, LayerGroup, Reach
@@ -125,6 +125,13 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False
     soft_cap: float = 0.0  # 0: none
+    # Each head has a learned logit that joins its softmax and has no value. Part of what a spec shows of itself only
+    # where there are sinks, since the identity of saved KV is made of that.
+    sinks: bool = field(default=False, repr=False)
+
+    def __repr__(self) -> str:
+        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
+        return f"AttentionSpec({', '.join([*shown, 'sinks=True'] if self.sinks else shown)})"
 
 
 @dataclass(frozen=True, slots=True)

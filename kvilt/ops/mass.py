@@ -39,4 +39,12 @@ def _block(query: Tensor, keys: Tensor, at: Tensor, positions: Tensor, mask: Att
     hidden = at > positions.unsqueeze(1)
     if mask.window:
         hidden |= at <= positions.unsqueeze(1) - mask.window
-    return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1).sum((0, 1, 2))
+    return softmax_with_sinks(scores.masked_fill_(hidden, float("-inf")), mask.sinks).sum((0, 1, 2))
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The weights of `scores` [kv_heads, group, tokens, keys]; those of a head with a sink sum to less than one."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

@@ -35,7 +35,7 @@ from .contract import (
 )
 from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
-from .mass import first_seen, key_mass
+from .mass import first_seen, key_mass, softmax_with_sinks
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
 
@@ -280,7 +280,7 @@ def _attend_block(
     hidden = at > positions.unsqueeze(1)  # [tokens, keys]
     if mask.window:
         hidden |= at <= positions.unsqueeze(1) - mask.window
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    weights = softmax_with_sinks(scores.masked_fill_(hidden, float("-inf")), mask.sinks)
     values = values.masked_fill(hidden.all(0).view(-1, 1, 1), 0.0)  # never written, perhaps: 0 * NaN is NaN
     mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))
     return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)

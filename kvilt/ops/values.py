@@ -151,6 +151,7 @@ class AttentionMask:
     scale: float
     window: int = 0
     soft_cap: float = 0.0  # 0: none; otherwise scores become cap * tanh(score / cap)
+    sinks: Tensor | None = None  # float32 [heads]: a logit of each head that joins its softmax and has no value
 
 
 @dataclass(frozen=True, slots=True)

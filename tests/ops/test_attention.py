@@ -35,6 +35,7 @@ class Case:
 
 
 WINDOW = AttentionMask(scale=0.35, window=6)
+SINKS = torch.tensor([0.5, -2.0, 3.0, 40.0])  # of the four heads that a case has by default
 
 CASES = {
     "one token": Case([RowCase([3], range(1), range(1))]),
@@ -95,6 +96,35 @@ CASES = {
     "scores so large that exponentials overflow": Case(
         [RowCase([5, 0], range(7), range(7))], mask=AttentionMask(scale=300.0)
     ),
+    "sinks of a decode step": Case([RowCase([5, 0, 7], range(10), [9])], mask=AttentionMask(0.35, sinks=SINKS)),
+    "sinks of ragged rows": Case(
+        [RowCase([5, 0, 7], range(10), [9]), RowCase([1], range(3), range(3)), RowCase([2, 4], range(8), [1, 4, 7])],
+        mask=AttentionMask(0.35, sinks=SINKS),
+    ),
+    "sinks in a window": Case(
+        [RowCase([-1, 7, 1], range(4, 12), range(9, 12)), RowCase([5, 0, 2], range(12), [2, 9])],
+        mask=AttentionMask(0.35, window=6, sinks=SINKS),
+    ),
+    "sinks under soft caps": Case(
+        [RowCase([5, 0, 7], range(12), range(12))], mask=AttentionMask(3.0, window=5, soft_cap=2.0, sinks=SINKS)
+    ),
+    "sinks of a row in many shares": Case(
+        [RowCase(list(range(75))[::-1], range(300), [299]), RowCase([75], range(3), [2])],
+        mask=AttentionMask(0.35, sinks=SINKS),
+    ),
+    "sinks over int8 pages": Case(
+        [RowCase([5, 0], range(7), range(7))],
+        mask=AttentionMask(0.35, sinks=SINKS),
+        shape=PageShape(2, 4, 2, 8, 8, INT8),
+    ),
+    "sinks over float8 pages": Case(
+        [RowCase(list(range(75)), range(300), [150, 299])],
+        mask=AttentionMask(0.35, sinks=SINKS),
+        shape=PageShape(2, 4, 2, 8, 8, FLOAT8),
+    ),
+    "sinks beside scores that overflow": Case(
+        [RowCase([5, 0], range(7), range(7))], mask=AttentionMask(300.0, sinks=100 * SINKS)
+    ),
 }
 
 
@@ -140,8 +170,9 @@ class Scene:
         scores = [float(q @ self.keys[slot][kv_head]) * mask.scale for slot in slots]
         if mask.soft_cap:
             scores = [mask.soft_cap * math.tanh(score / mask.soft_cap) for score in scores]
+        scores += [] if mask.sinks is None else [float(mask.sinks[head])]  # and a value of nothing
         weights = [math.exp(score - max(scores)) for score in scores]
-        mixed = sum(w * self.values[slot][kv_head] for w, slot in zip(weights, slots, strict=True))
+        mixed = sum(w * self.values[slot][kv_head] for w, slot in zip(weights, slots, strict=False))
         return mixed / math.fsum(weights)
 
 

@@ -32,6 +32,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "down": "blk.{i}.ffn_down.weight",
         "q_norm": "blk.{i}.attn_q_norm.weight",
         "k_norm": "blk.{i}.attn_k_norm.weight",
+        "sinks": "blk.{i}.attn_sinks.weight",
     }
 )
 
@@ -58,6 +59,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "down_bias": "model.layers.{i}.mlp.down_proj.bias",
         "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
         "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+        "sinks": "model.layers.{i}.self_attn.sinks",
     }
 )
 

@@ -63,6 +63,8 @@ def attention(
     mask: AttentionMask,
 ) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
+    if mask.sinks is not None:
+        raise Unsupported("the native kernels have no attention sinks; use backend='reference'")
     pages, query = own(store), query.contiguous()
     _check_query(pages.shape, query, paging)
     out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)

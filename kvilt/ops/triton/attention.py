@@ -48,13 +48,13 @@ def attention(
     parts = out if splits == 1 else torch.empty((*wide, shape.value_dim), dtype=torch.float32, device=query.device)
     sums = out if splits == 1 else torch.empty((*wide, 2), dtype=torch.float32, device=query.device)
     _attention[(tiles, shape.kv_heads, splits)](
-        query, *_words(pages, layer), pages.key_scales, pages.value_scales,
+        query, *_words(pages, layer), pages.key_scales, pages.value_scales, out if mask.sinks is None else mask.sinks,
         paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
         **_constants(pages, heads),
-        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SPLITS=splits, SINGLE=single,
-        BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
+        SPLITS=splits, SINGLE=single, BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
         **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
         **overlap(query),
@@ -63,9 +63,9 @@ def attention(
 
 
 def _is_plain(query: Tensor, pages: ReferencePages, mask: AttentionMask) -> bool:
-    """Whether torch's own attention computes this: half precision on a GPU, no window, no cap."""
+    """Whether torch's own attention computes this: half precision on a GPU, no window, no cap, no sinks."""
     kept = bool(pages.shape.scales) or query.dtype == pages.keys.dtype
-    plain = query.is_cuda and kept and query.dtype != torch.float32
+    plain = query.is_cuda and kept and query.dtype != torch.float32 and mask.sinks is None
     return plain and not mask.window and not mask.soft_cap and pages.shape.key_dim == pages.shape.value_dim
 
 
@@ -232,12 +232,12 @@ def _over_keys(
 
 @triton.jit
 def _attention(
-    query, keys, values, key_scales, value_scales, tables, positions, cu_seqlens, out, parts, sums, counters,
+    query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -326,5 +326,10 @@ def _attention(
             total += share * tl.load(sums + own * 2 + 1, mask=known, other=0.0, volatile=True)
             theirs = tl.load(parts + own[:, None] * DV + dv[None, :], mask=inside, other=0.0, volatile=True)
             mixed += share[:, None] * theirs
+    if SINKS:  # joins when all keys have
+        sink = tl.load(sinks + head_of, mask=known, other=0.0)
+        higher = tl.maximum(best, sink)
+        kept = tl.exp(best - higher)
+        total, mixed = total * kept + tl.exp(sink - higher), mixed * kept[:, None]
     result = mixed / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + place[:, None] * DV + dv[None, :], result, mask=inside)
