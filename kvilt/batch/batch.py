@@ -125,13 +125,11 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError("the caches of a batch must belong to one executor")
     if type(row.source) not in _TOKENS:
         _check_tensors(row.source)
-    tokens = token_count(row.source)
+    tokens = 1 if type(row.source) is SampledIds and row.source.at is not None else token_count(row.source)
     if tokens == 0 or tokens != len(row.positions):
         raise InputError(f"a row of {tokens} tokens cannot stand at {len(row.positions)} positions")
-    if isinstance(row.source, Embeds) and len(row.source.at) != len(row.source.vectors):
-        raise InputError(f"{len(row.source.vectors)} embedding rows were given for {len(row.source.at)} places")
-    if isinstance(row.source, Embeds) and any(not 0 <= i < tokens for i in row.source.at):
-        raise InputError("the places of embedding rows must lie inside the ids")
+    if type(row.source) is Embeds:
+        _check_places(row.source, tokens)
     if tokens > 1 and any(b <= a for a, b in pairwise(row.positions)):
         raise InputError("the positions of a row must ascend")
     if not row.cache.row(row.cache_row).writable(row.positions):
@@ -158,6 +156,13 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             _check_seen(wanted, span, layers)
     for repair in row.repairs:
         _check_repair(repair, row, layers)
+
+
+def _check_places(source: Embeds, tokens: int) -> None:
+    if len(source.at) != len(source.vectors):
+        raise InputError(f"{len(source.vectors)} embedding rows were given for {len(source.at)} places")
+    if any(not 0 <= i < tokens for i in source.at):
+        raise InputError("the places of embedding rows must lie inside the ids")
 
 
 def _is_plain(row: Row) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 from ..errors import InputError, NumericsError, PoolExhausted
@@ -107,12 +106,12 @@ class ActiveRequests:
             if one.parent is not None:
                 self._try_fork(one.parent, one.sample)
         now_s = self._clock()
-        for one, after in zip_longest(advances, advances[1:]):
-            seq, over = self._seqs.get(one.sample), False
+        for one, after in zip(advances, [*advances[1:], None], strict=False):
+            seq, sample, over = self._seqs.get(one.sample), one.sample, False
             event = None
             if one.token is not None:
-                drafted = after is not None and after.sample is one.sample
-                event = TokenEvent(one.sample.index, one.token, next(logprobs), drafted)
+                drafted = after is not None and after.sample is sample
+                event = TokenEvent(sample.index, one.token, next(logprobs), drafted)
             if seq is None:  # its listener wanted no more before the last of several tokens
                 continue
             if event is not None:

@@ -13,27 +13,30 @@ from .forward import RowTask
 from .scheduling.plan import Work
 from .sequence import SequenceState
 
+ONE = Last()  # logits to draw one token from
+
 
 def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowTask | None:
     """A planned row, with drafts after its tokens; None where another thread has taken the pages for it."""
-    stop = work.start + work.count
-    if not _reserve(seq, work, len(drafts)):
+    start, stop = work.start, work.start + work.count
+    if not _reserve(seq, work, stop + len(drafts)):
         return None
     assert seq.kv is not None
-    places = range(work.start, stop + len(drafts))
-    source = _source(seq, work.start, [*seq.ids[work.start : stop], *drafts])
-    row = Row(source, places, seq.kv, want=_want(seq, work, len(drafts)), adapter=seq.job.request.adapter)
+    source = _source(seq, start, stop, drafts)
+    want = _want(seq, work, len(drafts))
+    row = Row(source, range(start, stop + len(drafts)), seq.kv, want=want, adapter=seq.job.request.adapter)
+    watcher = None if seq.on_first_logits is None else with_watcher(seq)
     if seq.state is None or not work.draws:
-        return RowTask(row, (), stop, on_result=with_watcher(seq))
-    drawing = [seq.state] if not work.forks else [seq.state, *map(seq.state.fork, range(1, work.forks + 1))]
-    return RowTask(row, drawing, stop, drafts, with_watcher(seq))
+        return RowTask(row, (), stop, (), watcher)
+    drawing = (seq.state,) if not work.forks else (seq.state, *map(seq.state.fork, range(1, work.forks + 1)))
+    return RowTask(row, drawing, stop, drafts, watcher)
 
 
-def _source(seq: SequenceState, start: int, ids: Sequence[int]) -> Source:
+def _source(seq: SequenceState, start: int, stop: int, drafts: Sequence[int]) -> Source:
     """What enters a row at `start`: the token that was drawn last may still be on the device."""
     if seq.unread is not None and start == len(seq.ids):
         return seq.unread
-    embeds = seq.job.request.embeds
+    ids, embeds = [*seq.ids[start:stop], *drafts], seq.job.request.embeds
     return Ids(ids) if embeds is None else embeds.source(ids, start)
 
 
@@ -53,13 +56,12 @@ def with_watcher(
     return on_result
 
 
-def _reserve(seq: SequenceState, work: Work, drafts: int) -> bool:
-    """Reserve pages for a row; False if another thread has taken them, so that the row waits."""
+def _reserve(seq: SequenceState, work: Work, stop: int) -> bool:
+    """Reserve pages for a row up to `stop`; False if another thread has taken them, so that the row waits."""
     assert seq.kv is not None
-    stop = work.start + work.count + drafts
     try:
         if work.sample.shared_tail or stop > seq.kv.row(0).reserved:  # most decodes have their room already
-            seq.kv.reserve(work.count + drafts)
+            seq.kv.reserve(stop - work.start)
     except PoolExhausted:
         return False
     return True
@@ -68,7 +70,7 @@ def _reserve(seq: SequenceState, work: Work, drafts: int) -> bool:
 def _want(seq: SequenceState, work: Work, drafts: int = 0) -> Want:
     """Logits to draw from, log-probabilities of the next tokens, or only the KV."""
     if work.draws:
-        return Last(1 + drafts)
+        return Last(1 + drafts) if drafts else ONE
     if seq.on_first_logits is not None and work.start + work.count == work.sample.prompt:
         return Last()
     if seq.scoring is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 from ..batch import SampledIds
 from ..errors import PoolExhausted
@@ -86,15 +85,14 @@ class StepRunner:
 
     def grow(self, step: LaunchedStep) -> None:
         """Advance the caches of a step that is still computed: the tokens that entered it are known by now."""
-        drawn = count()
+        at, sampled = 0, step.forward.sampled
         for work, task in zip(step.plan.work, step.tasks, strict=True):
             if task is None:
                 continue
-            at, seq = next(drawn) if task.drawing else None, self._seqs.get(work.sample)
-            if seq is None:
-                continue
-            seq.unread = None if at is None or step.forward.sampled is None else SampledIds(step.forward.sampled, at)
-            self._active.guarded(seq, self._grow, None, seq, work, work.start + work.count)
+            if (seq := self._seqs.get(work.sample)) is not None:
+                seq.unread = None if sampled is None or not task.drawing else SampledIds(sampled, at)
+                self._active.guarded(seq, self._grow, None, seq, work, work.start + work.count)
+            at += bool(task.drawing)
 
     def commit(self, step: FinishedStep, grown: bool = False) -> list[Sequence[int] | None]:
         """Advance the caches of a step, unless they are `grown`; for each row its tokens, None if it was not done."""
@@ -136,10 +134,11 @@ class StepRunner:
         """The positions of a row up to `stop` are computed, the last of them from accepted drafts."""
         assert seq.kv is not None
         start = work.start
-        filled, keys = None, None if seq.job.request.background else seq.prefix_keys
-        if keys is not None and start // self._page_tokens < stop // self._page_tokens:
+        filled, fills = None, start // self._page_tokens < stop // self._page_tokens
+        if fills and (keys := seq.prefix_keys) is not None and not seq.job.request.background:
             filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
-        seq.kv.commit([[*seq.tokens(start, stop), *accepted]], filled=filled)
+        tokens = seq.tokens(start, stop)
+        seq.kv.commit([[*tokens, *accepted] if accepted else tokens], filled=filled)
         if start < work.sample.prompt:
             self._active.prompt_progress(seq, min(stop, work.sample.prompt))
 

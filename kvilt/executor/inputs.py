@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import Embeds, Hidden, Ids, Row, Score
+from ..batch import Embeds, Hidden, Ids, Last, Row, SampledIds, Score
 from ..config import STEP_SIZES
 from ..errors import InputError
 from ..kv.row import Token
@@ -173,6 +173,8 @@ def _id(token: object, vocab_size: int) -> int:
 
 def check_row(row: Row, vocab_size: int, hidden_size: int, axes: int = 0) -> None:
     """Raise unless a model of these sizes can run the row; a backend would fail late, on a device past repair."""
+    if type(row.source) is SampledIds and type(row.want) is Last and not row.rope_positions:
+        return  # a decode: the sampler made its id
     if row.rope_positions and len(row.rope_positions) != axes:
         raise InputError(f"this model rotates by {axes or 1} axes of a position, not by {len(row.rope_positions)}")
     match row.source:

@@ -215,7 +215,7 @@ class Adapters:
     @contextmanager
     def step(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[StepAdapters | None]:
         """For the length of a step: the adapters of its rows are in memory and stay there; None if no row has one."""
-        if not any(isinstance(row.adapter, Adapted) for row in rows):
+        if all(type(row.adapter) is Base for row in rows):
             yield None
             return
         with self._lock:

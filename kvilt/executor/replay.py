@@ -172,7 +172,7 @@ def is_decode(batch: Batch, max_rows: int) -> bool:
     """Whether every row is one token through the whole model to its logits."""
     if len(batch.rows) > max_rows or batch.num_tokens != len(batch.rows) or not is_plain(batch):
         return False
-    return all(isinstance(row.want, Last) for row in batch.rows)
+    return all(type(row.want) is Last for row in batch.rows)
 
 
 def is_verification(batch: Batch) -> bool:

@@ -198,7 +198,10 @@ class PagePool:
 
     def is_sole(self, group: int, page: int) -> bool:
         """Whether this is a page, and one handle alone sees it."""
-        return page >= 0 and self.holders(group, page) == 1
+        with self.lock:
+            if self._abandoned:
+                self._settle()
+            return page >= 0 and self._refs[group][page] + (page in self._kept[group]) == 1
 
     def shared(self, pages: Iterable[tuple[int, int]]) -> int:
         """How many of these pages, each with its group, more than one cache holds."""

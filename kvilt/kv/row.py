@@ -146,15 +146,22 @@ class CacheRow:
         """Whether all these positions are reserved, above the length, and in pages that no other handle holds."""
         if not positions:
             return True
-        low, high = (positions[0], positions[0]) if len(positions) == 1 else (min(positions), max(positions))
+        if len(positions) == 1:
+            return self._is_writable(positions[0])
+        low, high = min(positions), max(positions)
         if low < len(self.ids) or high >= self.reserved:
             return False
         size = self._pool.page_tokens
-        if low == high:
-            return all(self._pool.is_sole(g, table[low // size]) for g, table in enumerate(self.tables))
         span = range(low // size, high // size + 1)
         held = ((g, table[i]) for g, table in enumerate(self.tables) for i in span)
         return all(page != GONE and self._pool.holders(g, page) == 1 for g, page in held)
+
+    def _is_writable(self, position: int) -> bool:
+        """The same for one position, which is what nearly every row of a step has."""
+        index, pool = position // self._pool.page_tokens, self._pool
+        if position < len(self.ids) or index >= len(self.tables[0]):
+            return False
+        return all(pool.is_sole(group, table[index]) for group, table in enumerate(self.tables))
 
     def check_commit(self, tokens: Sequence[Token]) -> None:
         """Raise unless there is reserved room for these tokens and each of them is one."""
@@ -187,7 +194,8 @@ class CacheRow:
             self.ids.append(token)
         if filled is not None:
             filled(self)
-        self._give_back()
+        if self._pool.window_groups:
+            self._give_back()
 
     def _give_back(self) -> None:
         size = self._pool.page_tokens

@@ -28,7 +28,8 @@ class PageCounts:
         """Pages to take of every group before `count` more tokens can be computed."""
         if not count:
             return 0
-        progress = sample.blend_progress
+        if (progress := sample.blend_progress) is None and not sample.shared_tail:  # nearly every row of a step
+            return -(-(sample.computed + count) // self.page_tokens) + (sample.computed // -self.page_tokens)
         if progress is not None and progress.begun and sample.is_blending:  # it has room for all of its prompt
             return max(0, self._grown(progress.stop, max(sample.computed + count, progress.stop), False))
         return self._grown(sample.computed, sample.computed + count, sample.shared_tail)
@@ -93,7 +94,8 @@ class PageCounts:
 
 def usable(sample: Sample, tokens: int) -> int:
     """How many of a step's tokens a sample can use."""
-    tokens = min(sample.max_step_tokens or tokens, tokens)
+    if sample.max_step_tokens:
+        tokens = min(sample.max_step_tokens, tokens)
     if sample.blend_progress is not None and sample.is_blending:
         return min(sample.blend_progress.left, tokens)
     count = min(sample.uncomputed, tokens)
