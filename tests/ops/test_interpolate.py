@@ -56,23 +56,27 @@ def test_followers_take_their_share(
     assert torch.isnan(ops.read_slots(store, others).keys).all()
 
 
+@pytest.mark.parametrize("pairs", [0, 5], ids=["", "turned"])  # turned in part, and interleaved
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_pages_of_any_number_hold_what_write_would_put_there(
-    ops: Ops, new_pages: Any, random_of: Any, dtype: str
+    ops: Ops, new_pages: Any, random_of: Any, dtype: str, pairs: int
 ) -> None:
     shape = PageShape(layers=1, page_tokens=16, kv_heads=2, key_dim=32, value_dim=16, dtype=KV_DTYPES[dtype])
     store, other = (new_pages(shape, 4) for _ in range(2))
-    who, slots = case(random_of, 60, 40, 12), torch.arange(40)
+    who, slots = case(random_of, 60, 8 if pairs else 40, 12), torch.arange(8 if pairs else 40)
     kept = (random_of(60, 2, 32, seed=1).half(), random_of(60, 2, 16, seed=2).half())
     fresh = (random_of(12, 2, 32, seed=3), random_of(12, 2, 16, seed=4))
-    ops.interpolate(store, 0, slots, who, kept, fresh)
+    turn = ops.rotation(who.tokens, torch.linspace(1.0, 0.1, pairs), 1.2, "interleaved") if pairs else None
+    ops.interpolate(store, 0, slots, who, kept, fresh, turn)
     keys, values = (truth(who, old, new).float() for old, new in zip(kept, fresh, strict=True))
-    ops.write(other, 0, slots, keys, values)
+    ops.write(other, 0, slots, keys, values, turn)
     found, expected = ops.read_slots(store, slots), ops.read_slots(other, slots)
     # A number between two that pages hold may go to either.
     unit, share = 1 if dtype == "int8" else 0.02, 0.125 if dtype == "float8_e4m3fn" else 0.01
     torch.testing.assert_close(found.keys.float(), expected.keys.float(), rtol=share, atol=unit)
     torch.testing.assert_close(found.values.float(), expected.values.float(), rtol=share, atol=unit)
+    torch.testing.assert_close(found.key_scales, expected.key_scales)
+    torch.testing.assert_close(found.value_scales, expected.value_scales)
 
 
 @pytest.mark.parametrize("isa", _kvilt_native.available_isas())

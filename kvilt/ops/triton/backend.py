@@ -16,6 +16,7 @@ from ...quant.tensor import QuantTensor, Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    Interpolation,
     LinearMap,
     PackedWeight,
     PageStore,
@@ -28,12 +29,12 @@ from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
-from . import lora, pages, products, quantized, vectors
+from . import lora, pages, products, quantized, repair, vectors
 from .graphs import GraphRecorder
 from .packed import pack
 from .sampling import TritonSampling
 
-REVISION = 2
+REVISION = 3
 
 
 class TritonOps(ReferenceOps):
@@ -177,6 +178,18 @@ class TritonOps(ReferenceOps):
         rotation: Rotation,
     ) -> Tensor:
         return pages.rotate_and_write(_own(store), layer, slots, query, keys, values, rotation)
+
+    def interpolate(
+        self,
+        store: PageStore,
+        layer: int,
+        slots: Tensor,
+        interpolation: Interpolation,
+        kept: tuple[Tensor, Tensor],
+        fresh: tuple[Tensor, Tensor],
+        rotation: Rotation | None = None,
+    ) -> None:
+        repair.interpolate(_own(store), layer, slots, interpolation, kept, fresh, rotation)
 
 
 def _fused(rows: Sequence[Tensor]) -> Tensor:

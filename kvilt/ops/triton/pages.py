@@ -21,9 +21,9 @@ def write(
     """Put `keys` and `values` [tokens, kv_heads, dim] into `slots`; keys are rotated on the way."""
     angles = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)  # not read without a rotation
     _write[(len(slots), pages.shape.kv_heads)](
-        keys, values, slots, *angles, *_places(pages, layer),
+        keys, values, slots, *angles, *layer_of(pages, layer),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        **_constants(pages, rotation), num_warps=1,
+        **page_constants(pages, rotation), num_warps=1,
     )  # fmt: skip
 
 
@@ -35,18 +35,20 @@ def rotate_and_write(
     out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
     block = min(triton.next_power_of_2(heads), 16 if tokens > 512 else 1)  # heads of a program; few tokens need many
     _rotate_and_write[(tokens, triton.cdiv(heads, block) + triton.cdiv(pages.shape.kv_heads, block))](
-        query, keys, values, slots, rotation.cos, rotation.sin, out, *_places(pages, layer),
+        query, keys, values, slots, rotation.cos, rotation.sin, out, *layer_of(pages, layer),
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, **_constants(pages, rotation), BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
+        HEADS=heads, **page_constants(pages, rotation), BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
     )  # fmt: skip
     return out
 
 
-def _places(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layer_of(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values of a layer, and their scales."""
     return pages.keys[layer], pages.values[layer], pages.key_scales[layer], pages.value_scales[layer]
 
 
-def _constants(pages: ReferencePages, rotation: Rotation | None) -> dict[str, Any]:
+def page_constants(pages: ReferencePages, rotation: Rotation | None) -> dict[str, Any]:
+    """What a kernel must know of pages and of a rotation when it is compiled."""
     shape, pairs = pages.shape, 0 if rotation is None else rotation.cos.shape[1]
     return {
         "KV_HEADS": shape.kv_heads, "D": shape.key_dim, "DV": shape.value_dim,
@@ -110,9 +112,9 @@ def _write_heads(
     own = tl.load(values[:, None] + i[None, :], mask=inside, other=0.0)
     if LARGEST > 0:
         own = own.to(tl.float32)
-        scale = _scale(_largest(own), LARGEST)
+        scale = scale_of(largest_of(own), LARGEST)
         tl.store(value_scales + place, scale, mask=known)
-        own = _scaled(own, scale, LARGEST, WHOLE)
+        own = scaled_by(own, scale, LARGEST, WHOLE)
         _write_scaled_keys(
             keys, cos, sin, token, key_pages + place * D, key_scales + place, known,
             D, D_PAD, PAIRS, PAIRS_PAD, HALF, LARGEST, WHOLE,
@@ -132,22 +134,22 @@ def _write_scaled_keys(
     j = tl.arange(0, D_PAD)
     rest = known[:, None] & ((j >= 2 * PAIRS) & (j < D))[None, :]
     passed = tl.load(source[:, None] + j[None, :], mask=rest, other=0.0).to(tl.float32)
-    most = _largest(passed)
+    most = largest_of(passed)
     if PAIRS > 0:
         a, b, left, right, inside = turned_pairs(source, cos, sin, token, known, PAIRS, PAIRS_PAD, HALF)
-        most = _larger(most, _larger(_largest(a), _largest(b)))
-    scale = _scale(most, LARGEST)
+        most = larger_of(most, larger_of(largest_of(a), largest_of(b)))
+    scale = scale_of(most, LARGEST)
     tl.store(scales, scale, mask=known)
     kind = target.dtype.element_ty
     if PAIRS > 0:
-        tl.store(target[:, None] + left, _scaled(a, scale, LARGEST, WHOLE).to(kind), mask=inside)
-        tl.store(target[:, None] + right, _scaled(b, scale, LARGEST, WHOLE).to(kind), mask=inside)
+        tl.store(target[:, None] + left, scaled_by(a, scale, LARGEST, WHOLE).to(kind), mask=inside)
+        tl.store(target[:, None] + right, scaled_by(b, scale, LARGEST, WHOLE).to(kind), mask=inside)
     if 2 * PAIRS < D:
-        tl.store(target[:, None] + j[None, :], _scaled(passed, scale, LARGEST, WHOLE).to(kind), mask=rest)
+        tl.store(target[:, None] + j[None, :], scaled_by(passed, scale, LARGEST, WHOLE).to(kind), mask=rest)
 
 
 @triton.jit
-def _largest(x):
+def largest_of(x):
     """The largest magnitude of each row [rows, numbers]; NaN if there is one among them."""
     odd = x != x
     most = tl.max(tl.where(odd, 0.0, tl.abs(x)), 1)
@@ -155,20 +157,20 @@ def _largest(x):
 
 
 @triton.jit
-def _larger(x, y):
+def larger_of(x, y):
     """The larger one; NaN if one of them is."""
     return tl.where(x != x, x, tl.where(y <= x, x, y))
 
 
 @triton.jit
-def _scale(most, LARGEST: tl.constexpr):
+def scale_of(most, LARGEST: tl.constexpr):
     """Divided as IEEE says, so that scales have the bits of the reference."""
     scale = tl.div_rn(most, most * 0 + LARGEST)
     return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)  # one over it would be no number
 
 
 @triton.jit
-def _scaled(x, scale, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
+def scaled_by(x, scale, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
     """The numbers that pages keep of `x` [rows, numbers], still as float32."""
     safe = tl.where(scale == 0, 1.0, scale)
     inverse = tl.where(scale == 0, 0.0, tl.div_rn(safe * 0 + 1.0, safe))
