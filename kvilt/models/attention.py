@@ -41,6 +41,9 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
         rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
+        if rotation is not None and context.tap is None and not context.repairs:
+            mixed = ops.write_and_attend(q, k, v, rotation, store, self.place.layer, paging, self.mask())
+            return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
         if rotation is None:
             ops.write(store, self.place.layer, paging.slots, k, v)
         else:

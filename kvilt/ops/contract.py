@@ -309,6 +309,20 @@ class Ops(Protocol):
         """`rotate` of `query`, and `write` of the others with that rotation."""
         ...
 
+    def write_and_attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+    ) -> Tensor:
+        """`rotate_and_write` into the slots of `paging`, and `attention` of the rotated query."""
+        ...
+
     def interpolate(
         self,
         store: PageStore,

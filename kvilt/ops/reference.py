@@ -219,6 +219,20 @@ class ReferenceOps:
         self.write(store, layer, slots, keys, values, rotation)
         return self.rotate(query, rotation)
 
+    def write_and_attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+    ) -> Tensor:
+        query = self.rotate_and_write(store, layer, paging.slots, query, keys, values, rotation)
+        return self.attention(query, store, layer, paging, mask)
+
     def interpolate(
         self,
         store: PageStore,

@@ -237,6 +237,20 @@ class NativeOps:
         self.write(store, layer, slots, keys, values, rotation)
         return query
 
+    def write_and_attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+    ) -> Tensor:
+        query = self.rotate_and_write(store, layer, paging.slots, query, keys, values, rotation)
+        return self.attention(query, store, layer, paging, mask)
+
     def interpolate(
         self,
         store: PageStore,

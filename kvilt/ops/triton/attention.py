@@ -6,6 +6,7 @@ queries over many keys are split among programs (flash decoding), and the last o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..contract import AttentionMask, Paging
+from ..contract import AttentionMask, Paging, Rotation
 from ..reference import ReferencePages
 from .overlap import await_inputs, launch_next, overlap
 from .unpack import even_odd
+from .vectors import turned
 
 MAX_SPLITS = 16
 MANY = 256  # programs that fill a card
@@ -28,10 +30,34 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LONG = 1024  # queries of a row from which on torch's own attention is faster
 
 
+@dataclass(frozen=True, slots=True)
+class NewKV:
+    """Keys and values [rows, kv_heads, dim] of a decode step: the kernel turns and writes them, and turns the query."""
+
+    keys: Tensor
+    values: Tensor
+    rotation: Rotation
+
+    def arguments(self, slots: Tensor) -> tuple[Any, ...]:
+        """As the kernel takes them, with the places they go to."""
+        keys, values, rotation = self.keys, self.values, self.rotation
+        strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
+        return keys, values, rotation.cos, rotation.sin, slots, *strides
+
+
 def attention(
-    query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask, counters: Tensor
+    query: Tensor,
+    pages: ReferencePages,
+    layer: int,
+    paging: Paging,
+    mask: AttentionMask,
+    counters: Tensor,
+    new: NewKV | None = None,
 ) -> Tensor:
-    """`query` [tokens, heads, dim] to [tokens, heads, value_dim]. `counters` are zero before and after."""
+    """`query` [tokens, heads, dim] to [tokens, heads, value_dim]. `counters` are zero before and after.
+
+    Rows of one token may bring their `new` keys and values along; the query is not turned yet then.
+    """
     tokens, heads, dim = query.shape
     shape, lengths = pages.shape, paging.lengths
     group = heads // shape.kv_heads
@@ -52,7 +78,9 @@ def attention(
         paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
-        **_constants(pages, heads),
+        *((out,) * 5 + (0,) * 4 if new is None else new.arguments(paging.slots)),
+        **_constants(pages, heads), NEW=new is not None, PAIRS=1 if new is None else new.rotation.cos.shape[1],
+        HALF=new is None or new.rotation.pairing == "half",
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
         SPLITS=splits, SINGLE=single, BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
@@ -231,13 +259,29 @@ def _over_keys(
 
 
 @triton.jit
+def _write_new(
+    new_keys, new_values, cos, sin, keys, values, place,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One head's key, turned, and value of a token, into their place."""
+    one, d, dv = tl.zeros([1, 1], tl.int32), tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
+    k = turned(new_keys + one, cos + one, sin + one, one == 0, D, D_PAD, PAIRS, HALF)
+    tl.store(keys + place * D + d, k.to(keys.dtype.element_ty), mask=d < D)
+    v = tl.load(new_values + dv, mask=dv < DV, other=0.0)
+    tl.store(values + place * DV + dv, v.to(values.dtype.element_ty), mask=dv < DV)
+
+
+@triton.jit
 def _attention(
     query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
+    new_keys, new_values, cos, sin, slots, key_token, key_head, value_token, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, NEW: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -257,7 +301,12 @@ def _attention(
     at = tl.load(positions + token, mask=known, other=0)
     dv = tl.arange(0, DV_PAD)
     q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head
-    q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
+    if NEW:
+        angle = token[:, None] * PAIRS
+        q = turned(q_at, cos + angle, sin + angle, known[:, None], D, D_PAD, PAIRS, HALF).to(query.dtype.element_ty)
+        q_odd, q_scale = q, tl.zeros([BLOCK_M], tl.float32) + scale
+    else:
+        q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
 
     # The keys that some query of the tile sees, from the start of a tile of them, shared out among splits.
     stop = tl.load(positions + last) + 1
@@ -273,6 +322,13 @@ def _attention(
             return
         begin = begin + split * each * BLOCK_N
         stop = tl.minimum(stop, begin + each * BLOCK_N)
+    if NEW and split == shares - 1:  # it reads them itself, after all its threads have written
+        _write_new(
+            new_keys + row * key_token + head * key_head, new_values + row * value_token + head * value_head,
+            cos + row * PAIRS, sin + row * PAIRS, keys, values, tl.load(slots + row) * KV_HEADS + head,
+            D, DV, D_PAD, DV_PAD, PAIRS, HALF,
+        )  # fmt: skip
+        tl.debug_barrier()
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -21,6 +21,7 @@ from ..contract import (
     PackedWeight,
     PageStore,
     Paging,
+    Pairing,
     Prepared,
     RmsNorm,
     Rotation,
@@ -30,6 +31,7 @@ from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import lora, pages, products, quantized, repair, vectors
+from .attention import NewKV
 from .graphs import GraphRecorder
 from .packed import pack
 from .sampling import TritonSampling
@@ -150,6 +152,9 @@ class TritonOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return vectors.rms_norm(x, weight, eps)
 
+    def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
+        return Rotation(*vectors.angles(positions, inv_freq, mscale), pairing)
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         return vectors.rotate(x, rotation)
 
@@ -190,6 +195,22 @@ class TritonOps(ReferenceOps):
         rotation: Rotation | None = None,
     ) -> None:
         repair.interpolate(_own(store), layer, slots, interpolation, kept, fresh, rotation)
+
+    def write_and_attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+    ) -> Tensor:
+        pages = _own(store)
+        if paging.lengths.max_query > 1 or pages.shape.scales:
+            return super().write_and_attend(query, keys, values, rotation, store, layer, paging, mask)
+        return paged.attention(query, pages, layer, paging, mask, self._counters, NewKV(keys, values, rotation))
 
 
 def _fused(rows: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Paging
+from .advance import advance
 from .sampling import TritonSampling
 
 
@@ -83,16 +84,7 @@ class GraphRecorder:
         return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
 
     def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
-        drawn, failed = self._sampling.launch(logits)
-        self._drawn = torch.where(failed == 0, drawn, -1)
-        ids.copy_(drawn)
-        positions, lengths = paging[0].positions, paging[0].lengths
-        positions.add_(1)
-        lengths.seq_lens.add_(1)
-        for one in paging:
-            page = (positions // page_tokens).clamp_(max=one.tables.shape[1] - 1)
-            pages = one.tables.gather(1, page[:, None])[:, 0]
-            one.slots.copy_(pages * page_tokens + positions % page_tokens)
+        self._drawn = advance(self._sampling.launch(logits), ids, paging, page_tokens)
 
     def stop(self, stopped: bool) -> None:
         self._stopped = stopped

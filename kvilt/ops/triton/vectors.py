@@ -35,6 +35,27 @@ def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(out + row * width + i, normed, mask=inside)
 
 
+def angles(positions: Tensor, inv_freq: Tensor, mscale: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `positions` [tokens] times `inv_freq` [pairs], times `mscale`, in one launch."""
+    tokens, pairs = len(positions), len(inv_freq)
+    cos = torch.empty((tokens, pairs), dtype=torch.float32, device=positions.device)
+    sin, block = torch.empty_like(cos), triton.next_power_of_2(pairs)
+    _angles[(tokens,)](positions, inv_freq, cos, sin, mscale, PAIRS=pairs, BLOCK=block, num_warps=1, **overlap(cos))
+    return cos, sin
+
+
+@triton.jit
+def _angles(
+    positions, inv_freq, cos, sin, mscale, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    turn = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + i, mask=i < PAIRS, other=0.0)
+    tl.store(cos + token * PAIRS + i, tl.cos(turn) * mscale, mask=i < PAIRS)
+    tl.store(sin + token * PAIRS + i, tl.sin(turn) * mscale, mask=i < PAIRS)
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary embedding of `x` [tokens, heads, dim]."""
     tokens, heads, dim = x.shape
@@ -90,6 +111,23 @@ def turned_pairs(
     c = tl.load(cos + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
     s = tl.load(sin + token * PAIRS + i, mask=i < PAIRS, other=0.0)[None, :]
     return a * c - b * s, b * c + a * s, left, right, inside
+
+
+@triton.jit
+def turned(
+    source, cos, sin, inside, D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Vectors at `source` [n, 1], turned by the angles at `cos` and `sin` [n, 1]: float32 [n, D_PAD]."""
+    d = tl.arange(0, D_PAD)[None, :]
+    turns = inside & (d < 2 * PAIRS)
+    if HALF:
+        first, pair, partner = d < PAIRS, d % PAIRS, tl.where(d < PAIRS, d + PAIRS, d - PAIRS)
+    else:
+        first, pair, partner = d % 2 == 0, d // 2, tl.where(d % 2 == 0, d + 1, d - 1)
+    x = tl.load(source + d, mask=inside & (d < D), other=0.0).to(tl.float32)
+    y = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+    c, s = tl.load(cos + pair, mask=turns, other=1.0), tl.load(sin + pair, mask=turns, other=0.0)
+    return x * c + tl.where(first, -y, y) * s
 
 
 def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -1,0 +1,61 @@
+"""Decode rows that bring their keys and values along: what they write and see is what two operations would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvilt.ops.contract import AttentionMask, Ops, PageShape, Paging, Pairing, RowLengths
+from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
+
+PLAIN = AttentionMask(scale=0.3)
+SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=16, value_dim=16, dtype=FLOAT32)
+CASES: dict[str, tuple[PageShape, int, Pairing, AttentionMask]] = {
+    "all pairs": (SHAPE, 8, "half", PLAIN),
+    "neighbours are pairs": (SHAPE, 8, "interleaved", PLAIN),
+    "some dimensions pass": (SHAPE, 5, "half", PLAIN),
+    "some neighbours pass": (SHAPE, 3, "interleaved", PLAIN),
+    "narrow values": (PageShape(2, 4, 2, 24, 6, FLOAT32), 12, "half", PLAIN),
+    "a window": (SHAPE, 8, "half", AttentionMask(scale=0.3, window=5)),
+    "bfloat16": (PageShape(2, 4, 2, 16, 16, BFLOAT16), 8, "half", PLAIN),
+    "float16": (PageShape(2, 4, 2, 16, 16, FLOAT16), 8, "half", PLAIN),
+    "float8": (PageShape(2, 4, 2, 16, 16, FLOAT8), 8, "half", PLAIN),
+}
+
+
+def paging_of(positions: list[int], pages: int, page_tokens: int) -> Paging:
+    """Rows of one token each, on pages of their own that are not in order."""
+    order, width = list(range(pages))[::-1], -(-(max(positions) + 1) // page_tokens)
+    tables = [[order.pop() if i * page_tokens <= at else -1 for i in range(width)] for at in positions]
+    slots = [
+        table[at // page_tokens] * page_tokens + at % page_tokens for table, at in zip(tables, positions, strict=True)
+    ]
+    starts = tuple(range(len(positions) + 1))
+    lengths = RowLengths.of(starts, positions)
+    return Paging(torch.tensor(tables), torch.tensor(slots), lengths, torch.tensor(positions))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("positions", [[0], [3, 9, 1], [2, 150]], ids=["first", "short", "split"])
+def test_it_is_a_write_and_then_attention(
+    ops: Ops, new_pages: Any, random_of: Any, name: str, positions: list[int]
+) -> None:
+    shape, pairs, pairing, mask = CASES[name]
+    if ops.name == "native" and shape.dtype is FLOAT8:
+        return  # refused: test_kv_dtypes.py
+    paging, rows = paging_of(positions, 48, shape.page_tokens), len(positions)
+    stores = [new_pages(shape, 48) for _ in range(2)]
+    old, slots = 4 * 48, torch.arange(4 * 48)
+    for store in stores:
+        ops.write(store, 1, slots, random_of(old, 2, shape.key_dim, seed=1), random_of(old, 2, shape.value_dim, seed=2))
+    query, keys = random_of(rows, 4, shape.key_dim, seed=3), random_of(rows, 2, shape.key_dim, seed=4)
+    values = random_of(rows, 2, shape.value_dim, seed=5)
+    rotation = ops.rotation(paging.positions, 0.7 ** torch.arange(pairs).float(), 1.1, pairing)
+    found = ops.write_and_attend(query, keys, values, rotation, stores[0], 1, paging, mask)
+    turned = ops.rotate_and_write(stores[1], 1, paging.slots, query, keys, values, rotation)
+    torch.testing.assert_close(found, ops.attention(turned, stores[1], 1, paging, mask), rtol=2e-6, atol=2e-6)
+    read = [ops.read_slots(store, slots) for store in stores]
+    torch.testing.assert_close(read[0].keys[1].float(), read[1].keys[1].float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(read[0].values[1].float(), read[1].values[1].float())
