@@ -1,7 +1,7 @@
 """What a GPU is used for, beside what it could do: decode, batches and prefill of a Llama shape with random weights.
 
     python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix] [--format Q4_K]
-        [--kv-dtype float8_e4m3fn]
+        [--kv-dtype float8_e4m3fn] [--deterministic]
 
 Limits (bytes a second read, operations a second) are measured in the same run.
 """
@@ -185,13 +185,14 @@ def main() -> None:
     parser.add_argument("--only", default="agreement,decode,batch,prefill,one,engine,mix")
     parser.add_argument("--format", default="", help="that matrices are packed in, like Q4_K")
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     only = options.only.split(",")
     bandwidth, flops = limits()
     jobs: dict[str, Callable[[], None]] = {"agreement": agreement}
     executor = build_executor(
         random_checkpoint(SHAPES[options.shape], format_=options.format),
-        RunConfig(device="cuda", kv_memory=48 << 30, kv_dtype=options.kv_dtype),
+        RunConfig(device="cuda", kv_memory=48 << 30, kv_dtype=options.kv_dtype, deterministic=options.deterministic),
     )
     gc.collect()
     gc.freeze()  # as `kvilt serve` does

@@ -30,6 +30,7 @@ class RunConfig:
     backend: str = "auto"  # a name of the registry in kvilt/ops/select.py, which checks it
     lora_memory: int | None = None  # bytes that adapters may take between steps; None: 1 GiB
     gpu_memory: float = 0.9  # of a GPU's memory, what weights, KV and activations may take together
+    deterministic: bool = False  # a row's bits do not depend on its batch; on the CPU they never do
 
     def __post_init__(self) -> None:
         for name in ("threads", "kv_memory", "max_context", "lora_memory"):
@@ -40,6 +41,8 @@ class RunConfig:
             raise ParamError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if not isinstance(self.gpu_memory, int | float) or not 0 < self.gpu_memory <= 1:
             raise ParamError("gpu_memory", f"must be above 0 and at most 1, not {self.gpu_memory!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ParamError("deterministic", f"must be True or False, not {self.deterministic!r}")
 
 
 @dataclass(frozen=True, slots=True)

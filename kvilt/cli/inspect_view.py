@@ -99,6 +99,7 @@ def _model_lines(facts: CheckpointFacts) -> list[tuple[str, str]]:
             ("attention", model.attention),
             ("context", f"{model.context:,} tokens"),
             ("rope", model.rope),
+            ("deterministic", "on the CPU always, on a GPU with --deterministic"),
             ("vocabulary", f"{model.vocabulary:,} · {'tied' if model.tied_head else 'separate'} head"),
         ]
     lines.append(("parameters", f"{count(facts.parameters)} ({facts.parameters:,})"))

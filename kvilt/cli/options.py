@@ -96,6 +96,12 @@ RUNTIME = OptionGroup(
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),
+            "deterministic": Option(
+                bool,
+                False,
+                "On a GPU: the same bits whatever else runs in a step. The CPU's always are.",
+                ("--deterministic",),
+            ),
             "max_context": Option(int | None, None, "Longest sequence in tokens."),
             "kv_dtype": Option(
                 str,

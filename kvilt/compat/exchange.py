@@ -91,6 +91,7 @@ class ExecutorCapabilities:
     lora: bool = False  # rows may have adapters
     drafts: bool = False  # several tokens of a sequence are verified in one forward
     blending: bool = False  # stored documents may be blended into prompts
+    deterministic: bool = False  # a row's bits do not depend on its batch, or on how its prompt was cut into chunks
     closed: bool = False
 
 

@@ -31,6 +31,7 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         lora=is_open,
         drafts=is_open,
         blending=is_open and all(group.shape.value_dim for group in groups),  # chunks keep values beside keys
+        deterministic=executor.deterministic,
         closed=not is_open,
     )
 

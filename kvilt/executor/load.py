@@ -45,7 +45,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = select(config.backend, threads, device_of(config))
+    ops = select(config.backend, threads, device_of(config), config.deterministic)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)

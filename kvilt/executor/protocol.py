@@ -60,6 +60,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend neither on its batch nor on how its prompt was cut into chunks."""
+        ...
+
+    @property
     def expanded_formats(self) -> tuple[str, ...]:
         """Packed formats of the checkpoint that the backend has no kernels for, and so holds as float32."""
         ...

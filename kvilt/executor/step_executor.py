@@ -81,6 +81,11 @@ class StepExecutor:
         return self._max_context
 
     @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend neither on its batch nor on how its prompt was cut into chunks."""
+        return self._pool.ops.deterministic
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads, as the backend holds them."""
         return self._decoder.weight_bytes

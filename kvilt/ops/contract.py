@@ -158,6 +158,11 @@ class Ops(Protocol):
         ...
 
     @property
+    def deterministic(self) -> bool:
+        """Whether a token's results have the same bits in any batch, however its prompt was cut into chunks."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where weights, pages and activations are."""
         ...

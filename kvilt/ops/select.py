@@ -33,14 +33,15 @@ def _native(isa: str, device: torch.device, threads: int | None) -> Ops:
     return NativeOps(threads, isa)
 
 
-def _triton(dtype: torch.dtype, device: torch.device, _threads: int | None) -> Ops:
+def _triton(dtype: torch.dtype, deterministic: bool, device: torch.device, _threads: int | None) -> Ops:
     if device.type != "cuda":
         raise WrongDevice(f"the triton kernels run on CUDA devices, not on {device}")
     try:
         from .triton.backend import TritonOps
+        from .triton.deterministic import DeterministicTritonOps
     except ImportError as error:
         raise Unsupported(f"the CUDA kernels need triton ({error}); install it, or a torch built for CUDA") from None
-    return TritonOps(device, dtype)
+    return DeterministicTritonOps(device, dtype) if deterministic else TritonOps(device, dtype)
 
 
 def _reference(device: torch.device, _threads: int | None) -> Ops:
@@ -49,15 +50,19 @@ def _reference(device: torch.device, _threads: int | None) -> Ops:
 
 # In order of preference: `auto` takes the first one that this machine can run, in its best instruction set.
 BACKENDS: Mapping[str, MakeOps] = MappingProxyType(
-    {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16), "reference": _reference}
+    {"native": partial(_native, "auto"), "triton": partial(_triton, torch.bfloat16, False), "reference": _reference}
 )
 # Native kernels of one instruction set, for bits (and KV) that several kinds of machine share; and the CUDA kernels
 # with weights, activations and KV in float32, beside which the usual ones can be judged.
 NARROWED: Mapping[str, MakeOps] = MappingProxyType(
     {
         **{f"native/{isa}": partial(_native, isa) for isa in ("avx512", "avx2", "generic")},
-        "triton/float32": partial(_triton, torch.float32),
+        "triton/float32": partial(_triton, torch.float32, False),
     }
+)
+# Backends that have kernels of their own for `deterministic`, under the same names.
+_DETERMINISTIC: Mapping[str, MakeOps] = MappingProxyType(
+    {"triton": partial(_triton, torch.bfloat16, True), "triton/float32": partial(_triton, torch.float32, True)}
 )
 # All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.
 _NAMED: dict[str, MakeOps] = {**BACKENDS, **NARROWED}
@@ -81,16 +86,31 @@ def check_name(backend: str) -> None:
         raise ParamError("backend", f"must be one of {', '.join(names())}, not {backend!r}")
 
 
-def select(backend: str = "auto", threads: int | None = None, device: torch.device = CPU) -> Ops:
-    """The backend of that name, or the best one for this device; a better one that is missing is said aloud."""
-    if backend != "auto":
-        if backend not in _NAMED:
-            raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(_NAMED)}")
-        return _NAMED[backend](device, threads)
+def select(
+    backend: str = "auto", threads: int | None = None, device: torch.device = CPU, deterministic: bool = False
+) -> Ops:
+    """The backend of that name, or the best one for this device; a better one that is missing is said aloud.
+
+    With `deterministic`, one whose results have the same bits in any batch.
+    """
+    known = {**_NAMED, **_DETERMINISTIC} if deterministic else _NAMED
+    if backend != "auto" and backend not in known:
+        raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(_NAMED)}")
+    ops = _first_of(known, threads, device) if backend == "auto" else known[backend](device, threads)
+    if deterministic and not ops.deterministic:
+        raise ParamError(
+            "deterministic",
+            f"the {ops.name} backend does not promise it; the native backend does on the CPU, and triton on a GPU",
+        )
+    return ops
+
+
+def _first_of(known: Mapping[str, MakeOps], threads: int | None, device: torch.device) -> Ops:
+    """The first backend, in order of preference, that can run on this device."""
     declined = []
-    for make in BACKENDS.values():
+    for name in BACKENDS:
         try:
-            ops = make(device, threads)
+            ops = known[name](device, threads)
         except WrongDevice:
             continue
         except Unsupported as reason:

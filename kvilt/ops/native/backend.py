@@ -47,6 +47,7 @@ class NativeOps:
     """C++ kernels on the CPU."""
 
     name = "native"
+    deterministic = True  # law 5: each sum has one order
     device = torch.device("cpu")
     dtype = torch.float32
     kv_dtype = FLOAT16  # half the bytes of a long context, which is what decoding it waits for

@@ -36,7 +36,7 @@ from .graphs import GraphRecorder
 from .packed import pack
 from .sampling import TritonSampling
 
-REVISION = 3
+REVISION = 4
 
 
 class TritonOps(ReferenceOps):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..contract import RowLogprobs
 
+BLOCK = 4096  # tokens that are summed at a time
 _LOW_WORD = (1 << 32) - 1
 
 
 def row_logprobs(logits: Tensor, tokens: Tensor, top: int) -> RowLogprobs:
     """Of `tokens` [rows] under raw float32 logits [rows, vocab], with the `top` likeliest beside them."""
+    logits = logits.contiguous()
     peak = logits.amax(-1, keepdim=True)
-    log_mass = (logits - peak).exp_().sum(-1, keepdim=True, dtype=torch.float64).log()
+    log_mass = _mass(logits, peak).log_()
     broken = ~peak.isfinite()
     order = _order(logits)
     ids = _LOW_WORD - (order.topk(top, dim=-1).values & _LOW_WORD)
@@ -35,3 +39,21 @@ def _order(logits: Tensor) -> Tensor:
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     return (keys << 32) | (_LOW_WORD - torch.arange(logits.shape[-1], device=logits.device))
+
+
+def _mass(logits: Tensor, peak: Tensor) -> Tensor:
+    """The sum of exponentials of each row [rows, 1], float64, in an order that the number of rows does not change."""
+    out = torch.empty((len(logits), 1), dtype=torch.float64, device=logits.device)
+    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    _sum_exponentials[(len(logits),)](logits, peak, out, logits.shape[1], BLOCK=block, num_warps=8)
+    return out
+
+
+@triton.jit
+def _sum_exponentials(logits, peaks, out, vocab, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    peak, mass = tl.load(peaks + row), tl.zeros([BLOCK], tl.float64)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(logits + row * vocab + start + i, mask=start + i < vocab, other=float("-inf"))
+        mass += tl.exp(x - peak).to(tl.float64)
+    tl.store(out + row, tl.sum(mass, 0))

@@ -62,19 +62,30 @@ def prepare(product: LowRank, device: torch.device, dtype: torch.dtype) -> LowRa
     return LowRank(down, up, product.scale)
 
 
-def adapt(x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots) -> None:
-    """Add to each of `outs` [tokens, out] what each token's slot of its table makes of `x` [tokens, in]."""
+def adapt(
+    x: Tensor,
+    tables: Sequence[LowRankTable],
+    outs: Sequence[Tensor],
+    adapter_slots: AdapterSlots,
+    few: int = FEW,
+) -> None:
+    """Add to each of `outs` [tokens, out] what each token's slot of its table makes of `x` [tokens, in].
+
+    Up to `few` tokens are a program each. A token's bits depend on whether it is, and on nothing else of its step.
+    """
     own = [table for table in tables if isinstance(table, TritonTable)]
     assert len(own) == len(tables), "tables of another backend"
     for first in range(0, len(own), AT_ONCE):
-        _adapt(x, own[first : first + AT_ONCE], outs[first : first + AT_ONCE], adapter_slots)
+        _adapt(x, own[first : first + AT_ONCE], outs[first : first + AT_ONCE], adapter_slots, few)
 
 
-def _adapt(x: Tensor, tables: Sequence[TritonTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots) -> None:
+def _adapt(
+    x: Tensor, tables: Sequence[TritonTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots, few: int
+) -> None:
     tokens, inputs = x.shape
     splits, most = triton.cdiv(inputs, SHARE), max(table.outputs for table in tables)
     ranks = torch.empty((len(tables), splits, tokens, MAX_RANK), dtype=torch.float32, device=x.device)
-    tile = _tile(x)
+    tile = _tile(x, few)
     block = 256 if tile["TOKENS"] == 1 else 64  # of inputs, then of outputs
     entries = _three([table.entries for table in tables])
     tiles = triton.cdiv(tokens, tile["TOKENS"])
@@ -93,8 +104,8 @@ def _three(given: Sequence[Any]) -> list[Any]:
     return [*given, given[0], given[0]][:AT_ONCE]
 
 
-def _tile(x: Tensor) -> dict[str, Any]:
-    few = len(x) <= FEW
+def _tile(x: Tensor, most: int) -> dict[str, Any]:
+    few = len(x) <= most
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"TOKENS": 1 if few else TILE, "PRECISION": precision, "num_warps": 4, **overlap(x)}
 

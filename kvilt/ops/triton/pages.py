@@ -1,4 +1,7 @@
-"""Kernels that put keys and values into their slots: keys are rotated on the way, and both scaled where pages are."""
+"""Kernels that put keys and values into their slots: keys are rotated on the way, and both scaled where pages are.
+
+No product is fused with a sum (`enable_fp_fusion`), so that a key has the same bits whichever kernel turns it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def write(
     _write[(len(slots), pages.shape.kv_heads)](
         keys, values, slots, *angles, *layer_of(pages, layer),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        **page_constants(pages, rotation), num_warps=1,
+        **page_constants(pages, rotation), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -37,7 +40,8 @@ def rotate_and_write(
     _rotate_and_write[(tokens, triton.cdiv(heads, block) + triton.cdiv(pages.shape.kv_heads, block))](
         query, keys, values, slots, rotation.cos, rotation.sin, out, *layer_of(pages, layer),
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, **page_constants(pages, rotation), BLOCK=block, num_warps=1 if block == 1 else 4, **overlap(query),
+        HEADS=heads, **page_constants(pages, rotation), BLOCK=block, num_warps=1 if block == 1 else 4,
+        enable_fp_fusion=False, **overlap(query),
     )  # fmt: skip
     return out
 

@@ -367,7 +367,7 @@ def _rows(
     block = 1024
     _expand[(rows, triton.cdiv(layout.columns, block))](
         *_planes(data, layout), ids, out, scale, layout.columns,
-        **_constants(layout), GATHER=gather, BLOCK=block, **overlap(data),
+        **_constants(layout), GATHER=gather, BLOCK=block, enable_fp_fusion=False, **overlap(data),
     )  # fmt: skip
     return out
 
