@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Self
 
 from ..errors import InputError
@@ -30,6 +30,22 @@ class AsyncStream:
             self._finalizer.detach()
             raise StopAsyncIteration
         return delta
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Read by `read_ready` instead of iterating: `callback` runs in the event loop when something may be there."""
+        self._token_stream.on_news(callback)
+
+    def read_ready(self, most: int = 16) -> list[Delta]:
+        """The deltas that are there, about `most` of them, without waiting; a failed request raises its error."""
+        deltas = self._token_stream.read_ready(most)
+        if self._token_stream.ended:
+            self._finalizer.detach()
+        return deltas
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last delta was read."""
+        return self._token_stream.ended
 
     @property
     def completion(self) -> Completion:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..blend.blender import BlendReport
@@ -88,21 +88,24 @@ class TokenStream:
         self._queue: deque[Delta] = deque()
         self._reading: deque[Delta] = deque(maxlen=1)  # only the latest: a slow reader misses the others
         self._held = False
+        self._over = False  # the last delta is in the queue
         self._news = asyncio.Event()
+        self._wake: Callable[[], None] = self._news.set
         self._failure: BaseException | None = None
 
     def on_event(self, event: Event) -> bool:
         """Take an event of the engine; called in the thread that steps."""
-        enough = self.answer.on_event(event)
+        enough, unread = self.answer.on_event(event), self._unread
         if isinstance(event, PromptProgress):
             reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
             self._reading.append(Delta(event.index, "", reading=reading))
-        elif self._unread is not None and isinstance(event, TokenEvent | Ended):
+        elif unread is not None and isinstance(event, TokenEvent | Ended):
             self._queue.append(self._delta(event))
-            if len(self._queue) >= self._unread and not self._held:
+            if len(self._queue) >= unread and not self._held:
                 self._driver.hold(self._running_job())
                 self._held = True  # last: otherwise a quick reader could resume a request that is not held yet
-        if self._unread is not None or self.answer.over:
+        if unread is not None or self.answer.over:
+            self._over = self.answer.over  # after the last delta: a reader that is awake must not miss it
             self._notifier.note(self)
         return enough
 
@@ -117,12 +120,32 @@ class TokenStream:
 
     def wake(self) -> None:
         """There is something to read."""
-        self._news.set()
+        self._wake()
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Call back in the event loop, instead of waking a task, whenever there may be something to read."""
+        self._wake = callback
 
     def fail(self, error: BaseException) -> None:
         """Raise this error in the reader, whatever comes later."""
         self._failure = self._failure or error
-        self._news.set()
+        self._wake()
+
+    def read_ready(self, most: int) -> list[Delta]:
+        """The deltas that wait to be read, about `most` of them. Raises the error of a request that failed."""
+        queue = self._queue
+        deltas = [self._reading.popleft()] if self._reading else []
+        deltas += [queue.popleft() for _ in range(min(len(queue), most))]
+        if self._held or not deltas:  # it may have been held just after the last delta was taken
+            self._resume_if_read()
+        if not deltas:
+            self._raise_failure()
+        return deltas
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last delta was read, of a request that did not fail."""
+        return self._over and not self._queue and not self._reading and self._error is None
 
     async def next(self) -> Delta | None:
         """The next delta; None after the last."""
@@ -135,7 +158,7 @@ class TokenStream:
                 return delta
             self._resume_if_read()  # it may have been held just after the last delta was taken
             self._raise_failure()
-            if self.answer.over:
+            if self.ended:
                 return None
             await self._wait()
 
@@ -157,14 +180,17 @@ class TokenStream:
         assert self.job is not None
         return self.job
 
+    @property
+    def _error(self) -> BaseException | None:
+        return self._failure or self.answer.error
+
     def _raise_failure(self) -> None:
-        error = self._failure or self.answer.error
-        if error is not None:
+        if (error := self._error) is not None:
             raise error
 
     async def _wait(self) -> None:
         self._news.clear()
-        if not self._queue and not self._reading and not self.answer.over and self._failure is None:
+        if not self._queue and not self._reading and not self._over and self._failure is None:
             await self._news.wait()
 
     def _delta(self, event: TokenEvent | Ended) -> Delta:

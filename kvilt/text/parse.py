@@ -85,6 +85,11 @@ class AnswerReader:
         """Characters processed so far, counting repeats."""
         return self._thinking.work + self._calls.work
 
+    @property
+    def passes_text(self) -> bool:
+        """Whether all text from here on is content as it is: reasoning is over, and no tool can be called."""
+        return self._thinking.passed and self._calls.passes_text
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain after more text; an empty list while the parser needs more to decide."""
         reasoning, answer = self._thinking.feed(text)

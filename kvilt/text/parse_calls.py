@@ -21,6 +21,7 @@ class CallReader:
     def __init__(self, openings: Sequence[CallMarker], tools: Mapping[str, Mapping[str, str]]) -> None:
         """Without openings everything is content."""
         self.work = 0
+        self.passes_text = not openings
         self._tools = tools
         self._by_text = {opening.text: opening for opening in openings}
         self._marked = tuple(opening.text for opening in openings if not opening.bare)

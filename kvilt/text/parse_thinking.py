@@ -21,10 +21,15 @@ class ThinkingReader:
         self._reasoning: list[str] = []
         self._answer: list[str] = []
 
+    @property
+    def passed(self) -> bool:
+        """Whether all text from here on belongs to the answer."""
+        return self._step == self._after and not self._strip
+
     def feed(self, text: str) -> tuple[str, str]:
         """More reasoning, and more of the answer after it."""
         for i, char in enumerate(text):
-            if self._step == self._after and not self._strip:
+            if self.passed:
                 self._answer.append(text[i:])
                 break
             self.work += 1

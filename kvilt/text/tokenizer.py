@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextOverflow, InputError, KviltError, TokenizerError
 from .pipeline import Pipeline, clean
 from .specials import SpecialTexts
+
+_CACHED_TOKENS = 1 << 16  # whose bytes are kept: they are asked for once for each token that is drawn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Core
@@ -105,6 +108,7 @@ def make_tokenizer(core: Core, inner: Core, **parts: Any) -> Tokenizer:
     def all_token_bytes() -> Iterable[bytes]:
         return map(id_to_bytes, range(size))
 
+    parts["id_to_bytes"] = lru_cache(_CACHED_TOKENS)(id_to_bytes)
     parts["core"] = parts["inner"] = Pipeline(core, all_token_bytes)
     if inner is not core:
         parts["inner"] = Pipeline(inner, all_token_bytes)

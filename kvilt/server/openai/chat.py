@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ...text.chat import RenderedChat
 from ..auth import Caller
-from ..http.errors import HTTPError, check_finish_reason, http_error_of
-from ..http.responses import DONE, EventStream, json_response, sse_event
+from ..http.errors import HTTPError, check_finish_reason
+from ..http.event_stream import EventStream, EventTemplate, sse_event
+from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
@@ -171,7 +172,9 @@ def _answer(
 
 
 class ChatStream:
-    """The answers to a streaming request as server-sent events."""
+    """The answers to a streaming request as server-sent events: an `EventSource`."""
+
+    work: Callable[[], Awaitable[None]] | None = None  # nothing is awaited while events are read
 
     def __init__(self, service: Service, prepared: PreparedChat, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answers have ended."""
@@ -186,39 +189,69 @@ class ChatStream:
         self._running = bool(options and options.continuous_usage_stats)
         self._progress: ReadingProgress | None = None
         self._generated = 0
+        self._ends: list[Delta] = []  # with kv_out: a handle is known only when all samples have ended
+        self._templates = [EventTemplate(partial(self._content_chunk, index)) for index in range(len(self._builders))]
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Every chunk, then [DONE]."""
-        try:
-            for index in range(len(self._builders)):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
-            ends = []
-            async for delta in self._stream:
-                if delta.finish_reason is not None and self._prepared.body.kv_out:
-                    ends.append(delta)  # its handle is known only when all samples have ended
-                elif said := self._delta_chunk(delta):
-                    yield said
-            async for last in self._closing(ends):
-                yield last
-        except Exception as error:
-            yield sse_event(http_error_of(error).body())
-        finally:
-            await self._stream.aclose()
-        yield DONE
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Call back whenever there may be something to read."""
+        self._stream.on_news(callback)
 
-    def _delta_chunk(self, delta: Delta, **more: Any) -> bytes | None:
-        """A delta as a chunk; None where it adds nothing."""
+    def opening(self) -> bytes:
+        """A chunk with the role for each sample."""
+        roles = ({"role": "assistant", "content": ""} for _ in self._builders)
+        return b"".join(self._chunk(index, role) for index, role in enumerate(roles))
+
+    def read_ready(self) -> bytes | None:
+        """The chunks of deltas that are there; None where there are none."""
+        deltas = self._stream.read_ready()
+        return b"".join(map(self._encode, deltas)) if deltas else None
+
+    @property
+    def over(self) -> bool:
+        """Whether all deltas were read."""
+        return self._stream.ended
+
+    async def closing(self) -> AsyncGenerator[bytes, None]:
+        """Chunks that need the completion: those with handles, and the usage."""
+        done = self._stream.completion
+        if self._ends:
+            kept = await keep_kv(self._service.llm, done, self._prepared.keywords()["tenant"])
+            for delta in self._ends:
+                yield self._delta_chunk(delta, **kept[delta.index])
+        self._on_usage(took := completion_usage([done]))
+        if self._usage:
+            yield sse_event({**self._head, "choices": [], "usage": took})
+
+    def close(self) -> None:
+        """End the request."""
+        self._stream.close()
+
+    def _encode(self, delta: Delta) -> bytes:
+        """A delta as a chunk; empty where it adds nothing, or waits for the end."""
+        if delta.finish_reason is not None and self._prepared.body.kv_out:
+            self._ends.append(delta)
+            return b""
+        if self._builders[delta.index].is_content(delta) and delta.logprobs is None and not self._running:
+            return self._templates[delta.index].with_text(delta.text)
+        return self._delta_chunk(delta)
+
+    def _delta_chunk(self, delta: Delta, **more: Any) -> bytes:
+        """Any delta as a chunk; empty where it adds nothing."""
         if delta.reading is not None:
             self._progress = delta.reading
             shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}
-            return sse_event(shown) if self._prepared.body.return_progress else None
+            return sse_event(shown) if self._prepared.body.return_progress else b""
         self._generated += delta.token is not None
         builder = self._builders[delta.index]
         added = builder.add(delta)
         if not added and delta.finish_reason is None and delta.logprobs is None:
-            return None
+            return b""
         logprobs = None if delta.logprobs is None else chat_logprobs(self._service.llm.tokenizer, [delta.logprobs])
         return self._chunk(delta.index, added, logprobs, _reason(builder, delta.finish_reason), **more)
+
+    def _content_chunk(self, index: int, text: str) -> bytes:
+        """The chunk of most tokens."""
+        return self._chunk(index, {"content": text})
 
     def _chunk(
         self,
@@ -235,17 +268,6 @@ class ChatStream:
         elif self._usage:
             chunk["usage"] = None
         return sse_event(chunk)
-
-    async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
-        done = self._stream.completion
-        if ends:
-            kept = await keep_kv(self._service.llm, done, self._prepared.keywords()["tenant"])
-            for delta in ends:
-                if said := self._delta_chunk(delta, **kept[delta.index]):
-                    yield said
-        self._on_usage(took := completion_usage([done]))
-        if self._usage:
-            yield sse_event({**self._head, "choices": [], "usage": took})
 
 
 def _reason(builder: MessageBuilder, given: str | None) -> str | None:
@@ -267,4 +289,4 @@ async def chat(body: ChatRequest, request: Request, service: ServiceDep, caller:
         on_usage(done["usage"])
         return json_response(done)
     stream = await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords())
-    return EventStream(ChatStream(service, prepared, stream, on_usage).events(), service.config.keep_alive_s)
+    return EventStream(ChatStream(service, prepared, stream, on_usage), service.config.keep_alive_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from ...llm import AsyncStream, Completion, Delta, ReadingProgress
 from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ..auth import Caller
-from ..http.errors import HTTPError, check_finish_reason, http_error_of
-from ..http.responses import DONE, EventStream, json_response, sse_event
+from ..http.errors import HTTPError, check_finish_reason
+from ..http.event_stream import EventStream, EventTemplate, sse_event
+from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
@@ -173,7 +175,7 @@ async def open_streams(service: Service, prepared: PreparedCompletion) -> list[A
 
 
 class CompletionStream:
-    """The answers to a streaming request as server-sent events."""
+    """The answers to a streaming request as server-sent events: an `EventSource`."""
 
     def __init__(
         self, service: Service, prepared: PreparedCompletion, streams: Sequence[AsyncStream], on_usage: OnUsage
@@ -181,7 +183,7 @@ class CompletionStream:
         """`on_usage` gets the token counts when the answers have ended."""
         self._service = service
         self._prepared = prepared
-        self._streams = streams
+        self._merged = MergedStreams(streams)
         self._on_usage = on_usage
         self._head = answer_header(service, "text_completion", prepared.name, prepared.lora)
         options = prepared.body.stream_options
@@ -189,49 +191,97 @@ class CompletionStream:
         self._running = bool(options and options.continuous_usage_stats)
         self._read: dict[int, ReadingProgress] = {}
         self._generated = 0
-        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; until its first delta
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice; from its first delta on
+        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}  # by choice; until its first delta
+        self._templates: dict[int, EventTemplate] = {}  # by choice
+        self._unsent: deque[tuple[int, Delta]] = deque()  # wait for `work`
+        self._ends: list[Delta] = []  # with kv_out
+        self.work: Callable[[], Awaitable[None]] | None = None
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Every chunk, then [DONE]."""
-        ends = []
-        try:
-            async for place, delta in merge_streams(self._streams):
-                await self._prepare_logprobs(place, delta)
-                if delta.finish_reason is not None and self._prepared.body.kv_out:
-                    ends.append(delta)
-                elif said := self._delta_chunk(place, delta):
-                    yield said
-            async for last in self._closing(ends):
-                yield last
-        except Exception as error:
-            yield sse_event(http_error_of(error).body())
-        finally:
-            for stream in self._streams:
-                await stream.aclose()
-        yield DONE
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Call back whenever there may be something to read."""
+        self._merged.on_news(callback)
 
-    async def _prepare_logprobs(self, place: int, delta: Delta) -> None:
-        """Before the first token of a choice that echoes its prompt: the prompt's logprobs, off the event loop."""
-        index = place * self._prepared.params.n + delta.index
-        body = self._prepared.body
-        if delta.reading is None and body.echo and body.logprobs is not None and index not in self._logprobs:
-            owner = self._prepared.caller.tenant
-            made = await self._service.llm.offload.run(ANSWER, self._new_logprobs, place, owner=owner)
-            self._prompt_logprobs[index] = made
+    def opening(self) -> bytes:
+        """Nothing: a choice begins with its first text."""
+        return b""
+
+    def read_ready(self) -> bytes | None:
+        """The chunks of deltas that are there; None where there are none, or `work` comes first."""
+        if self.work is not None:
+            return None
+        self._unsent.extend(self._merged.read_ready())
+        if not self._unsent:
+            return None
+        chunks = []
+        while self._unsent and not self._needs_work(*self._unsent[0]):
+            chunks.append(self._encode(*self._unsent.popleft()))
+        return b"".join(chunks)
+
+    @property
+    def over(self) -> bool:
+        """Whether all deltas were read."""
+        return not self._unsent and self._merged.ended
+
+    async def closing(self) -> AsyncGenerator[bytes, None]:
+        """Chunks that need the completions: those with handles, and the usage."""
+        done = [stream.completion for stream in self._merged.streams]
+        if self._ends:
+            kept = await keep_kv(self._service.llm, done[0], self._prepared.keywords(0)["tenant"])
+            for delta in self._ends:
+                yield self._delta_chunk(0, delta, **kept.get(delta.index, {}))
+        self._on_usage(took := completion_usage(done))
+        if self._usage:
+            yield sse_event({**self._head, "choices": [], "usage": took})
+
+    def close(self) -> None:
+        """End the requests."""
+        for stream in self._merged.streams:
+            stream.close()
+
+    def _needs_work(self, place: int, delta: Delta) -> bool:
+        """Whether this is the first token of a choice that echoes its prompt with logprobs: a slow conversion."""
+        body, index = self._prepared.body, place * self._prepared.params.n + delta.index
+        if not body.echo or body.logprobs is None or delta.reading is not None:
+            return False
+        if index in self._logprobs or index in self._prompt_logprobs:
+            return False
+        self.work = partial(self._convert_prompt_logprobs, place, index)
+        return True
+
+    async def _convert_prompt_logprobs(self, place: int, index: int) -> None:
+        """The logprobs of a choice's prompt, off the event loop."""
+        owner = self._prepared.caller.tenant
+        self._prompt_logprobs[index] = await self._service.llm.offload.run(
+            ANSWER, self._new_logprobs, place, owner=owner
+        )
+        self.work = None
 
     def _new_logprobs(self, place: int) -> CompletionLogprobs:
         logprob_lists = CompletionLogprobs(self._service.llm.tokenizer)
         if self._prepared.body.echo:
-            logprob_lists.add_prompt(self._prepared.ids[place], self._streams[place].prompt_logprobs or ())
+            scored = self._merged.streams[place].prompt_logprobs
+            logprob_lists.add_prompt(self._prepared.ids[place], scored or ())
         return logprob_lists
 
-    def _delta_chunk(self, place: int, delta: Delta, **more: Any) -> bytes | None:
-        """A delta as a chunk; None where it adds nothing."""
+    def _encode(self, place: int, delta: Delta) -> bytes:
+        """A delta as a chunk; empty where it adds nothing, or waits for the end."""
+        if delta.finish_reason is not None:
+            if self._prepared.body.kv_out:
+                self._ends.append(delta)  # its handle is known only when all samples have ended
+                return b""
+        elif delta.text and delta.logprobs is None and not self._running:
+            template = self._templates.get(place * self._prepared.params.n + delta.index)
+            if template is not None:
+                return template.with_text(delta.text)
+        return self._delta_chunk(place, delta)
+
+    def _delta_chunk(self, place: int, delta: Delta, **more: Any) -> bytes:
+        """Any delta as a chunk; empty where it adds nothing."""
         if delta.reading is not None:
             self._read[place] = delta.reading
             shown = {**self._head, "choices": [], "prompt_progress": prompt_progress(delta.reading)}
-            return sse_event(shown) if self._prepared.body.return_progress else None
+            return sse_event(shown) if self._prepared.body.return_progress else b""
         self._generated += delta.token is not None
         index = place * self._prepared.params.n + delta.index
         text = self._begun(place, index) + delta.text
@@ -239,14 +289,8 @@ class CompletionStream:
             self._logprobs[index].add_generated([delta.logprobs])
         logprobs = self._logprobs[index].take_new() if self._prepared.body.logprobs is not None else None
         if not text and delta.finish_reason is None and delta.logprobs is None:
-            return None
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": check_finish_reason(delta.finish_reason),
-        }
-        return self._chunk({**choice, **more})
+            return b""
+        return self._chunk(index, text, logprobs, check_finish_reason(delta.finish_reason), **more)
 
     def _begun(self, place: int, index: int) -> str:
         """The text before the first delta of a choice: the prompt if it is echoed, else nothing."""
@@ -255,9 +299,19 @@ class CompletionStream:
         self._logprobs[index] = (
             self._prompt_logprobs.pop(index) if index in self._prompt_logprobs else self._new_logprobs(place)
         )
+        if self._prepared.body.logprobs is None:
+            self._templates[index] = EventTemplate(partial(self._chunk, index))
         return self._prepared.texts[place]
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **more}
         chunk = {**self._head, "choices": [choice]}
         if self._running:
             chunk["usage"] = running_usage(list(self._read.values()), self._generated)
@@ -265,53 +319,40 @@ class CompletionStream:
             chunk["usage"] = None
         return sse_event(chunk)
 
-    async def _closing(self, ends: list[Delta]) -> AsyncGenerator[bytes, None]:
-        done = [stream.completion for stream in self._streams]
-        if ends:
-            kept = await keep_kv(self._service.llm, done[0], self._prepared.keywords(0)["tenant"])
-            for delta in ends:
-                if said := self._delta_chunk(0, delta, **kept.get(delta.index, {})):
-                    yield said
-        self._on_usage(took := completion_usage(done))
-        if self._usage:
-            yield sse_event({**self._head, "choices": [], "usage": took})
+
+_AT_ONCE = 16  # deltas of one stream
 
 
-_AHEAD = 64  # deltas read before they are taken
+class MergedStreams:
+    """The deltas of several streams as they come, each with the index of its stream; the first failure ends them."""
 
+    def __init__(self, streams: Sequence[AsyncStream]) -> None:
+        self.streams = streams
+        self._fresh: dict[int, None] = dict.fromkeys(range(len(streams)))  # streams that may have something to read
 
-async def merge_streams(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Every delta with the index of its stream, as they come; the first failure ends it."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue(_AHEAD)
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Call back whenever there may be something to read."""
+        for index, stream in enumerate(self.streams):
+            stream.on_news(partial(self._news, index, callback))
 
-    async def pump(index: int) -> None:
-        try:
-            async for delta in streams[index]:
-                await queue.put((index, delta))
-        finally:
-            await queue.put(None)
+    def _news(self, index: int, callback: Callable[[], None]) -> None:
+        self._fresh[index] = None
+        callback()
 
-    tasks = [asyncio.ensure_future(pump(index)) for index in range(len(streams))]
-    try:
-        left = len(tasks)
-        while left:
-            if (item := await queue.get()) is not None:
-                yield item
-                continue
-            left -= 1
-            for task in tasks:
-                if task.done():
-                    task.result()
-        for task in tasks:
-            await task
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def read_ready(self) -> list[tuple[int, Delta]]:
+        """Some deltas of one stream; of another one the next time."""
+        while self._fresh:
+            index = next(iter(self._fresh))
+            del self._fresh[index]
+            if deltas := self.streams[index].read_ready(_AT_ONCE):
+                self._fresh[index] = None  # after the others; until it has nothing, or raises
+                return [(index, delta) for delta in deltas]
+        return []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last delta of every stream was read."""
+        return all(stream.ended for stream in self.streams)
 
 
 router = APIRouter(route_class=StrictRoute, tags=["completions"])
@@ -328,4 +369,4 @@ async def completions(body: CompletionRequest, request: Request, service: Servic
         on_usage(done["usage"])
         return json_response(done)
     streams = await open_streams(service, prepared)
-    return EventStream(CompletionStream(service, prepared, streams, on_usage).events(), service.config.keep_alive_s)
+    return EventStream(CompletionStream(service, prepared, streams, on_usage), service.config.keep_alive_s)

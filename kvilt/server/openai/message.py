@@ -55,6 +55,11 @@ class MessageBuilder:
             pieces += self._reader.finish()
         return self._added(pieces)
 
+    def is_content(self, delta: Delta) -> bool:
+        """Whether a delta adds its text to the content and nothing else, so that it need not be parsed."""
+        plain = self._reader.passes_text and delta.finish_reason is None and delta.reading is None
+        return plain and delta.text != "" and delta.token not in self._markers
+
     @property
     def has_tool_calls(self) -> bool:
         """Whether a tool was called."""

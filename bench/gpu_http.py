@@ -1,0 +1,44 @@
+"""256 streaming clients through the HTTP server on a GPU, beside the engine alone on the same requests in one run.
+
+    python bench/gpu_http.py [--shape 8b] [--clients 256] [--tokens 128] [--routes completions,chat] [--rounds 2]
+
+Random weights, prompts of 100 to 1,000 tokens. See bench/http_streams.py, which runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+from http_streams import engine_round, random_prompts, report, request_bodies, run_loop, serve_rounds, word_tokenizer
+from random_model import LLAMA_1B, LLAMA_8B, QWEN3_06B, random_checkpoint
+
+from kvilt.config import RunConfig
+from kvilt.executor.load import build_executor
+
+SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "0.6b": QWEN3_06B}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--routes", default="completions,chat")
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    executor = build_executor(random_checkpoint(SHAPES[options.shape]), RunConfig(device="cuda", kv_memory=48 << 30))
+    executor.close = lambda: None  # type: ignore[method-assign]  # it outlives each server
+    vocab = executor.spec.vocab_size
+    tokenizer, prompts = word_tokenizer(vocab), random_prompts(options.clients, vocab)
+    gc.collect()
+    gc.freeze()  # as `kvilt serve` does
+    engine = [engine_round(executor, prompts, options.tokens) for _ in range(3)][1:]  # the first captures graphs
+    for route in options.routes.split(","):
+        path, bodies = request_bodies(route, prompts, options.tokens)
+        loads = run_loop(serve_rounds(executor, tokenizer, path, bodies, options.rounds))
+        report(f"{options.shape}, {route}, {options.clients} clients", engine, loads)
+
+
+if __name__ == "__main__":
+    main()
