@@ -1,6 +1,6 @@
 """What a GPU is used for, beside what it could do: decode, batches and prefill of a Llama shape with random weights.
 
-    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix] [--format Q4_K]
+    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix,baselines] [--format Q4_K]
         [--kv-dtype float8_e4m3fn] [--deterministic]
 
 Limits (bytes a second read, operations a second) are measured in the same run.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from gpu_baselines import baselines
 from random_model import LLAMA_1B, LLAMA_8B, QWEN3_06B, SMALL, random_checkpoint
 
 from kvilt.batch import Batch, Ids, Logits, Nothing, Row
@@ -188,6 +189,9 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     only = options.only.split(",")
+    if only == ["baselines"]:
+        baselines(SHAPES[options.shape])
+        return
     bandwidth, flops = limits()
     jobs: dict[str, Callable[[], None]] = {"agreement": agreement}
     executor = build_executor(
@@ -202,6 +206,7 @@ def main() -> None:
     jobs["one"] = lambda: engine_alone(executor)
     jobs["engine"] = lambda: engine_batch(executor, (100, 1000), (128, 128), "256 x 100-1,000 in, 128 out")
     jobs["mix"] = lambda: engine_batch(executor, (100, 1024), (100, 1024), "256 x 100-1,024 in, 100-1,024 out")
+    jobs["baselines"] = lambda: baselines(SHAPES[options.shape])
     for name, job in jobs.items():
         if name in only:
             try:
