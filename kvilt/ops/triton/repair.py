@@ -99,7 +99,8 @@ def _keys(
     HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, ANCHORS: tl.constexpr,
 ):  # fmt: skip
     """Keys of some tokens, changed, turned and scaled; dimensions past the pairs are not turned."""
-    j, kind = tl.arange(0, D_PAD), target.dtype.element_ty
+    j = tl.arange(0, D_PAD)
+    kind: tl.constexpr = target.dtype.element_ty
     past = (j >= 2 * PAIRS) & (j < D)
     most = tl.zeros_like(known.to(tl.float32))
     if 2 * PAIRS < D:
