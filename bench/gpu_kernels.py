@@ -1,6 +1,6 @@
 """The kernels of packed weights and scaled KV on a GPU: right beside the reference, and how fast, tile by tile.
 
-    python bench/gpu_kernels.py [--only check,products,attention] [--workers 8]
+    python bench/gpu_kernels.py [--only check,products,attention] [--formats Q4_K,F8_E4M3] [--workers 8]
 
 Each product is timed as a graph over weights that together do not fit into the cache. `--workers` processes compile
 the kernels first.
@@ -9,17 +9,17 @@ the kernels first.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from graph_timer import graph_us
 from random_model import random_blocks
 from torch import Tensor
 
@@ -27,10 +27,10 @@ from kvilt.ops.contract import AttentionMask, PackedWeight, PageShape, Paging, R
 from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, INT8, KVDtype
 from kvilt.ops.reference import ReferenceOps, ReferencePages
 from kvilt.ops.triton import attention as paged
-from kvilt.ops.triton import quantized
+from kvilt.ops.triton import float8_products, grouped_products, quantized
 from kvilt.ops.triton.backend import TritonOps
-from kvilt.ops.triton.packed import pack
-from kvilt.ops.triton.quantized import PackedTile
+from kvilt.ops.triton.packed import Float8Layout, PackedTile, pack
+from kvilt.quant.formats import FLOAT8 as FLOAT8_WEIGHTS
 from kvilt.quant.groups import GROUPED_FORMATS
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize
@@ -45,6 +45,10 @@ ONE_TILES = [
     PackedTile(64, 4, 3),
 ]  # fmt: skip
 FEW_TILES = [PackedTile(16, 4, 5), PackedTile(16, 8, 4), PackedTile(32, 4, 4)]
+FLOAT8_TILES = [
+    PackedTile(16, 4, 4), PackedTile(16, 8, 3), PackedTile(16, 2, 6), PackedTile(32, 4, 4), PackedTile(32, 8, 3),
+    PackedTile(64, 4, 3),
+]  # fmt: skip
 SEVERAL_TILES = [PackedTile(64, 2, 4, 4), PackedTile(64, 1, 4, 4), PackedTile(128, 1, 3, 8)]
 
 
@@ -76,31 +80,17 @@ JOBS = [
     Job("Q4_K", 64, False, SEVERAL_TILES, ["4096x4096", "14336x4096"]),
     Job("Q4_K", 64, True, SEVERAL_TILES[:2], ["14336x4096"]),
     Job("Q8_0", 64, False, SEVERAL_TILES[:1], ["14336x4096"]),
+    Job(FLOAT8_WEIGHTS, 1, False, FLOAT8_TILES, ALL),
+    Job(FLOAT8_WEIGHTS, 1, True, FLOAT8_TILES, ["14336x4096"]),
+    Job(FLOAT8_WEIGHTS, 16, False, FLOAT8_TILES, ["4096x4096", "14336x4096"]),
+    Job(FLOAT8_WEIGHTS, 64, False, [*SEVERAL_TILES, FLOAT8_TILES[3], FLOAT8_TILES[5]], ["4096x4096", "14336x4096"]),
 ]
-
-
-def graph_us(launches: int, work: Callable[..., Any], *args: Any) -> float:
-    """Microseconds of one of the launches of `work(*args)`, replayed as a graph."""
-    work(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work(*args)
-    times = []
-    for _ in range(6):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / launches)
-    return statistics.median(times[1:])
 
 
 def copy_bytes_per_s() -> float:
     source = torch.empty(2 << 30, dtype=torch.uint8, device=GPU).random_(0, 255)
     target = torch.empty_like(source)
-    speed = 2 * source.nbytes / graph_us(1, target.copy_, source) * 1e6
+    speed = 2 * source.nbytes / graph_us(target.copy_, source) * 1e6
     print(f"a copy moves {speed / 1e12:.2f} TB/s")
     return speed
 
@@ -115,8 +105,9 @@ def off(found: Tensor, truth: Tensor) -> float:
 
 
 def run_tile(x: Tensor, packed: PackedWeight, data: Tensor, job: Job, tile: PackedTile) -> Tensor:
-    outputs = len(data) // 2 if job.gated else len(data)
-    return quantized.launch(x, data, packed.handle, outputs, tile, kind=0 if job.gated else -1)
+    outputs, layout = len(data) // 2 if job.gated else len(data), packed.handle
+    launch = float8_products.launch if isinstance(layout, Float8Layout) else grouped_products.launch
+    return launch(x, data, layout, outputs, tile, kind=0 if job.gated else -1)
 
 
 def check_product(x: Tensor, weight: QuantTensor, job: Job, found: Tensor) -> float:
@@ -131,13 +122,19 @@ def check_product(x: Tensor, weight: QuantTensor, job: Job, found: Tensor) -> fl
 
 
 def plain_rows(weight: QuantTensor, start: int) -> Tensor:
-    rows = QuantTensor.of_blocks(weight.format, (16, weight.shape[1]), weight.blocks[start : start + 16].cpu())
-    return dequantize(rows).to(GPU).double()
+    rows = weight.rows(start, start + 16)
+    plain = QuantTensor(rows.format, rows.shape, {name: plane.cpu() for name, plane in rows.planes.items()})
+    return dequantize(plain).to(GPU).double()
 
 
-def time_products(bandwidth: float) -> None:
+def wanted(formats: str) -> list[Job]:
+    """The jobs of some formats, separated by commas; of all if there are none."""
+    return [job for job in JOBS if not formats or job.format in formats.split(",")]
+
+
+def time_products(bandwidth: float, formats: str) -> None:
     best: dict[str, list[tuple[float, PackedTile]]] = {}
-    for job in JOBS:
+    for job in wanted(formats):
         for shape in job.shapes:
             outputs, inputs = SHAPES[shape]
             weight, packed = packed_weight(job.format, outputs * (2 if job.gated else 1), inputs)
@@ -168,7 +165,7 @@ def time_tile(
     bandwidth: float,
 ) -> float:
     error = check_product(x, weight, job, run_tile(x, packed, packed.data, job, tile))
-    us = graph_us(len(datas), lambda: [run_tile(x, packed, data, job, tile) for data in datas])
+    us = graph_us(lambda: [run_tile(x, packed, data, job, tile) for data in datas], launches=len(datas))
     speed = packed.nbytes / us * 1e6
     where = f"{weight.shape[0]}x{weight.shape[1]}"
     print(
@@ -184,17 +181,17 @@ def expand_all(datas: list[Tensor], packed: PackedWeight) -> None:
 
 
 def time_expanding(bandwidth: float) -> None:
-    for name in ("Q4_K", "Q6_K"):
+    for name in ("Q4_K", "Q6_K", FLOAT8_WEIGHTS):
         weight, packed = packed_weight(name, *UP)
         plain = quantized.expanded(packed.data, packed.handle, torch.bfloat16)
         error = off(plain[:16], plain_rows(weight, 0))
         datas = [packed.data.clone() for _ in range(8)]
-        us = graph_us(8, expand_all, datas, packed)
+        us = graph_us(expand_all, datas, packed, launches=8)
         moved = (packed.nbytes + plain.nbytes) / us * 1e6
         print(f"{name} to bfloat16, {UP}: {us:.0f} us, {moved / bandwidth:.0%}, off by {error:.1e}")
         x = torch.randn((512, UP[1]), dtype=torch.bfloat16, device=GPU)
         for rows in (64, 128, 256, 512):
-            dense = graph_us(1, F.linear, x[:rows], plain)
+            dense = graph_us(F.linear, x[:rows], plain)
             print(f"  cuBLAS alone, {rows} rows: {dense:.0f} us")
         ids = torch.randint(0, UP[0], (7,), device=GPU)
         found = quantized.embed(packed.data, packed.handle, ids, 1.0, torch.bfloat16)
@@ -250,7 +247,7 @@ def time_attention(bandwidth: float) -> None:
             with_tile(tile)
             try:
                 error = off(ops.attention(query, store, 0, paging, mask)[5:6], truth)
-                us = graph_us(1, ops.attention, query, store, 0, paging, mask)
+                us = graph_us(ops.attention, query, store, 0, paging, mask)
             except Exception as failure:
                 print(f"attention, {dtype.name}, {tile}: {str(failure).splitlines()[0][:120]}")
                 continue
@@ -261,6 +258,8 @@ def time_attention(bandwidth: float) -> None:
             )
             found[dtype.name] = min(us, found.get(dtype.name, us))
         with_tile(None)
+        sunk = replace(mask, sinks=torch.zeros(32, device=GPU))
+        print(f"attention with sinks, {dtype.name}: {graph_us(ops.attention, query, store, 0, paging, sunk):.0f} us")
     print(" ".join(f"{name}: {found['bfloat16'] / us:.2f}x" for name, us in found.items()))
 
 
@@ -305,10 +304,10 @@ def check_long_rows(ops: TritonOps, dtype: KVDtype) -> None:
     print(f"prompt of 2,048 tokens, {dtype.name}: torch's attention and the kernel are {off(short, long):.1e} apart")
 
 
-def compile_share(index: int, of: int) -> None:
+def compile_share(index: int, of: int, formats: str) -> None:
     """Run every `of`-th candidate once on little data, which leaves it in triton's cache."""
     candidates: list[Callable[[], Any]] = []
-    for job in JOBS:
+    for job in wanted(formats):
         _, packed = packed_weight(job.format, 256, 4096)
         x = torch.randn((job.rows, 4096), dtype=torch.bfloat16, device=GPU)
         candidates += [lambda t=tile, j=job, p=packed, x=x: run_tile(x, p, p.data, j, t) for tile in job.tiles]
@@ -323,14 +322,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="check,products,attention")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--formats", default="", help="of the weights whose products are timed; all by default")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
         index, of = map(int, options.compile.split("/"))
-        compile_share(index, of)
+        compile_share(index, of, options.formats)
         return
     begun, only = time.perf_counter(), options.only.split(",")
-    shares = [[sys.executable, __file__, "--compile", f"{i}/{options.workers}"] for i in range(options.workers)]
+    same = [sys.executable, __file__, "--formats", options.formats]
+    shares = [[*same, "--compile", f"{i}/{options.workers}"] for i in range(options.workers)]
     bandwidth = copy_bytes_per_s()
     compiling = [subprocess.Popen(share) for share in shares] if "products" in only else []
     jobs: dict[str, Sequence[Callable[[], None]]] = {
@@ -338,7 +339,7 @@ def main() -> None:
         "attention": [lambda: [one.wait() for one in compiling] and None, lambda: time_attention(bandwidth)],
         "products": [
             lambda: time_expanding(bandwidth),
-            lambda: time_products(bandwidth),
+            lambda: time_products(bandwidth, options.formats),
         ],
     }
     for name, parts in jobs.items():
@@ -348,7 +349,7 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
         print(f"-- {name}: {time.perf_counter() - begun:.0f} s", flush=True)
-    print("formats:", ", ".join(GROUPED_FORMATS))
+    print("formats:", ", ".join((*GROUPED_FORMATS, FLOAT8_WEIGHTS)))
 
 
 if __name__ == "__main__":

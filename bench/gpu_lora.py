@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from gpu_sampling import graph_us
+from graph_timer import graph_us
 from torch import Tensor
 
 from kvilt.ops.lowrank import AdapterSlots, LowRank, LowRankTable

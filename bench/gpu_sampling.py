@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from graph_timer import graph_us
 from torch import Tensor
 
 from kvilt.ops.triton.sampling import TritonSampling
@@ -66,23 +67,6 @@ def check(kernels: TritonSampling) -> None:
             differ += [(name, made.tolist(), expected.tolist())] if not torch.equal(made, expected) else []
             assert int(again[0]) == int(made[1]), f"{name}: a row alone draws another token"
         print(f"{kind}: {differ or 'tokens are those of the CPU'}", flush=True)
-
-
-def graph_us(work: Callable[[], object], repeat: int = 30) -> float:
-    """Microseconds of a replay of what `work` launches."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    start.record()
-    for _ in range(repeat):
-        graph.replay()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) * 1e3 / repeat
 
 
 def host_us(work: Callable[[], object], repeat: int = 10) -> float:

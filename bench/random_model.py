@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvilt.quant.formats import FORMATS
+from kvilt.quant.formats import FLOAT8, FORMATS
 from kvilt.quant.tensor import QuantTensor, Weight
 from kvilt.weights.source import HF, Checkpoint
 from kvilt.weights.tensor_storage import TensorStorage
@@ -54,7 +54,7 @@ class RandomTensors:
         for size in self.shapes[name]:
             count *= size
         if self.format and len(self.shapes[name]) == 2:
-            return TensorStorage(self.format, FORMATS[self.format].row_bytes(count))
+            return TensorStorage(self.format, _nbytes(self.format, count))
         return TensorStorage("BF16", count * 2)
 
     def tensor(self, name: str) -> Weight:
@@ -82,6 +82,10 @@ class RandomTensors:
         pass
 
 
+def _nbytes(name: str, count: int) -> int:
+    return count if name == FLOAT8 else FORMATS[name].row_bytes(count)
+
+
 # Where the blocks of a format hold float16, and a scale that makes weights of about one.
 _HALVES = {
     "Q4_0": ((0,), 0.2), "Q4_1": ((0,), 0.2), "Q4_K": ((0,), 0.005), "Q6_K": ((208,), 0.0007), "Q8_0": ((0,), 0.014),
@@ -90,6 +94,8 @@ _HALVES = {
 
 def random_blocks(name: str, shape: tuple[int, ...], device: torch.device, seed: int) -> QuantTensor:
     """A packed weight of random codes, about as large as those of an ordinary one."""
+    if name == FLOAT8:
+        return random_float8(shape, device, seed)
     format_, random = FORMATS[name], torch.Generator(device).manual_seed(seed)
     rows, columns = shape
     size = (rows, columns // format_.block_elements, format_.block_bytes)
@@ -102,6 +108,17 @@ def random_blocks(name: str, shape: tuple[int, ...], device: torch.device, seed:
     for at in places:
         _put_half(blocks, at, scales)
     return QuantTensor.of_blocks(format_, (rows, columns), blocks.view(rows, -1))
+
+
+def random_float8(
+    shape: tuple[int, ...], device: torch.device, seed: int, scales: tuple[int, ...] | None = None
+) -> QuantTensor:
+    """A weight of 8-bit floats, with scales of blocks unless their shape says otherwise."""
+    random, (rows, columns) = torch.Generator(device).manual_seed(seed), shape
+    numbers = torch.randn((rows, columns), generator=random, dtype=torch.bfloat16, device=device) * 16
+    size = scales or (-(-rows // 128), -(-columns // 128))
+    own = (0.75 + 0.5 * torch.rand(size, generator=random, device=device)) / 16 * 0.6 / columns**0.5
+    return QuantTensor.of_float8(numbers.to(torch.float8_e4m3fn), own)
 
 
 def _put_half(blocks: Tensor, at: int, numbers: Tensor) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from .float8 import BLOCK, CODES, SCALES, by_scales
 from .ggml_blocks import BLOCKS, UNPACKERS, Dequantizer, by_blocks
 
 
@@ -74,6 +75,14 @@ def ggml_format(name: str, ggml_id: int, block_elements: int, block_bytes: int) 
     return Format(name, (plane,), dequantize, ggml_id)
 
 
+def float8_format(rows: int = BLOCK, columns: int = BLOCK) -> Format:
+    """8-bit floats with a scale for each block of `rows` x `columns`."""
+    planes = (Plane(CODES, torch.float8_e4m3fn, 1, 1), Plane(SCALES, torch.float32, rows, columns))
+    return Format(FLOAT8, planes, by_scales(rows, columns))
+
+
+FLOAT8 = "F8_E4M3"  # as safetensors calls these numbers
+
 # Q8_1 and Q8_K are left out: they exist only between kernels, and their size has changed between releases.
 _ALL = (
     ggml_format("F32", 0, 1, 4),
@@ -106,6 +115,7 @@ _ALL = (
     ggml_format("TQ1_0", 34, 256, 54),
     ggml_format("TQ2_0", 35, 256, 66),
     ggml_format("MXFP4", 39, 32, 17),
+    float8_format(),  # blocks of other sizes have its name
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _ALL})

@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from .formats import Format
+from .float8 import BLOCK, CODES, SCALES
+from .formats import Format, float8_format
 from .ggml_blocks import BLOCKS
 
 
@@ -38,6 +39,21 @@ class QuantTensor:
         """A weight in a format of GGML, from its uint8 [rows, row_bytes]."""
         return cls(format_, shape, {BLOCKS: blocks})
 
+    @classmethod
+    def of_float8(cls, codes: torch.Tensor, scales: torch.Tensor) -> QuantTensor:
+        """8-bit floats [rows, columns] and their scales: one, one a row, or one for each 128 x 128 block."""
+        rows, columns = codes.shape
+        if scales.numel() == 1:
+            block = (rows, columns)
+        elif scales.shape in ((rows,), (rows, 1)):
+            block = (1, columns)
+        elif scales.shape == (-(-rows // BLOCK), -(-columns // BLOCK)):
+            block = (BLOCK, BLOCK)
+        else:
+            raise ValueError(f"scales {list(scales.shape)} are not those of {rows} x {columns} 8-bit floats")
+        planes = {CODES: codes, SCALES: scales.float().reshape(-(-rows // block[0]), -(-columns // block[1]))}
+        return cls(float8_format(*block), (rows, columns), planes)
+
     @property
     def blocks(self) -> torch.Tensor:
         """The one plane of a format of GGML."""
@@ -49,10 +65,11 @@ class QuantTensor:
         return sum(plane.nbytes for plane in self.planes.values())
 
     def rows(self, start: int, stop: int) -> QuantTensor:
-        """Some rows of a matrix, which must begin and end where blocks do."""
+        """Some rows of a matrix, which must begin and end where blocks do, or lie in one block."""
         parts = {}
         for plane in self.format.planes:
-            assert start % plane.rows == 0 and (stop % plane.rows == 0 or stop == self.shape[0])
+            whole = start % plane.rows == 0 and (stop % plane.rows == 0 or stop == self.shape[0])
+            assert whole or start // plane.rows == (stop - 1) // plane.rows
             parts[plane.name] = self.planes[plane.name][start // plane.rows : -(-stop // plane.rows)]
         return QuantTensor(self.format, (stop - start, self.shape[1]), parts)
 

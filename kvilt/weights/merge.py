@@ -71,7 +71,7 @@ def _places(tensors: SafetensorsFiles, adapter: PeftFolder) -> dict[str, str]:
         found[name] = module
     for module, copy in adapter.copies.items():
         name = f"{module}.weight"
-        if name not in held or not torch.equal(adapter.tensor(copy), tensors.tensor(name)):
+        if name not in held or not torch.equal(adapter.tensor(copy), tensors.floats(name)):
             raise Unsupported(f"{copy}: the adapter holds weights unlike this checkpoint's own")
     return found
 
@@ -97,7 +97,7 @@ def _merged(
     tensors: SafetensorsFiles, adapter: PeftFolder, places: Mapping[str, str], scale: float
 ) -> Iterator[Tensor]:
     for name in tensors.names():
-        tensor = tensors.tensor(name)
+        tensor = tensors.floats(name)
         if name in places:
             module = places[name]
             parts, own = adapter.modules[module], adapter.config.scale_of(module)

@@ -117,7 +117,7 @@ class PeftFolder:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as a view of the file; NaN and infinity are refused."""
-        tensor = self._tensors.tensor(name)
+        tensor = self._tensors.floats(name)
         if not bool(tensor.isfinite().all()):
             raise WeightError(name, "holds NaN or infinity; the adapter is damaged or its training diverged")
         return tensor

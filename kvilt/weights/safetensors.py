@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 
 from ..errors import WeightError
+from ..quant.formats import FLOAT8
+from ..quant.tensor import QuantTensor, Weight
 from .files import INDEX, read_index
 from .json_file import parse_object
 from .mapped import MappedFile
@@ -29,6 +31,8 @@ MAX_DIMS = 64
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+# How the scales of a weight of 8-bit floats are called: both multiply, whatever their name says.
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Bytes per element of every type whose size is certain, so that a header can be checked before it is refused.
 _SIZES: Mapping[str, int] = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -52,6 +56,7 @@ class SafetensorsFiles:
     def __init__(self, files: Mapping[str, MappedFile], entries: Mapping[str, _Entry]) -> None:
         self._files = files
         self._entries = entries
+        self._scales = dict(_scales_of(entries))
         self._announced = False
 
     @classmethod
@@ -101,8 +106,9 @@ class SafetensorsFiles:
         return cls(files, entries)
 
     def names(self) -> tuple[str, ...]:
-        """Tensor names in file order, shard by shard."""
-        return tuple(self._entries)
+        """Tensor names in file order, shard by shard; scales of 8-bit floats belong to those."""
+        scales = frozenset(self._scales.values())
+        return tuple(name for name in self._entries if name not in scales)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in torch order."""
@@ -111,15 +117,29 @@ class SafetensorsFiles:
     def storage(self, name: str) -> TensorStorage:
         """The tensor's type and size, from the header alone."""
         entry = self._entry(name)
-        return TensorStorage(entry.dtype, entry.stop - entry.start)
+        return TensorStorage(entry.dtype, sum(one.stop - one.start for one in self._parts(name)))
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the file; only floating types are served."""
+    def tensor(self, name: str) -> Weight:
+        """The tensor as a view of the file; only floating types are served, those of 8 bits with their scales."""
+        scales = self._scales.get(name)
+        if scales is None:
+            return self.floats(name)
+        try:
+            return QuantTensor.of_float8(self._view(name, torch.float8_e4m3fn), self.floats(scales))
+        except ValueError as error:
+            raise WeightError(scales, str(error)) from None
+
+    def floats(self, name: str) -> torch.Tensor:
+        """A tensor of ordinary floats as a view of the file."""
         entry = self._entry(name)
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:
             raise WeightError(name, f"is stored as {entry.dtype}; only {', '.join(_FLOATS)} can be used")
-        if not self._announced:  # someone wants weights, not only the header
+        return self._view(name, dtype)
+
+    def _view(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        entry = self._entry(name)
+        if not self._announced:  # the caller wants weights, not only the header
             self._announced = True
             for file in self._files.values():
                 file.will_need()
@@ -130,8 +150,13 @@ class SafetensorsFiles:
 
     def forget(self, name: str) -> None:
         """Give the memory of a mapped tensor back."""
-        entry = self._entry(name)
-        entry.file.forget(entry.start, entry.stop)
+        for entry in self._parts(name):
+            entry.file.forget(entry.start, entry.stop)
+
+    def _parts(self, name: str) -> list[_Entry]:
+        """The entries of a tensor: its own, and that of its scales."""
+        scales = self._scales.get(name)
+        return [self._entry(name)] if scales is None else [self._entry(name), self._entry(scales)]
 
     def digest(self) -> str:
         """sha256 over the names and every byte of the files; read once, on first use."""
@@ -154,6 +179,15 @@ class SafetensorsFiles:
             return self._entries[name]
         except KeyError:
             raise WeightError(name, "the checkpoint holds no tensor of that name") from None
+
+
+def _scales_of(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, str]]:
+    """Matrices of 8-bit floats, and the tensors that hold their scales."""
+    for name, entry in entries.items():
+        if entry.dtype == FLOAT8 and len(entry.shape) == 2:
+            found = [f"{name}{suffix}" for suffix in _SCALE_SUFFIXES if f"{name}{suffix}" in entries]
+            if found:
+                yield name, found[0]
 
 
 def _check_place(name: str, shard: str, index: Mapping[str, str] | None) -> None:

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 
 from kvilt.ops.triton import quantized
 from kvilt.ops.triton.backend import TritonOps
-from kvilt.ops.triton.packed import pack
-from kvilt.ops.triton.quantized import PackedTile, launch
+from kvilt.ops.triton.grouped_products import launch
+from kvilt.ops.triton.packed import PackedTile, pack
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,)}  # where blocks hold float16
 # Scales of formats of two levels are products, which the layout keeps in float16.

@@ -18,7 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvilt.errors import WeightError
+from kvilt.quant.tensor import QuantTensor
+from kvilt.quant.unpack import dequantize
 from kvilt.weights.safetensors import INDEX, SafetensorsFiles
+from kvilt.weights.tensor_storage import TensorStorage
 
 TENSORS = {
     "wide": torch.randn(4, 6),
@@ -73,6 +76,35 @@ def test_a_tensor_that_is_not_floating_is_refused_when_asked_for(single: Path) -
         with pytest.raises(WeightError, match="I64") as caught:
             files.tensor("ids")
     assert caught.value.field == "ids"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape"), [("_scale_inv", (2, 3)), ("_scale", ()), ("_scale", (1,)), ("_scale", (200, 1))]
+)
+def test_8_bit_floats_come_with_their_scales(tmp_path: Path, suffix: str, shape: tuple[int, ...]) -> None:
+    codes, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), (torch.rand(shape) + 0.1).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": codes, f"a.weight{suffix}": scales, "b.weight_scale": torch.ones(1)}, path)
+    with SafetensorsFiles.open(path) as files:
+        assert set(files.names()) == {"a.weight", "b.weight_scale"}  # what is no weight's scale stays a tensor
+        weight = files.tensor("a.weight")
+        assert isinstance(weight, QuantTensor)
+        assert torch.equal(dequantize(weight), dequantize(QuantTensor.of_float8(codes, scales)))
+        assert files.storage("a.weight") == TensorStorage("F8_E4M3", 60_000 + 2 * scales.numel())
+        with pytest.raises(WeightError, match="F8_E4M3"):
+            files.floats("a.weight")
+        files.forget("a.weight")
+
+
+def test_8_bit_floats_with_other_scales_or_none_are_refused(tmp_path: Path) -> None:
+    codes = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": codes, "a.weight_scale": torch.ones(7), "b.weight": codes.clone()}, path)
+    with SafetensorsFiles.open(path) as files:
+        with pytest.raises(WeightError, match=r"a\.weight_scale.*200 x 300"):
+            files.tensor("a.weight")
+        with pytest.raises(WeightError, match=r"b\.weight.*F8_E4M3"):
+            files.tensor("b.weight")
 
 
 def test_shards_are_read_through_their_index(sharded: Path) -> None:

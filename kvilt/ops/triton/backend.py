@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...quant.formats import Format
-from ...quant.groups import GROUPED_FORMATS
 from ...quant.tensor import QuantTensor, Weight
 from ..contract import (
     Activation,
@@ -33,7 +32,7 @@ from . import attention as paged
 from . import lora, pages, products, quantized, repair, vectors
 from .attention import NewKV
 from .graphs import GraphRecorder
-from .packed import pack
+from .packed import pack, packs
 from .sampling import TritonSampling
 
 REVISION = 4
@@ -66,7 +65,7 @@ class TritonOps(ReferenceOps):
         return self._recorder
 
     def expands(self, format_: Format) -> bool:
-        return format_.packed and format_.name not in GROUPED_FORMATS
+        return format_.packed and not packs(format_)
 
     def prepare(self, weight: Weight) -> Prepared:  # type: ignore[override]
         if isinstance(weight, QuantTensor) and len(weight.shape) == 2 and not self.expands(weight.format):

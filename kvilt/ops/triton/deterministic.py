@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...quant.formats import FLOAT8, Format
 from ..contract import (
     Activation,
     AttentionMask,
@@ -44,6 +45,10 @@ class DeterministicTritonOps(TritonOps):
     def numerics(self) -> str:
         """Also names the compiler, since it orders the operations of a kernel."""
         return f"{super().numerics}/deterministic-{REVISION}/triton-{triton.__version__}"
+
+    def expands(self, format_: Format) -> bool:
+        """Also 8-bit floats, whose kernel sums in other orders for other numbers of rows."""
+        return format_.name == FLOAT8 or super().expands(format_)
 
     def linear(self, x: Tensor, weight: Prepared, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         made = self._product(x.contiguous(), self._here(weight), residual)

@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .grouped_products import group_constants, halves, planes_of
 from .overlap import HOPPER, await_inputs, launch_next, overlap
 from .packed import GroupedLayout
-from .quantized import MANY_ROWS, SLAB, _constants, _halves, _planes, expanded
+from .quantized import MANY_ROWS, SLAB, expanded
 from .unpack import load_codes
 
 REVISION = 1
@@ -216,8 +217,8 @@ def packed_product(
     block = max(16, triton.next_power_of_2(rows))
     tile = {"OUTPUTS": 16, "num_warps": 1} if block == 16 else {"OUTPUTS": 64, "num_warps": 4}
     _packed_product[(triton.cdiv(outputs, tile["OUTPUTS"]),)](
-        x, *_planes(data, layout), x if residual is None else residual, out, rows, outputs, layout.columns,
-        layout.padded, CUT=layout.columns != layout.padded, RESIDUAL=residual is not None, **_constants(layout),
+        x, *planes_of(data, layout), x if residual is None else residual, out, rows, outputs, layout.columns,
+        layout.padded, CUT=layout.columns != layout.padded, RESIDUAL=residual is not None, **group_constants(layout),
         ROWS=block, CHUNKS=4 if layout.padded % 512 == 0 else 2, ASSEMBLY=x.is_cuda, enable_fp_fusion=False,
         **tile, **overlap(x),
     )  # fmt: skip
@@ -242,7 +243,7 @@ def _by_slabs(
 @triton.jit
 def _unpacked(codes, pair, slot: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr):
     """A group of columns [out, group] in float32; `pair` is a word of scales, as in `quantized`."""
-    low, high = _halves(pair)
+    low, high = halves(pair)
     code = codes[0].to(tl.float32)
     if len(codes) == 2:
         code += codes[1].to(tl.float32) * 16

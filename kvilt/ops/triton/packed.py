@@ -8,17 +8,43 @@ two such blocks of words for their lower four bits, and one for the upper two of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ...quant.float8 import CODES, SCALES
+from ...quant.formats import FLOAT8, Format
 from ...quant.groups import GROUPED_FORMATS, Groups, split_rows
 from ...quant.tensor import QuantTensor
 from ..contract import PackedWeight
 
 PADDED = 256  # columns: rows are filled up to a multiple of it, with scales of zero
 ALIGNED_BYTES = 128  # rows begin where lines of the cache do
+SECTOR_BYTES = 32  # or where the parts of them do that memory hands out
 SLAB = 1 << 26  # codes that are rearranged at a time
+SPAN = 128  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTile:
+    """How a product is shared out: rows of a weight for a program, and spans of columns at a time.
+
+    A product of few rows has a warp for each span, a product of several rows takes one span after the other.
+    """
+
+    outputs: int
+    spans: int
+    stages: int
+    warps: int = 0  # 0: one for each span
+
+    def options(self, padded: int, span: int, chunk: int) -> dict[str, int]:
+        """As a launch takes it, for spans and chunks of so many columns; spans are halved until they fill all."""
+        spans = self.spans
+        while padded % (spans * span):
+            spans //= 2
+        chunks = spans * span // chunk
+        return {"OUTPUTS": self.outputs, "CHUNKS": chunks, "STAGES": self.stages, "num_warps": self.warps or spans}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,11 @@ class GroupedLayout:
         return 8 if self.bits == 6 else 16 // self.bits
 
     @property
+    def chunk(self) -> int:
+        """Columns of a chunk."""
+        return self.group * self.slots
+
+    @property
     def padded(self) -> int:
         return -(-self.columns // PADDED) * PADDED
 
@@ -51,8 +82,39 @@ class GroupedLayout:
         return -(-(self.code_bytes + scale_bytes) // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Layout:
+    """The layout of a weight of 8-bit floats; the scales of a row, float32, follow its codes.
+
+    A word of 16 bits holds columns `c` and `c + 64` of a chunk of 128.
+    """
+
+    columns: int
+    blocks: bool  # a scale for each chunk, as opposed to one for the row
+
+    @property
+    def padded(self) -> int:
+        """As many codes as chunks have; those behind the columns are zeros."""
+        return -(-self.columns // SPAN) * SPAN
+
+    @property
+    def row_bytes(self) -> int:
+        scale_bytes = 4 * (self.padded // SPAN if self.blocks else 1)
+        return -(-(self.padded + scale_bytes) // SECTOR_BYTES) * SECTOR_BYTES
+
+
+Layout: TypeAlias = GroupedLayout | Float8Layout
+
+
+def packs(format_: Format) -> bool:
+    """Whether there is a layout for a format."""
+    return format_.name in GROUPED_FORMATS or format_.name == FLOAT8
+
+
 def pack(weight: QuantTensor, device: torch.device) -> PackedWeight:
-    """Bring a weight to the device in this layout, a slab of rows at a time."""
+    """Bring a weight to the device in the layout of its format, a slab of rows at a time."""
+    if weight.format.name == FLOAT8:
+        return _pack_float8(weight, device)
     rows, columns = weight.shape
     one = GROUPED_FORMATS[weight.format.name]
     layout = GroupedLayout(one.bits, one.group, one.offset, one.minimums, columns)
@@ -61,6 +123,21 @@ def pack(weight: QuantTensor, device: torch.device) -> PackedWeight:
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         _put(layout, data[start:stop], split_rows(weight, start, stop, device))
+    return PackedWeight(weight.format.name, (rows, columns), data, layout)
+
+
+def _pack_float8(weight: QuantTensor, device: torch.device) -> PackedWeight:
+    (rows, columns), scales = weight.shape, weight.planes[SCALES].to(device)
+    layout, block_rows = Float8Layout(columns, scales.shape[1] > 1), weight.format.planes[1].rows
+    data = torch.zeros((rows, layout.row_bytes), dtype=torch.uint8, device=device)
+    step = max(1, SLAB // columns)
+    for start in range(0, rows, step):
+        part = data[start : start + step]
+        codes = torch.zeros((len(part), layout.padded), dtype=torch.uint8, device=device)
+        codes[:, :columns] = weight.planes[CODES][start : start + step].to(device).view(torch.uint8)
+        part[:, : layout.padded] = codes.view(len(part), -1, 2, SPAN // 2).transpose(2, 3).flatten(1)
+        own = scales[torch.arange(start, start + len(part), device=device) // block_rows].view(torch.uint8)
+        part[:, layout.padded : layout.padded + own.shape[1]] = own
     return PackedWeight(weight.format.name, (rows, columns), data, layout)
 
 

@@ -58,6 +58,37 @@ def _one(high, FLOATS: tl.constexpr):
 
 
 @triton.jit
+def float8_halves(words, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The low and the high bytes of `words` (int16), which are float8, as numbers of `kind`; exact.
+
+    In assembly their bits are put into bfloat16, whose exponents are 120 apart from those of float8.
+    """
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, sign, zero, unit;
+            mov.b32 zero, 0x80008000;
+            mov.b32 unit, 0x7b807b80;
+            shl.b32 t, $2, 8;
+            and.b32 sign, t, 0x80008000;
+            shl.b32 t, $2, 4;
+            lop3.b32 t, t, 0x07f007f0, sign, 0xea;
+            fma.rn.bf16x2 $0, t, unit, zero;
+            and.b32 sign, $2, 0x80008000;
+            shr.b32 t, $2, 4;
+            lop3.b32 t, t, 0x07f007f0, sign, 0xea;
+            fma.rn.bf16x2 $1, t, unit, zero;
+            }
+            """,
+            "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = even_odd(words, True, False)
+        return low.to(kind), high.to(kind)
+
+
+@triton.jit
 def codes_of_words(words, BITS: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
     """The codes of words (int16) as tiles of `kind`, one for each slot: of four bits, or of eight in one tile or two.
 
