@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, Paging, Rotation
 from ..reference import ReferencePages
-from .overlap import await_inputs, launch_next, overlap
+from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .unpack import even_odd
 from .vectors import turned
 
@@ -26,6 +26,7 @@ MAX_SPLITS = 16
 MANY = 256  # programs that fill a card
 SHARED_BYTES = 160 << 10
 COUNTERS = 1 << 16  # tiles times key heads of a step that is split
+LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 LOG2E = tl.constexpr(1.4426950408889634)
 LONG = 1024  # queries of a row from which on torch's own attention is faster
 
@@ -259,6 +260,20 @@ def _over_keys(
 
 
 @triton.jit
+def _fetch_keys(
+    keys, values, table, head, start, stop, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Bring the first tile of keys and values into the cache."""
+    if PDL:
+        key = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + key // PAGE, mask=key < stop, other=0)
+        slot = ((tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head)[:, None]
+        fetch_ahead(keys + slot * D + (LINE * tl.arange(0, 2))[None, :] % D, PDL)
+        fetch_ahead(values + slot * DV + (LINE * tl.arange(0, 2))[None, :] % DV, PDL)
+
+
+@triton.jit
 def _write_new(
     new_keys, new_values, cos, sin, keys, values, place,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -284,7 +299,7 @@ def _attention(
     ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    await_inputs(PDL)
+    # Positions, tables and keys of earlier steps are in memory before a step begins, so they are read before the wait.
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile if SINGLE else _row_of(cu_seqlens, tile, rows, BLOCK_Q)
@@ -300,13 +315,6 @@ def _attention(
     head_of = head * GROUP + m % GROUP
     at = tl.load(positions + token, mask=known, other=0)
     dv = tl.arange(0, DV_PAD)
-    q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head
-    if NEW:
-        angle = token[:, None] * PAIRS
-        q = turned(q_at, cos + angle, sin + angle, known[:, None], D, D_PAD, PAIRS, HALF).to(query.dtype.element_ty)
-        q_odd, q_scale = q, tl.zeros([BLOCK_M], tl.float32) + scale
-    else:
-        q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
 
     # The keys that some query of the tile sees, from the start of a tile of them, shared out among splits.
     stop = tl.load(positions + last) + 1
@@ -322,6 +330,18 @@ def _attention(
             return
         begin = begin + split * each * BLOCK_N
         stop = tl.minimum(stop, begin + each * BLOCK_N)
+    table = tables + row * stride_table
+    if not SCALED:
+        _fetch_keys(keys, values, table, head, begin, stop, KV_HEADS, PAGE, D, DV, BLOCK_N, PDL)
+
+    await_inputs(PDL)
+    q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head
+    if NEW:
+        angle = token[:, None] * PAIRS
+        q = turned(q_at, cos + angle, sin + angle, known[:, None], D, D_PAD, PAIRS, HALF).to(query.dtype.element_ty)
+        q_odd, q_scale = q, tl.zeros([BLOCK_M], tl.float32) + scale
+    else:
+        q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
     if NEW and split == shares - 1:  # it reads them itself, after all its threads have written
         _write_new(
             new_keys + row * key_token + head * key_head, new_values + row * value_token + head * value_head,
@@ -340,7 +360,6 @@ def _attention(
     if not WINDOW:
         plain = tl.minimum(tl.maximum(tl.load(positions + first) + 1, begin), stop)
         plain = begin + (plain - begin) // BLOCK_N * BLOCK_N
-    table = tables + row * stride_table
     for start in range(begin, plain, BLOCK_N):
         best, total, mixed, odd, unit = _over_keys(
             q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,

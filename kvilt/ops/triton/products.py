@@ -68,6 +68,12 @@ def _norm_of(x: Tensor, norm: RmsNorm | None) -> tuple[Tensor, float]:
 
 
 @triton.jit
+def _load_gain(norm, c, columns, NORM: tl.constexpr):
+    """Some of a norm's weights, ahead of their use; they are made by no kernel."""
+    return tl.load(norm + c, mask=(c < columns) & NORM, other=0.0)
+
+
+@triton.jit
 def _gemv(
     x, w0, w1, w2, out0, out1, out2, residual, norm, eps, n0, n1, n2, first1, first2, columns,
     RESIDUAL: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -86,17 +92,21 @@ def _gemv(
     sums, squares = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     at = weight + n[:, None].to(tl.int64) * columns + c[None, :]
     w = tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
+    gain = _load_gain(norm, c, columns, NORM)
     await_inputs(PDL)
+    own = tl.load(x + c, mask=c < columns, other=0.0)
     for start in range(0, columns, COLUMNS):
-        inside, coming = start + c < columns, start + COLUMNS + c < columns
+        after = start + COLUMNS + c
+        coming = after < columns
         ahead = there[:, None] & coming[None, :]
         next_w = tl.load(at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
-        own = tl.load(x + start + c, mask=inside, other=0.0).to(tl.float32)
+        next_own, next_gain = tl.load(x + after, mask=coming, other=0.0), _load_gain(norm, after, columns, NORM)
+        number = own.to(tl.float32)
         if NORM:
-            squares += own * own
-            own = own * tl.load(norm + start + c, mask=inside, other=0.0)
-        sums += w.to(tl.float32) * own[None, :]
-        w = next_w
+            squares += number * number
+            number = number * gain
+        sums += w.to(tl.float32) * number[None, :]
+        w, own, gain = next_w, next_own, next_gain
     made = tl.sum(sums, 1)
     if NORM:
         made = made * tl.rsqrt(tl.sum(squares, 0) / columns + eps)
@@ -129,18 +139,23 @@ def _gate_up(
     inside = there[:, None] & (c < columns)[None, :]
     g = tl.load(gate + at, mask=inside, other=0.0, eviction_policy="evict_first")
     u = tl.load(up + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    gain = _load_gain(norm, c, columns, NORM)
     await_inputs(PDL)
+    own = tl.load(x + c, mask=c < columns, other=0.0)
     for start in range(0, columns, COLUMNS):
-        ahead = there[:, None] & (start + COLUMNS + c < columns)[None, :]
+        after = start + COLUMNS + c
+        coming = after < columns
+        ahead = there[:, None] & coming[None, :]
         next_g = tl.load(gate + at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
         next_u = tl.load(up + at + start + COLUMNS, mask=ahead, other=0.0, eviction_policy="evict_first")
-        own = tl.load(x + start + c, mask=start + c < columns, other=0.0).to(tl.float32)
+        next_own, next_gain = tl.load(x + after, mask=coming, other=0.0), _load_gain(norm, after, columns, NORM)
+        number = own.to(tl.float32)
         if NORM:
-            squares += own * own
-            own = own * tl.load(norm + start + c, mask=start + c < columns, other=0.0)
-        opened += g.to(tl.float32) * own[None, :]
-        passed += u.to(tl.float32) * own[None, :]
-        g, u = next_g, next_u
+            squares += number * number
+            number = number * gain
+        opened += g.to(tl.float32) * number[None, :]
+        passed += u.to(tl.float32) * number[None, :]
+        g, u, own, gain = next_g, next_u, next_own, next_gain
     g, u = tl.sum(opened, 1), tl.sum(passed, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)

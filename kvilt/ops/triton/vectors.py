@@ -48,8 +48,7 @@ def angles(positions: Tensor, inv_freq: Tensor, mscale: float) -> tuple[Tensor, 
 def _angles(
     positions, inv_freq, cos, sin, mscale, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    launch_next(PDL)
-    await_inputs(PDL)
+    await_inputs(PDL)  # and let no kernel start before the angles are there: all layers read them
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     turn = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + i, mask=i < PAIRS, other=0.0)
     tl.store(cos + token * PAIRS + i, tl.cos(turn) * mscale, mask=i < PAIRS)
