@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import RunConfig, available_memory_bytes, env_threads
+from ..config import STEP_SIZES, RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
@@ -54,7 +54,7 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     with device_memory("loading the weights", ops.device):
         decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
-    pages = split_memory(layout, budget_bytes, max_context)
+    pages = split_memory(layout, budget_bytes, max_context, STEP_SIZES[ops.device.type].step_tokens)
     if min(pages) < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))

@@ -96,6 +96,28 @@ def test_every_split_fits_the_memory_and_makes_a_pool(each: list[Full | Window],
         assert all(a <= b for a, b in zip(pages, more, strict=True)), "more memory is more pages of each group"
 
 
+@given(reaches, st.integers(0, 1 << 36), st.integers(1, 1 << 20), st.integers(1, 1 << 14))
+@settings(max_examples=examples(300))
+def test_a_prompt_enters_in_steps_of_the_device(
+    each: list[Full | Window], memory: int, context: int, step_tokens: int
+) -> None:
+    """Where memory holds one sequence, its windows have room for a whole step, however long steps are."""
+    layout = KVLayout(tuple(layers(reach, i, 1) for i, reach in enumerate(each)))
+    pages = split_memory(layout, memory, context, step_tokens)
+    assert used_bytes(layout, pages) <= memory
+    assert max(pages) >= memory // layout.page_bytes
+    if min(pages):
+        pool = PagePool(layout, [min(n, 5000) for n in pages], _Ops(), _no_identity)  # type: ignore[arg-type]
+        assert pool.step_tokens is None or pool.step_tokens >= step_tokens
+
+
+def test_sequences_share_the_room_of_a_long_step() -> None:
+    memory, step = 4 << 30, 8192
+    short, long = (split_memory(GEMMA, memory, 131072, tokens) for tokens in (STEP_TOKENS, step))
+    assert short == split_memory(GEMMA, memory, 131072)
+    assert long == (799, 1913), "a long step is held once, not for each sequence"
+
+
 class _Ops:
     """Counts pages instead of making them."""
 
