@@ -11,6 +11,7 @@ from .row import Hidden as Hidden
 from .row import HiddenOut as HiddenOut
 from .row import Ids as Ids
 from .row import KeyMass as KeyMass
+from .row import KVLoad as KVLoad
 from .row import Last as Last
 from .row import LayerSpan as LayerSpan
 from .row import Nothing as Nothing
@@ -22,6 +23,7 @@ from .row import Source as Source
 from .row import UnrotatedKV as UnrotatedKV
 from .row import Want as Want
 from .row import token_count as token_count
+from .step_input import PlacedLoad as PlacedLoad
 from .step_input import PlacedRepair as PlacedRepair
 from .step_input import Segment as Segment
 from .step_input import StepInput as StepInput

@@ -23,6 +23,7 @@ from .row import (
     HiddenOut,
     Ids,
     KeyMass,
+    KVLoad,
     Last,
     LayerSpan,
     Nothing,
@@ -156,6 +157,8 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             _check_seen(wanted, span, layers)
     for repair in row.repairs:
         _check_repair(repair, row, layers)
+    for load in row.loads:
+        _check_load(load, row, layers)
 
 
 def _check_places(source: Embeds, tokens: int) -> None:
@@ -166,9 +169,9 @@ def _check_places(source: Embeds, tokens: int) -> None:
 
 
 def _is_plain(row: Row) -> bool:
-    """Whether ids go through all layers to the logits of the last one, and nothing is repaired."""
+    """Whether ids go through all layers to the logits of the last one, and nothing is repaired or loaded."""
     last = type(row.want) is Last and row.want.k == 1
-    return last and row.layers is WHOLE and type(row.source) in _TOKENS and not row.repairs
+    return last and row.layers is WHOLE and type(row.source) in _TOKENS and not row.repairs and not row.loads
 
 
 def _check_seen(wanted: Sequence[int], span: LayerSpan, layers: int) -> None:
@@ -189,3 +192,14 @@ def _check_repair(repair: Repair, row: Row, layers: int) -> None:
     missing = [i for i in range(row.layers.start, min(row.layers.stop, layers)) if i not in repair.stored]
     if missing:
         raise InputError(f"a repair needs the stored KV of every layer of its row; layers {missing} are missing")
+
+
+def _check_load(load: KVLoad, row: Row, layers: int) -> None:
+    cache_row = row.cache.row(row.cache_row)
+    if not all(len(span) and cache_row.writable(span) for span in load.spans):
+        raise InputError("stored KV is placed at or above its cache's length, in room that reserve() has made")
+    if any(not row.layers.start <= i < min(row.layers.stop, layers) for i in load.stored):
+        raise InputError(f"a row through layers {row.layers.start} to {row.layers.stop} loads KV of its own layers")
+    sizes = [len(span) for span in load.spans]
+    if any([len(one.keys) for one in stored] != sizes for stored in load.stored.values()):
+        raise InputError("a load needs stored KV for each of its spans, of as many tokens")

@@ -136,6 +136,18 @@ class Repair:
     stored: Mapping[int, UnrotatedKV]  # the whole stored text, by layer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLoad:
+    """Stored KV of tokens that is written to pages, keys rotated to their positions, on the way through the layers.
+
+    In each layer that it has the backend writes it before the row's own KV, so the row may compute some of the tokens
+    again. Copies of later layers to the device run while earlier layers compute.
+    """
+
+    spans: Sequence[range]  # positions in the row's cache, at or above its length, in reserved room
+    stored: Mapping[int, Sequence[UnrotatedKV]]  # by layer, one for each span, on the host
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
     """Layers [start, stop); a stop past the model's end means its end."""
@@ -159,6 +171,7 @@ class Row:
     want: Want = Last()
     adapter: Adapter = Base()
     repairs: tuple[Repair, ...] = ()
+    loads: tuple[KVLoad, ...] = ()
     rope_positions: Sequence[Sequence[int]] = ()  # one for each axis that rotation has; empty: `positions` on each
 
 

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..ops.contract import Interpolation, Paging, RowLengths, row_ends
-from .row import Embeds, Hidden, Ids, Last, Repair, Row, SampledIds, UnrotatedKV
+from .row import Embeds, Hidden, Ids, KVLoad, Last, Repair, Row, SampledIds, UnrotatedKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +42,15 @@ class PlacedRepair:
     stored: Mapping[int, UnrotatedKV]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedLoad:
+    """A row's load on the device: where its tokens go. The KV itself is still on the host."""
+
+    positions: Tensor  # [tokens] int64, span after span
+    slots: tuple[Tensor, ...]  # [tokens] int64, one per layer group
+    stored: Mapping[int, Sequence[UnrotatedKV]]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A run of layers through which the same rows go together."""
@@ -51,6 +62,7 @@ class Segment:
     paging: tuple[Paging, ...]  # one per layer group
     repairs: tuple[PlacedRepair, ...] = ()
     rope_positions: Tensor | None = None  # [axes, n] int64, where some row rotates by several axes
+    loads: tuple[PlacedLoad, ...] = ()
 
     @property
     def rotated_by(self) -> Tensor:
@@ -126,7 +138,7 @@ class StepInput:
         """
         (segment,) = self.segments
         more = rows - segment.lengths.rows
-        if more < 0 or self.vectors is not None or self.wanted is not None or segment.repairs:
+        if more < 0 or self.vectors is not None or self.wanted is not None or segment.repairs or segment.loads:
             raise InputError(f"this step cannot be padded to {rows} rows")
         positions = _longer(segment.positions, more)
         lengths = segment.lengths.padded(more)
@@ -173,6 +185,12 @@ class _Numbers:
             self.values.extend(values)
         except (TypeError, OverflowError) as error:
             raise InputError(f"a token id or a position is a whole number of 64 bits ({error})") from None
+        return slice(start, len(self.values))
+
+    def add_array(self, values: npt.NDArray[np.int64]) -> slice:
+        """Where these will be."""
+        start = len(self.values)
+        self.values.frombytes(values.tobytes())
         return slice(start, len(self.values))
 
     def to(self, device: torch.device) -> Tensor:
@@ -279,13 +297,15 @@ def _segment(
     own_lens = numbers.add(row_ends(starts, everywhere))
     groups = [_paging(g, chosen, pool, numbers) for g in range(len(pool.layout.groups))]
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
+    loads = [_placed_load(one, row, pool, numbers) for row in chosen for one in row.loads]
 
     def build(flat: Tensor) -> Segment:
         lengths = RowLengths.of(starts, everywhere, (flat[own_starts], flat[own_lens]))
         at, table_rows = flat[positions], len(chosen)
         paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
         own = None if tokens is None else flat[tokens]
-        return Segment(start, stop, own, at, paging, repairs, _rope_positions(chosen, pool.device))
+        axes, placed = _rope_positions(chosen, pool.device), tuple(one(flat) for one in loads)
+        return Segment(start, stop, own, at, paging, repairs, axes, placed)
 
     return build
 
@@ -328,6 +348,14 @@ def _placed(repair: Repair, row: Row, start: int, pool: PagePool) -> PlacedRepai
     own = repair.interpolation
     moved = Interpolation(own.tokens.to(device), own.anchors.to(device), own.weights.to(device))
     return PlacedRepair(start + repair.first, start + repair.stop, positions, slots, moved, repair.stored)
+
+
+def _placed_load(load: KVLoad, row: Row, pool: PagePool, numbers: _Numbers) -> Callable[[Tensor], PlacedLoad]:
+    at, size = np.concatenate([np.arange(span.start, span.stop) for span in load.spans]), pool.layout.page_tokens
+    tables = [np.array(table, dtype=np.int64) for table in row.cache.row(row.cache_row).tables]
+    positions = numbers.add_array(at)
+    slots = [numbers.add_array(table[at // size] * size + at % size) for table in tables]
+    return lambda flat: PlacedLoad(flat[positions], tuple(flat[one] for one in slots), load.stored)
 
 
 def _slots(table: Sequence[int], positions: Sequence[int], page_tokens: int) -> list[int]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, Last, LayerSpan, Logits, Row
+from ..batch import Adapted, Adapter, Base, HiddenOut, KeyMass, KVLoad, Last, LayerSpan, Logits, Row, UnrotatedKV
 from ..errors import InputError, StoreMiss
-from ..executor.placement import KVPlacement
 from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
@@ -90,7 +89,7 @@ class Blending:
         self._opened = False
         self._made = 0
         self._recomputed = 0
-        self._placed = 0  # layers
+        self._placed = 0  # layers whose stored KV is in the cache, or comes with the stage in progress
         self._scratch: KVCache | None = None  # where documents that are not stored yet are computed
         self._stages: Stages | None = None
         self._stage: RowStage | None = None
@@ -229,35 +228,31 @@ class Blending:
             ids = self.blend_prompt.ids[start:]
             yield RowStage(kv, range(start, start + len(ids)), ids, LayerSpan(), Last())
             return
-        placement = self._executor.place(kv, [range(one.start, one.stop) for one in prompt.documents])
         own = RecipeBlend(self._selection, self.recipe, start, self._ratio)
         blend = own if self._plugins.executor is None else self._plugins.executor()
         if not blend.selection_layers:
             if self.recipe.needs("query"):
-                yield from self._place(placement, self._layers)
                 yield from self._probe(kv, 0, None, own.scores)
             chosen = own.select()
             self._recomputed = int(self._selection.reusable[chosen].sum())
-            yield from self._finish(kv, placement, chosen, 0, None)
+            yield from self._finish(kv, chosen, 0, None)
             return
-        yield from self._select(kv, placement, blend, own)
+        yield from self._select(kv, blend, own)
 
-    def _select(self, kv: KVCache, placement: KVPlacement, blend: BlendExecutor, own: RecipeBlend) -> Stages:
+    def _select(self, kv: KVCache, blend: BlendExecutor, own: RecipeBlend) -> Stages:
         """Spans of layers that end where an executor selects: the tokens that it selects there go on."""
         start, reusable = self.blend_prompt.exact, self._selection.reusable
         chosen, lower = torch.arange(len(reusable)), 0
         source: Sequence[int] | Tensor = self.blend_prompt.ids[start:]
         for layer in blend.selection_layers:
-            if lower:
-                yield from self._place(placement, layer + 1)
+            load = (yield from self._load(layer + 1)) if lower else None
             want = HiddenOut([layer], [layer])
-            stage = RowStage(kv, _at(chosen, start), source, LayerSpan(lower, layer + 1), want)
+            stage = RowStage(kv, _at(chosen, start), source, LayerSpan(lower, layer + 1), want, load=load)
             yield stage
             hidden, stored = torch.cat(stage.hidden), (yield from self._layer(layer))
             if not lower:
                 self._placed = layer + 1  # what is computed there is exact already
                 if blend is own and self.recipe.needs("query"):
-                    yield from self._place(placement, self._layers)
                     yield from self._probe(kv, layer + 1, hidden, own.scores)
             output = self._blended(blend, layer, stage, stored)
             kept = selected_rows(output, self._selection.always()[chosen])
@@ -265,7 +260,7 @@ class Blending:
                 self._recomputed = int(reusable[kept].sum())
             chosen, source, lower = chosen[kept], hidden[kept.to(hidden.device)], layer + 1
         assert isinstance(source, Tensor)
-        yield from self._finish(kv, placement, chosen, lower, source)
+        yield from self._finish(kv, chosen, lower, source)
 
     def _blended(self, blend: BlendExecutor, layer: int, stage: RowStage, stored: Sequence[LayerKV]) -> BlendOutput:
         """What an executor makes of one layer, on the tensors of its interface."""
@@ -281,7 +276,7 @@ class Blending:
         """One layer of all tokens, with keys rotated to where they stand."""
         start, valid = self.blend_prompt.exact, self._selection.reusable
         places = (valid.nonzero().flatten() + start).to(device)
-        keys, values = (torch.cat([getattr(one, name) for one in stored]).to(device) for name in ("keys", "values"))
+        keys, values = (torch.cat([getattr(one, name).to(device) for one in stored]) for name in ("keys", "values"))
         rotated = self._rotations[layer].place(keys, places)
         k, v = (one.new_zeros((len(valid), *one.shape[1:])) for one in (rotated, values))
         k[places - start], v[places - start] = rotated, values
@@ -289,22 +284,23 @@ class Blending:
         origins[places - start] = places
         return BlendRetrieverResult(k, v, valid.to(torch.uint8), origins, rotated=True)
 
-    def _finish(self, kv: KVCache, placement: KVPlacement, chosen: Tensor, lower: int, hidden: Tensor | None) -> Stages:
+    def _finish(self, kv: KVCache, chosen: Tensor, lower: int, hidden: Tensor | None) -> Stages:
         """The chosen tokens through the rest of the layers, in spans where later ones are still loading."""
         positions = _at(chosen, self.blend_prompt.exact)
         source = self._source(positions, None) if hidden is None else hidden
         repair = self._repair(positions)
         joints, repairs = (repair.joints, repair.of) if repair is not None else (None, None)
         while True:
-            yield from self._place(placement, lower + 1)
+            if self._placed <= lower:
+                yield from self._layer(lower)
             ready = max(lower + 1, self._documents.layers_ready)
-            yield from self._place(placement, ready)
+            load = yield from self._load(ready)
             if ready >= self._layers:
                 break
-            stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, repairs)
+            stage = RowStage(kv, positions, source, LayerSpan(lower, ready), HiddenOut(), joints, repairs, load)
             yield stage
             source, lower = torch.cat(stage.hidden), ready
-        yield RowStage(kv, positions, source, LayerSpan(lower), Last(), joints, repairs)
+        yield RowStage(kv, positions, source, LayerSpan(lower), Last(), joints, repairs, load)
 
     def _repair(self, positions: Sequence[int]) -> KVRepair | None:
         if not self.recipe.repair:
@@ -323,7 +319,8 @@ class Blending:
         tail = min(PROBE_TOKENS, len(question))
         span = LayerSpan(lower, layers[-1] + 1)  # layers above measure nothing, and no logits are needed
         joints = [*range(1, len(positions) - tail + 1), len(positions)]  # the measured tokens go in one row
-        stage = RowStage(kv, positions, self._source(positions, hidden), span, KeyMass(layers, tail), joints)
+        load = yield from self._load(span.stop)
+        stage = RowStage(kv, positions, self._source(positions, hidden), span, KeyMass(layers, tail), joints, load=load)
         yield stage
         scores["query"] = self._selection.attended(stage.mass)
 
@@ -374,11 +371,15 @@ class Blending:
                 for key in self._documents.damaged():
                     yield from self._make(key)
 
-    def _place(self, placement: KVPlacement, stop: int) -> Stages:
+    def _load(self, stop: int) -> Generator[RowStage | None, None, KVLoad | None]:
+        """The layers below `stop` that the next stage brings; None if their KV is in the cache already."""
+        stored: dict[int, list[UnrotatedKV]] = {}
         for index in range(self._placed, stop):
             every = yield from self._layer(index)
-            placement.write(index, torch.cat([one.keys for one in every]), torch.cat([one.values for one in every]))
-            self._placed = index + 1
+            stored[index] = [UnrotatedKV(one.keys, one.values) for one in every]
+        self._placed = max(self._placed, stop)
+        spans = [range(one.start, one.stop) for one in self._documents.prompt.documents]
+        return KVLoad(spans, stored) if stored else None
 
     def _ratio(self) -> float:
         floor = self.recipe.load_floor

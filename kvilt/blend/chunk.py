@@ -59,7 +59,9 @@ class ChunkCache:
     ) -> Loading:
         """Store a document that was computed, and give it back as every later lookup finds it."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)
-        on_host = [LayerKV(one.keys.cpu(), one.values.cpu()) for one in layers]
+        copies = self._executor.pool.host_copies
+        parts = copies.download([part for one in layers for part in (one.keys, one.values)]).wait()
+        on_host = [LayerKV(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
         return self._store.put_chunk(self._identity(tenant, maker), ids, on_host, retain)
 
     def open_task(self, ids: Sequence[int], tenant: str, maker: str) -> StoredTask:

@@ -168,7 +168,19 @@ class KnownDocuments:
 
     def _key(self, scope: DocumentScope, ids: Sequence[int]) -> _Key:
         first = _extended(0, ids[:WINDOW_TOKENS], self._base)
-        return _Key(scope, first, len(ids), _extended(first, ids[WINDOW_TOKENS:], self._base))
+        whole = self._known_hash(scope, first, ids)
+        if whole is None:
+            whole = _extended(first, ids[WINDOW_TOKENS:], self._base)
+        return _Key(scope, first, len(ids), whole)
+
+    def _known_hash(self, scope: DocumentScope, first: int, ids: Sequence[int]) -> int | None:
+        """The hash of a document that is known: comparing tokens is much faster than hashing them."""
+        with self._lock:
+            same = self._documents.get(scope, {}).get(first, {}).get(len(ids))
+            if not same or min(ids) < 0 or max(ids) >= 1 << 32:
+                return None
+            own = array("I", ids).tobytes()
+            return next((whole for whole, theirs in same.items() if theirs == own), None)
 
     def _move(self, key: _Key, last: bool = True) -> None:
         if (order := self._orders.get(key.owner)) is not None and key in order:

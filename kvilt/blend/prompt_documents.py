@@ -33,6 +33,7 @@ class RetrievedDocument:
         self._rotations = rotations
         self._dtype = dtype
         self._reason = ""
+        self._whole: Tensor | None = None  # a mask that has all of the document
 
     @property
     def reason(self) -> str:
@@ -47,7 +48,9 @@ class RetrievedDocument:
     def layer(self, index: int) -> LayerKV:
         """One layer, keys as they were before rotation; waits for it, and raises StoreMiss if it does not come."""
         found, span = self.task.result(index), self._span
-        if found.k is None or found.v is None or not bool(found.valid_mask[span].bool().all()):
+        if found.valid_mask is not self._whole and bool(found.valid_mask[span].bool().all()):
+            self._whole = found.valid_mask  # tasks give the same mask with every layer
+        if found.k is None or found.v is None or found.valid_mask is not self._whole:
             self._reason = self.reason or "absent"
             raise StoreMiss(self._reason)
         return LayerKV(self._unrotated(index, found, found.k), self._heads(index, found.v))

@@ -39,20 +39,22 @@ class StoredTask(PolledTask):
         self._form = form
         self._device = device
         self._hits: list[_Piece] | None = None
+        self._all: tuple[Tensor, Tensor] | None = None  # the mask and origins of a task that found all its tokens
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         """One layer; StoreMiss where a segment with its first layers loaded turns out to be damaged or late."""
         if not 0 <= layer_id < len(self._form):
             raise InputError(f"layer {layer_id} does not exist; this model has layers 0 to {len(self._form) - 1}")
-        valid = torch.zeros(self._total, dtype=torch.uint8)
-        origins = torch.zeros(self._total, dtype=torch.int64, device=self._device)
         hits = self._found(layer_id)
-        if not hits:
-            return BlendRetrieverResult(None, None, valid, origins, rotated=False)
         if len(hits) == 1 and hits[0].stop - hits[0].start == self._total:  # as it is stored, without a copy
             layer = hits[0].loading.layer(layer_id)
+            if self._all is None:
+                self._all = torch.ones(self._total, dtype=torch.uint8), self._zeros()
             k, v = layer.keys.to(self._device), layer.values.to(self._device)
-            return BlendRetrieverResult(k, v, valid + 1, origins, rotated=False)
+            return BlendRetrieverResult(k, v, *self._all, rotated=False)
+        valid, origins = torch.zeros(self._total, dtype=torch.uint8), self._zeros()
+        if not hits:
+            return BlendRetrieverResult(None, None, valid, origins, rotated=False)
         form = self._form[layer_id]
         k, v = (self._room(form.heads, dim, form.dtype) for dim in (form.key_dim, form.value_dim))
         for piece in hits:
@@ -90,6 +92,9 @@ class StoredTask(PolledTask):
 
     def _room(self, heads: int, dim: int, dtype: str) -> Tensor:
         return torch.empty((self._total, heads, dim), dtype=KV_DTYPES[dtype].storage, device=self._device)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._total, dtype=torch.int64, device=self._device)
 
     def _found(self, layer_id: int) -> list[_Piece]:
         """The segments that are there; settled by the first layer that is asked for."""
@@ -138,7 +143,8 @@ def _has(loading: Loading, layer_id: int) -> bool:
 def _ids(prompt: Tensor) -> list[int]:
     if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
         raise InputError("a prompt is a 1-D tensor of token ids")
-    return [int(token) for token in prompt.tolist()]
+    ids: list[int] = prompt.tolist()
+    return ids
 
 
 def _segments(starts: Sequence[int], length: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from ..batch import (
     HiddenOut,
     Ids,
     KeyMass,
+    KVLoad,
     Last,
     LayerSpan,
     Logits,
@@ -44,6 +45,7 @@ class RowStage:
     want: Want  # of all pieces, but for Last and KeyMass, which only the last one has
     joints: Sequence[int] | None = None  # ascending, up to the end: a piece ends only there, whatever the budget
     repairs: Repairs | None = None  # of the tokens [start, stop), in the layers of the span
+    load: KVLoad | None = None  # stored KV that the first piece brings
     at: int = 0  # tokens that are done
     hidden: list[Tensor] = field(default_factory=list)
     kv: dict[int, list[UnrotatedKV]] = field(default_factory=dict)  # by layer
@@ -69,7 +71,8 @@ class RowStage:
         want = Nothing() if stop < end and isinstance(self.want, Last | KeyMass) else self.want
         repairs = self.repairs(self.at, stop, self.layers) if self.repairs is not None else ()
         places = self.positions[self.at : stop]
-        return Row(self._source(stop), places, self.cache, layers=self.layers, want=want, repairs=repairs)
+        loads = (self.load,) if self.load is not None and not self.at else ()
+        return Row(self._source(stop), places, self.cache, layers=self.layers, want=want, repairs=repairs, loads=loads)
 
     def took(self, tokens: int, logits: Logits, row: int) -> None:
         """A piece was run, as this row of a batch."""

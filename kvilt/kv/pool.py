@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError, ModelClosed, PoolExhausted
-from ..ops.contract import Ops
+from ..ops.contract import HostCopies, Ops
 from .identity import Identity
 from .layout import KVLayout
 from .pages_by_owner import PagesByOwner
@@ -89,6 +89,11 @@ class PagePool:
     def close(self) -> None:
         """Forget the identity: KV stays usable here, and is saved and loaded no more."""
         self._identity = None
+
+    @property
+    def host_copies(self) -> HostCopies:
+        """What copies KV between the host and the device of these pages."""
+        return self.ops.host_copies
 
     @property
     def tokens(self) -> int:
@@ -195,6 +200,13 @@ class PagePool:
         with self.lock:
             self._settle()
             return self._refs[group][page] + (page in self._kept[group])
+
+    def are_sole(self, group: int, pages: Iterable[int]) -> bool:
+        """Whether one handle alone sees each of these pages."""
+        with self.lock:
+            self._settle()
+            refs, kept = self._refs[group], self._kept[group]
+            return all(refs[page] + (page in kept) == 1 for page in pages)
 
     def is_sole(self, group: int, page: int) -> bool:
         """Whether this is a page, and one handle alone sees it."""

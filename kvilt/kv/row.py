@@ -152,9 +152,10 @@ class CacheRow:
         if low < len(self.ids) or high >= self.reserved:
             return False
         size = self._pool.page_tokens
-        span = range(low // size, high // size + 1)
-        held = ((g, table[i]) for g, table in enumerate(self.tables) for i in span)
-        return all(page != GONE and self._pool.holders(g, page) == 1 for g, page in held)
+        span = slice(low // size, high // size + 1)
+        return all(
+            GONE not in table[span] and self._pool.are_sole(g, table[span]) for g, table in enumerate(self.tables)
+        )
 
     def _is_writable(self, position: int) -> bool:
         """The same for one position, which is what nearly every row of a step has."""
@@ -351,5 +352,5 @@ def _fill(row: CacheRow, pool: PagePool, image: RowImage, spare: list[list[int]]
         gone = first // pool.layout.page_tokens
         count = pool.layout.pages_for(image.length) - gone
         row.tables[g] = [GONE] * gone + [spare[g].pop() for _ in range(count)]
-        slots = row.slots(g, first, image.length).to(pool.device)
+        slots = row.slots(g, first, image.length).to(pool.device, non_blocking=True)
         pool.ops.write_slots(pool.stores[g], slots, image.groups[g])

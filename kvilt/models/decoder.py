@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..batch import Batch, HiddenOut, Last, Logits, Score, Scores, Segment, StepInput
+from ..batch import Batch, HiddenOut, Last, Logits, PlacedLoad, PlacedRepair, Score, Scores, Segment, StepInput
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
@@ -21,8 +21,11 @@ from .layers import LayerContext, LayerRepair, Linear, Norm, linears_in
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import StepAdapters
+from .stored_kv import StoredLayers, stored_layers, write_load
 from .tap import LayerTap, TapResults, layer_taps
 
+Stores = tuple[PageStore, ...]  # one per layer group
+Rotations = Mapping[RopeSpec, Rotation]
 SCORE_BLOCK_BYTES = 16 << 20  # logits held at a time while scoring
 NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
 
@@ -41,6 +44,12 @@ class Layer:
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         x = _added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
         return _added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
+
+
+def _layer_repairs(
+    index: int, repairs: Sequence[tuple[PlacedRepair, Rotations]], stored: StoredLayers
+) -> tuple[LayerRepair, ...]:
+    return tuple(LayerRepair(one, stored.on_device(one.stored[index]), rotations) for one, rotations in repairs)
 
 
 def _nbytes(linear: Linear) -> int:
@@ -80,7 +89,7 @@ class Decoder:
     def forward(
         self,
         step: StepInput,
-        stores: tuple[PageStore, ...],
+        stores: Stores,
         before_layer: Callable[[int], None],
         taps: Sequence[Mapping[int, LayerTap]] = (),
         step_adapters: StepAdapters | None = None,
@@ -97,9 +106,7 @@ class Decoder:
                 x[segment.tokens] = part
         return x
 
-    def decode(
-        self, step: StepInput, stores: tuple[PageStore, ...], step_adapters: StepAdapters | None = None
-    ) -> Tensor:
+    def decode(self, step: StepInput, stores: Stores, step_adapters: StepAdapters | None = None) -> Tensor:
         """Logits after every token of a step, by operations of the backend alone: a step to be recorded or captured."""
         return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters), step_adapters)
 
@@ -116,7 +123,7 @@ class Decoder:
         self,
         x: Tensor,
         segment: Segment,
-        stores: tuple[PageStore, ...],
+        stores: Stores,
         before_layer: Callable[[int], None],
         taps: Mapping[int, LayerTap] = NO_TAPS,
         step_adapters: StepAdapters | None = None,
@@ -126,14 +133,29 @@ class Decoder:
             self.ops, stores, segment.paging, self._rotations(segment.rotated_by), step_adapters=step_adapters
         )
         repairs = [(one, self._rotations(one.positions)) for one in segment.repairs]
-        for index in range(segment.start, segment.stop):
-            before_layer(index)
-            own = context
-            if index in taps or repairs:
-                here = tuple(LayerRepair(one, index, rotations) for one, rotations in repairs)
-                own = replace(context, tap=taps.get(index), repairs=here)
-            x = self.layers[index](x, own)
+        loads = [(one, self._rotations(one.positions)) for one in segment.loads]
+        with stored_layers(segment, self.ops) as stored:
+            for index in range(segment.start, segment.stop):
+                before_layer(index)
+                own = context
+                if stored is not None:
+                    stored.advance()
+                    self._write_loads(index, loads, stored, stores)
+                    own = replace(context, repairs=_layer_repairs(index, repairs, stored))
+                if index in taps:
+                    own = replace(own, tap=taps[index])
+                x = self.layers[index](x, own)
         return x
+
+    def _write_loads(
+        self, index: int, loads: Sequence[tuple[PlacedLoad, Rotations]], stored: StoredLayers, stores: Stores
+    ) -> None:
+        """Stored KV of one layer into its pages."""
+        place, rope = self.layers[index].attention.place, self.layers[index].attention.spec.rope
+        for load, rotations in loads:
+            here = [stored.on_device(one) for one in load.stored.get(index, ())]
+            rotated = rotations[rope] if isinstance(rope, RopeSpec) else None
+            write_load(load, here, self.ops, stores[place.group], place, rotated)
 
     def _rotations(self, positions: Tensor) -> dict[RopeSpec, Rotation]:
         return {rope: rotation(rope, at, positions, self.ops) for rope, at in self.frequencies.items()}

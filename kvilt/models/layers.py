@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..batch import PlacedRepair
+from ..batch import PlacedRepair, UnrotatedKV
 from ..kv.layout import LayerSlot
 from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, RmsNorm, Rotation
 from .spec import FeedForwardSpec, NoRope, RopeSpec
@@ -43,16 +43,15 @@ class LayerRepair:
     """A placed repair in one layer."""
 
     placed: PlacedRepair
-    layer: int
+    stored: UnrotatedKV  # of the layer, on the device
     rotations: Mapping[RopeSpec, Rotation]  # of the repaired positions
 
     def write(
         self, ops: Ops, store: PageStore, place: LayerSlot, rope: RopeSpec | NoRope, keys: Tensor, values: Tensor
     ) -> None:
         """Write the repaired tokens; `keys`, not rotated, and `values` are those of all tokens of the segment."""
-        one, stored = self.placed, self.placed.stored[self.layer]
+        one, kept = self.placed, (self.stored.keys, self.stored.values)
         fresh = (keys[one.first : one.stop], values[one.first : one.stop])
-        kept = (stored.keys.to(keys.device), stored.values.to(values.device))
         rotation = self.rotations[rope] if isinstance(rope, RopeSpec) else None
         ops.interpolate(store, place.layer, one.slots[place.group], one.interpolation, kept, fresh, rotation)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from ..quant.formats import Format
 from ..quant.tensor import Weight
 from .draw_table import DrawTable
+from .host_copies import HostCopies as HostCopies
+from .host_copies import HostCopy as HostCopy
 from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
 from .values import Activation as Activation
@@ -187,6 +189,11 @@ class Ops(Protocol):
         """What samples on this backend's device; None where logits are sampled by reductions, or by plain torch."""
         ...
 
+    @property
+    def host_copies(self) -> HostCopies:
+        """What copies KV between host memory and this backend's device."""
+        ...
+
     def alone(self) -> AbstractContextManager[None]:
         """Held while a call runs: keeps other pools of threads off the cores this backend uses."""
         ...
@@ -350,6 +357,13 @@ class Ops(Protocol):
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
         """The KV in `slots`, all layers, in canonical order on the CPU."""
+        ...
+
+    def copy_out(self, store: PageStore, slots: Tensor) -> HostCopy:
+        """`read_slots` that need not wait: the fields of `KeysValues`, perhaps still arriving.
+
+        The pages may be used for something else at once.
+        """
         ...
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:

@@ -20,6 +20,8 @@ from ..quant.unpack import dequantize
 from .contract import (
     Activation,
     AttentionMask,
+    HostCopies,
+    HostCopy,
     Interpolation,
     KeysValues,
     LinearMap,
@@ -33,6 +35,7 @@ from .contract import (
     Rotation,
     SamplingKernels,
 )
+from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass, softmax_with_sinks
@@ -69,6 +72,7 @@ class ReferenceOps:
     def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device("cpu") if device is None else device
         self.dtype = dtype
+        self.host_copies: HostCopies = DirectCopies(self.device)
 
     @property
     def numerics(self) -> str:
@@ -255,21 +259,22 @@ class ReferenceOps:
                 written[:, b * size : (b + 1) * size] = read[:, a * size : (a + 1) * size]
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
+        return KeysValues(*self.copy_out(store, slots).wait())
+
+    def copy_out(self, store: PageStore, slots: Tensor) -> HostCopy:
         pages = _own(store)
-        keys, values = pages.keys[:, slots].cpu(), pages.values[:, slots].cpu()
-        if not pages.shape.scales:
-            return KeysValues(keys, values)
-        return KeysValues(
-            keys, values, pages.key_scales[:, slots, :, 0].cpu(), pages.value_scales[:, slots, :, 0].cpu()
-        )
+        parts = [pages.keys[:, slots], pages.values[:, slots]]  # copies, so that the pages may change
+        if pages.shape.scales:
+            parts += [pages.key_scales[:, slots, :, 0], pages.value_scales[:, slots, :, 0]]
+        return self.host_copies.download(parts)
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
         pages = _own(store)
-        pages.keys[:, slots] = kv.keys.to(pages.keys.device)
-        pages.values[:, slots] = kv.values.to(pages.values.device)
-        if pages.shape.scales:
-            pages.key_scales[:, slots, :, 0] = kv.key_scales.to(pages.keys.device)
-            pages.value_scales[:, slots, :, 0] = kv.value_scales.to(pages.keys.device)
+        given = [kv.keys, kv.values, *((kv.key_scales, kv.value_scales) if pages.shape.scales else ())]
+        for keys, values, *scales in self.host_copies.uploads([given]):
+            pages.keys[:, slots], pages.values[:, slots] = keys, values
+            if scales:
+                pages.key_scales[:, slots, :, 0], pages.value_scales[:, slots, :, 0] = scales
 
 
 def _attend_block(

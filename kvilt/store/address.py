@@ -154,7 +154,7 @@ def page_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout, 
 def token_bytes(tokens: Sequence[Token]) -> bytes:
     """Tokens as bytes: 8 for an id, little endian; for an embedding row -1 and its hash. Equal bytes, equal tokens."""
     try:
-        ids = array("q", [EMBEDDED if isinstance(token, bytes) else token for token in tokens])
+        ids = _ids(tokens)
     except (OverflowError, TypeError):
         raise InputError("a token is an id below 2^63 or the hash of an embedding row") from None
     if EMBEDDED not in ids:
@@ -162,6 +162,13 @@ def token_bytes(tokens: Sequence[Token]) -> bytes:
             raise InputError(f"{min(ids)} is no token id")
         return ids.tobytes()
     return b"".join(_one_token(token) for token in tokens)
+
+
+def _ids(tokens: Sequence[Token]) -> array[int]:
+    try:
+        return array("q", tokens)  # type: ignore[arg-type]  # most have ids alone, and are read at once
+    except TypeError:
+        return array("q", [EMBEDDED if isinstance(token, bytes) else token for token in tokens])
 
 
 def _one_token(token: Token) -> bytes:

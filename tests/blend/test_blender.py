@@ -188,8 +188,11 @@ def test_chosen_tokens_are_those_of_one_forward_after_the_other(native: Executor
         slow.begin(other)
         row = slow.next(512)
         assert isinstance(row.source, Ids)
+        loads = row.loads  # documents come with the first row
+        assert loads
         for token, position in zip(row.source.ids, row.positions, strict=True):
-            last = native.run(Batch.of([Row(Ids([token]), [position], other)]))
+            last = native.run(Batch.of([Row(Ids([token]), [position], other, loads=loads)]))
+            loads = ()
         assert torch.equal(logits, last.values[0])
 
 

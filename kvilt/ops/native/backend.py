@@ -15,6 +15,7 @@ from ...quant.tensor import Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    HostCopy,
     Interpolation,
     KeysValues,
     LinearMap,
@@ -27,6 +28,7 @@ from ..contract import (
     RmsNorm,
     Rotation,
 )
+from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from . import lora
@@ -71,6 +73,7 @@ class NativeOps:
             raise Unsupported(str(error)) from None
         self._activations: dict[str, NativeActivation] = dict(module.Activation.__members__)
         self._slabs = Slabs()
+        self.host_copies = DirectCopies(self.device)
         self.buffers = Buffers()
         self._recorder = NativeRecorder(self._runner, self.using)
         self.reductions = NativeReductions(self._runner)
@@ -269,6 +272,10 @@ class NativeOps:
 
     def read_slots(self, store: PageStore, slots: Tensor) -> KeysValues:
         return paged.read_slots(self._runner, store, slots)
+
+    def copy_out(self, store: PageStore, slots: Tensor) -> HostCopy:
+        kv = self.read_slots(store, slots)
+        return HostCopy((kv.keys, kv.values, kv.key_scales, kv.value_scales))
 
     def write_slots(self, store: PageStore, slots: Tensor, kv: KeysValues) -> None:
         paged.write_slots(self._runner, store, slots, kv)

@@ -31,6 +31,7 @@ from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import lora, pages, products, quantized, repair, vectors
 from .attention import NewKV
+from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
 from .sampling import TritonSampling
@@ -48,6 +49,7 @@ class TritonOps(ReferenceOps):
             raise Unsupported(f"the triton kernels run on CUDA devices, not on {device}; use backend='native'")
         super().__init__(device, dtype)
         self.kv_dtype = FLOAT32 if dtype == torch.float32 else BFLOAT16
+        self.host_copies = host_copies(device)
         self._sampling = TritonSampling(device)
         self._recorder = GraphRecorder(self._sampling) if device.type == "cuda" else None
         self._counters = torch.zeros(paged.COUNTERS, dtype=torch.int32, device=device)
