@@ -93,6 +93,7 @@ class ExecutorCapabilities:
     blending: bool = False  # stored documents may be blended into prompts
     deterministic: bool = False  # a row's bits do not depend on its batch, or on how its prompt was cut into chunks
     closed: bool = False
+    notes: tuple[str, ...] = ()  # what works, but slower than it could
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         blending=is_open and all(group.shape.value_dim for group in groups),  # chunks keep values beside keys
         deterministic=executor.deterministic,
         closed=not is_open,
+        notes=tuple(filter(None, [pool.host_copies.note()])),
     )
 
 

@@ -277,8 +277,11 @@ class Engine:
 def _prefix_restore(
     executor: Executor, store: Store | None, config: EngineConfig, metrics: Metrics, wake: Callable[[], None]
 ) -> PrefixRestore | None:
-    """Prefixes in a store; None without a store that outlives the process."""
-    if store is None or store.least_budget is None or config.stored_prefix_tokens is None:
+    """Prefixes in a store; None without a store that outlives the process, or has memory that the device has not."""
+    if store is None or config.stored_prefix_tokens is None:
+        return None
+    swaps = store.has_memory and executor.pool.device.type != "cpu"  # evicted and preempted pages go to the host
+    if store.least_budget is None and not swaps:
         return None
     return PrefixRestore(executor, store, config.stored_prefix_tokens, metrics, wake)
 

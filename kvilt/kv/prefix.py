@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import PoolExhausted
-from ..ops.contract import KeysValues
+from ..ops.contract import HostCopy, KeysValues
 from .cache import KVCache
 from .layout import Window
 from .pool import PagePool
@@ -36,12 +36,21 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class EvictedPage:
-    """A page that is about to be lost: the tokens up to its end, where it starts, and its KV by layer group."""
+    """A page that is about to be lost: the tokens up to its end, where it starts, and its KV by layer group.
+
+    The KV may still be on its way to the host: its numbers may be read after `wait`.
+    """
 
     scope: PrefixScope
     tokens: tuple[Token, ...]
     start: int
     kv: tuple[KeysValues | None, ...]
+    copies: tuple[HostCopy, ...] = ()
+
+    def wait(self) -> None:
+        """The host waits until all of it is there."""
+        for one in self.copies:
+            one.wait()
 
 
 Sink = Callable[[EvictedPage], None]
@@ -336,15 +345,15 @@ class PrefixIndex:
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
-        kv = tuple(self._read(group, page) for group, page in enumerate(node.pages))
-        return EvictedPage(node.scope, tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size, kv)
+        copies = [None if page == GONE else self._copy_out(group, page) for group, page in enumerate(node.pages)]
+        kv = tuple(None if one is None else KeysValues(*one.tensors) for one in copies)
+        tokens, start = tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size
+        return EvictedPage(node.scope, tokens, start, kv, tuple(one for one in copies if one is not None))
 
-    def _read(self, group: int, page: int) -> KeysValues | None:
-        if page == GONE:
-            return None
+    def _copy_out(self, group: int, page: int) -> HostCopy:
         pool = self._pool
         slots = torch.arange(page * self._size, (page + 1) * self._size, device=pool.device)
-        return pool.ops.read_slots(pool.stores[group], slots)
+        return pool.ops.copy_out(pool.stores[group], slots)
 
     def _remove(self, node: PrefixNode) -> None:
         """Forget a node and all its descendants, the farthest first."""

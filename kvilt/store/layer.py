@@ -71,6 +71,19 @@ def owned(layers: Sequence[LayerKV | tuple[Tensor, ...]]) -> tuple[LayerKV, ...]
     return tuple(made)
 
 
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """The parts along a new first axis; a view where they follow each other in memory, as the layers of a page do."""
+    first = parts[0]
+    base, start, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
+    follow = all(
+        one.shape == first.shape
+        and one.is_contiguous()
+        and (one.untyped_storage().data_ptr(), one.storage_offset()) == (base, start + i * size)
+        for i, one in enumerate(parts)
+    )
+    return first.as_strided((len(parts), *first.shape), (size, *first.stride())) if follow else torch.stack(list(parts))
+
+
 def check_layers(layers: Sequence[LayerKV], form: Form, held: Sequence[int]) -> None:
     """Raise unless each layer has its form and holds so many tokens."""
     if len(layers) != len(form):

@@ -12,8 +12,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..errors import BlobError, InputError, ParamError, StoreError, StoreMiss, Unsupported
 from ..kv.layout import KVLayout
 from ..kv.row import EMBEDDED, RowImage, maker_parts
@@ -24,7 +22,7 @@ from .channel import FIRST, TierChannel
 from .codec_registry import codec_named
 from .codecs import Codec
 from .counters import HITS, LOOKUP_S, MISSES, REFUSED
-from .layer import LayerKV
+from .layer import LayerKV, stacked
 from .memory import MemoryEntry
 from .record import RecordHeader, read_content, read_header, read_layer
 from .tier import RecordReader
@@ -69,6 +67,7 @@ class Loading:
         self._asked_s: float | None = None  # since when a caller waits for layers that are not here
         self._heard_s = self._began_s  # when something of it came
         self._watchers: list[tuple[int, Callable[[], None]]] = []
+        self._wait: Callable[[], None] = lambda: None  # until numbers that a device copies are there
         if started:
             self._next_channel()
 
@@ -78,6 +77,7 @@ class Loading:
         made = cls(entry.address, context, started=False)
         made._layers = list(entry.layers)
         made._firsts, made._tier, made._next = entry.address.firsts, tier, len(entry.layers)
+        made._wait = entry.wait
         return made
 
     # Asking.
@@ -146,6 +146,7 @@ class Loading:
         found = self._layers[index]
         if found is None:
             raise StoreMiss(self._reason)
+        self._wait()
         return found if isinstance(found, LayerKV) else self._decode(index, found)
 
     def wait(self) -> bool:
@@ -173,7 +174,7 @@ class Loading:
             if len(starts) != 1:
                 raise StoreMiss("firsts")
             firsts.append(starts.pop())
-            groups.append(KeysValues(*map(torch.stack, zip(*(one.parts for one in own), strict=True))))
+            groups.append(KeysValues(*map(stacked, zip(*(one.parts for one in own), strict=True))))
         return _image(self.address, tuple(firsts), tuple(groups))
 
     def cancel(self) -> None:

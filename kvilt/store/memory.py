@@ -18,11 +18,15 @@ _TOUCH_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryEntry:
-    """A whole record in memory. Layers of a lossy codec stay encoded, which saves memory."""
+    """A whole record in memory. Layers of a lossy codec stay encoded, which saves memory.
+
+    The numbers of layers may still be on their way from a device: they are read after `wait`.
+    """
 
     address: Address
     codec: Codec
     layers: tuple[LayerKV | bytes, ...]
+    wait: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -30,6 +34,7 @@ class MemoryEntry:
         return held + len(self.address.content)
 
     def frame(self, index: int) -> bytes:
+        self.wait()
         found = self.layers[index]
         return found if isinstance(found, bytes) else self.codec.encode(found)
 

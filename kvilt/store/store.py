@@ -7,7 +7,7 @@ dropped and counted; what cannot be verified is a miss and counted. Refuses to k
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -109,20 +109,32 @@ class Store:
         """The budget of the smallest tier that outlives the process; None where there is no such tier."""
         return min((channel.tier.budget for channel in self._channels), key=lambda one: one.total_bytes, default=None)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether it keeps records in host memory."""
+        return self._remembers
+
     # Any record.
 
-    def put(self, address: Address, layers: Sequence[LayerKV | tuple[Tensor, ...]], retain: bool = False) -> Loading:
+    def put(
+        self,
+        address: Address,
+        layers: Sequence[LayerKV | tuple[Tensor, ...]],
+        retain: bool = False,
+        wait: Callable[[], None] = lambda: None,
+    ) -> Loading:
         """Store the KV of an address, whose `firsts` say which positions it holds; returns it as a lookup would.
 
-        The store takes the tensors over. A record with `retain` is evicted later than others.
+        The store takes the tensors over. A record with `retain` is evicted later than others. `wait` returns when a
+        device has copied their numbers; it is called before they are read.
         """
         made, context = owned(layers), self._context_for(address)
         check_layers(made, address.form, [address.tokens - first for first in address.firsts])
         try:
-            entry = self._entry(context, address, made)
+            entry = self._entry(context, address, made, wait)
         except StoreError as error:  # KV that its codec cannot write; the caller can still use it
             self.metrics.add(DROPPED, tier="memory", reason=error.reason)
-            return Loading.ready(MemoryEntry(address, Raw(), made), replace(context, codec=Raw()))
+            return Loading.ready(MemoryEntry(address, Raw(), made, wait), replace(context, codec=Raw()))
         self._remember(context, entry, retain)
         for channel in self._channels:
             self._write(channel, context, entry, retain)
@@ -242,7 +254,7 @@ class Store:
         for place, form in zip(layout.places(), address.form, strict=True):
             kv = page.kv[place.group]
             layers.append(empty_layer(form) if kv is None else LayerKV(*layer_slice(kv, place.layer)))
-        return self.put(address.with_firsts(per_layer(layout, firsts)), layers, retain)
+        return self.put(address.with_firsts(per_layer(layout, firsts)), layers, retain, page.wait)
 
     # Life.
 
@@ -312,9 +324,13 @@ class Store:
             return self._exact_chunks  # rounded already
         return context
 
-    def _entry(self, context: LookupContext, address: Address, layers: tuple[LayerKV, ...]) -> MemoryEntry:
-        frames = tuple(context.codec.encode(one) for one in layers) if context.codec.lossy else layers
-        return MemoryEntry(address, context.codec, frames)
+    def _entry(
+        self, context: LookupContext, address: Address, layers: tuple[LayerKV, ...], wait: Callable[[], None]
+    ) -> MemoryEntry:
+        if not context.codec.lossy:
+            return MemoryEntry(address, context.codec, layers, wait)
+        wait()
+        return MemoryEntry(address, context.codec, tuple(context.codec.encode(one) for one in layers))
 
     def _promote(self, entry: MemoryEntry, source: TierChannel) -> None:
         """Copy a record that was found below into every tier above, and mark it as used in its own."""
