@@ -105,7 +105,7 @@ class Marks:
         self._last_s = now_s
 
 
-def median_s(work: Callable[[], None], repeat: int = 5) -> float:
+def median_s(work: Callable[[], None], repeat: int = 4) -> float:
     times = []
     for _ in range(repeat + 1):
         torch.cuda.synchronize()

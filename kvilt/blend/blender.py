@@ -26,6 +26,7 @@ from .prompt_documents import DocumentKey, PromptDocuments
 from .recipe import BlendPrompt, Recipe, Strategy
 from .recipe_blend import RecipeBlend, selected_rows
 from .repair import KVRepair
+from .retriever import int_tensor
 from .row_stage import RowStage
 from .selection import TokenSelection
 
@@ -266,7 +267,7 @@ class Blending:
         """What an executor makes of one layer, on the tensors of its interface."""
         rotation, seen = self._rotations[layer], stage.kv[layer]
         keys, values = (torch.cat([getattr(one, name) for one in seen]) for name in ("keys", "values"))
-        positions = torch.tensor(stage.positions, device=keys.device)
+        positions = int_tensor(stage.positions).to(keys.device)
         retrieved = self._retrieved(layer, stored, keys.device)
         starts = torch.tensor([0, len(self._selection.reusable)], device=keys.device)
         queries, fresh = torch.cat(stage.queries[layer]), rotation.place(keys, positions)
@@ -333,7 +334,7 @@ class Blending:
         """What enters at these positions: ids, or their rows of all hidden states."""
         if hidden is None:
             return [self.blend_prompt.ids[p] for p in positions]
-        return hidden[torch.tensor(positions, dtype=torch.int64) - self.blend_prompt.exact]
+        return hidden[int_tensor(positions) - self.blend_prompt.exact]
 
     # Documents.
 

@@ -19,7 +19,7 @@ from ..store.store import Store
 from .document_finder import DocumentFinder
 from .known_documents import DocumentScope
 from .recipe import Span
-from .retriever import StoredTask, StoreRetriever
+from .retriever import StoredTask, StoreRetriever, int_tensor
 
 
 class ChunkCache:
@@ -67,7 +67,7 @@ class ChunkCache:
     def open_task(self, ids: Sequence[int], tenant: str, maker: str) -> StoredTask:
         """`open` as a task of the retriever, which is how prompts are blended."""
         self._finder.known.add(DocumentScope(tenant, maker), ids)
-        return self._cpu_retriever(tenant, maker).new_request([torch.tensor(ids, dtype=torch.int64)], [[]])
+        return self._cpu_retriever(tenant, maker).new_request([int_tensor(ids)], [[]])
 
     def keep_task(self, ids: Sequence[int], layers: Sequence[LayerKV], tenant: str, maker: str) -> StoredTask:
         """`keep` as a task of the retriever."""

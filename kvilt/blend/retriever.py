@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,6 +139,11 @@ def _has(loading: Loading, layer_id: int) -> bool:
     except StoreMiss:
         return False
     return True
+
+
+def int_tensor(numbers: Sequence[int]) -> Tensor:
+    """Whole numbers as a tensor [n]; several times as fast as torch reads a list."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 
 
 def _ids(prompt: Tensor) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -27,6 +28,7 @@ from ..contract import (
 )
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
+from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import lora, pages, products, quantized, repair, vectors
@@ -62,6 +64,10 @@ class TritonOps(ReferenceOps):
     @property
     def sampling(self) -> TritonSampling:
         return self._sampling
+
+    def alone(self) -> AbstractContextManager[None]:
+        # What is left for the host are small tensors, for which waking other threads takes longer than the work.
+        return one_torch_thread()
 
     def recorder(self) -> GraphRecorder | None:  # type: ignore[override]
         return self._recorder
