@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("quant",),
     ("config", "metrics"),
-    ("errors", "immutable"),
+    ("errors",),
 )
 DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 

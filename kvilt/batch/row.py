@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..immutable import immutable
 from ..kv.cache import KVCache
 from ..ops.contract import Interpolation
 
@@ -41,7 +40,7 @@ class Hidden:
     states: Tensor  # [tokens, hidden]
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class SampledIds:
     """Ids still on the device, so that a step can be prepared before the last one is read."""
 
@@ -159,7 +158,7 @@ class LayerSpan:
 WHOLE = LayerSpan()
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class Row:
     """One sequence's share of a step: what enters, where it stands, how far it runs, what comes back."""
 

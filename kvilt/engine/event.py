@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..blend.blender import BlendReport
-from ..immutable import immutable
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class TokenEvent:
     """One sample drew a token."""
 

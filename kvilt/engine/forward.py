@@ -16,7 +16,6 @@ from torch import Tensor
 from ..batch import Batch, Last, Logits, Row, Score, Scores
 from ..errors import NumericsError
 from ..executor.protocol import Executor
-from ..immutable import immutable
 from ..sampling.accept import DraftRun, accept
 from ..sampling.pending import PendingSample
 from ..sampling.sampler import SamplingState, TokenLogprobs
@@ -25,7 +24,7 @@ from .isolation import INTERRUPTS, contained
 _log = logging.getLogger(__name__)
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class RowTask:
     """A row, and the samplers that draw the token at `position` from its logits."""
 
@@ -36,7 +35,7 @@ class RowTask:
     on_result: Callable[[Row, Logits, int], None] | None = None  # called with all logits and the row's index in them
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class RowDone:
     """The row is computed: one token for each sampler; for a row with drafts the accepted ones and one more."""
 

@@ -1,4 +1,4 @@
-"""Sampling several tokens without leaving the executor: a forward and a draw for each, or many in one greedy replay."""
+"""Sampling several tokens without leaving the executor: a forward and a draw for each, or many in one replay."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ..batch import Adapter, Batch, Ids, Row
 from ..errors import Cancelled, InputError, ParamError
 from ..kv.cache import KVCache
 from ..sampling.params import SamplingParams
+from ..sampling.prepare import prepare_steps
 from ..sampling.sampler import SamplingState, is_argmax
 from .inputs import NO_INPUT, RowInput
+from .replay import REPLAY_STEPS
 from .step_executor import StepExecutor
 
 _DEFAULTS = SamplingParams()
-REPLAY_STEPS = 32  # greedy steps between two returns to Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class DecodeLoop:
         try:
             while any(len(row) for row in pending) and max(len(tokens) for tokens in sampled) < num_steps:
                 active = [i for i, row in enumerate(pending) if len(row)]
-                drawn = self._greedy(num_steps - max(len(tokens) for tokens in sampled), pending, active)
+                drawn = self._replayed(num_steps - max(len(tokens) for tokens in sampled), pending, active)
                 for tokens in drawn or [self._once(pending, active)]:
                     for i, token in zip(active, tokens, strict=True):
                         sampled[i].append(token)
@@ -62,17 +63,21 @@ class DecodeLoop:
         self.kv.commit([row.tokens() for row in pending], since)
         return [int(token) for token in drawn.tokens.tolist()]
 
-    def _greedy(self, num_steps: int, pending: Sequence[RowInput], active: Sequence[int]) -> list[list[int]] | None:
+    def _replayed(self, num_steps: int, pending: Sequence[RowInput], active: Sequence[int]) -> list[list[int]] | None:
         """Several tokens for each active row without Python between them; None where sampling needs more than that."""
-        if any(len(pending[i]) != 1 or pending[i].embeds or not is_argmax(self.states[i]) for i in active):
+        states, draws = [self.states[i] for i in active], self.executor.draws_in_replays
+        if any(len(pending[i]) != 1 or pending[i].embeds for i in active):
+            return None
+        if not all(not state.edited if draws else is_argmax(state) for state in states):
             return None
         kv, steps = self.kv, self._replayed_steps(num_steps, active)
         since = kv.lengths
+        prepared = prepare_steps(states, [since[i] + 1 for i in active], steps, self.executor.spec.vocab_size)
         with kv.pool.lock:
             kv.reserve([steps if i in active else 0 for i in range(len(pending))])
             rows = [Row(Ids(pending[i].ids), [since[i]], kv, i, adapter=self.adapters[i]) for i in active]
             batch = Batch.of(rows)
-        drawn = self.executor.run_greedy(batch, steps, [self.states[i].params.stop_token_ids for i in active])
+        drawn = self.executor.run_steps(batch, steps, [state.params.stop_token_ids for state in states], prepared)
         if drawn is None or not len(drawn):
             return None
         written: list[list[int]] = [[] for _ in pending]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -16,9 +17,12 @@ from ..kv.pool import PagePool
 from ..models.decoder import Decoder
 from ..models.step_adapters import StepAdapters
 from ..ops.contract import Recorded, Recorder
+from ..ops.draw_table import LoopDraws
 from ..ops.lowrank import AdapterSlots
+from ..sampling.prepare import PreparedSteps
 
-MAX_RECORDINGS = 128  # of steps, and as many of greedy ones; the oldest makes room
+MAX_RECORDINGS = 128  # of steps, and as many of loops; the oldest makes room
+REPLAY_STEPS = 32  # the most steps between two returns to Python
 MAX_RUN = 33  # tokens of one row with all its logits: a token and its drafts
 
 
@@ -30,6 +34,7 @@ class Recording:
     dummies: StepInput  # the same with rows that belong to no cache
     step_adapters: StepAdapters | None
     step: Recorded
+    draws: LoopDraws | None = None  # of a loop whose rows draw
 
     def fill(self, step: StepInput, step_adapters: StepAdapters | None) -> None:
         """Put in the tokens, positions, pages and adapters of another step; dummies behind them pad it."""
@@ -47,7 +52,12 @@ class Replay:
         self._width = pool.layout.pages_for(max_context)
         self._recorder: Recorder | None = decoder.ops.recorder()
         self._steps: dict[Shape, Recording] = {}
-        self._greedy: dict[Shape, Recording] = {}
+        self._loops: dict[Shape, Recording] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether rows of `sample` may draw; otherwise all of them take their likeliest tokens."""
+        return self._recorder is not None and self._recorder.draws
 
     def run(
         self, batch: Batch, observe: Callable[[], None], step_adapters: StepAdapters | None = None
@@ -63,10 +73,11 @@ class Replay:
         ):
             return None
         starts = self._padded(batch)
-        recording = self._known(self._steps, starts, step_adapters)
+        shape = Shape.of(starts, step_adapters)
+        recording = self._known(self._steps, shape, step_adapters)
         if recording is None:
             observe()  # recording a step runs it
-            if (recording := self._record(batch.step, starts, self._steps, step_adapters, greedy=False)) is None:
+            if (recording := self._record(batch.step, shape, self._steps, step_adapters)) is None:
                 return None
         else:
             recording.fill(batch.step, step_adapters)
@@ -82,21 +93,24 @@ class Replay:
         ends: Sequence[Sequence[int]],
         observe: Callable[[], None],
         step_adapters: StepAdapters | None = None,
+        draws: PreparedSteps | None = None,
     ) -> Tensor | None:
-        """Up to `steps` greedy tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
+        """Up to `steps` tokens of each row, [steps, rows], from a plain decode step on; None as in `run`.
 
         There must be room for all of them. Stops after the first step in which a row draws one of its `ends`; a
-        step without a likeliest token in some row is left out, for the caller to meet it again.
+        step in which some row has no token to draw is left out, for the caller to meet it again.
         """
         if self._recorder is None or not is_decode(batch, self._recorder.max_rows) or not recordable(step_adapters):
             return None
-        starts = self._padded(batch)
-        recording = self._known(self._greedy, starts, step_adapters)
+        shape = Shape.of(self._padded(batch), step_adapters, "argmax" if draws is None else draws.table.kinds)
+        recording = self._known(self._loops, shape, step_adapters)
         if recording is None:
-            recording = self._record(batch.step, starts, self._greedy, step_adapters, greedy=True)
+            recording = self._record(batch.step, shape, self._loops, step_adapters, draws)
         if recording is None:
             return None
         recording.fill(batch.step, step_adapters)
+        if recording.draws is not None and draws is not None:
+            recording.draws.fill(draws.table, draws.keys)
         self._go(observe)
         drawn = recording.step.loop(steps, recording.buffers.ids, ends)
         return drawn[:-1] if len(drawn) and bool((drawn[-1] < 0).any()) else drawn
@@ -120,10 +134,10 @@ class Replay:
         return batch.starts if padded == rows else tuple(range(padded + 1))
 
     def _known(
-        self, recordings: dict[Shape, Recording], starts: tuple[int, ...], step_adapters: StepAdapters | None
+        self, recordings: dict[Shape, Recording], shape: Shape, step_adapters: StepAdapters | None
     ) -> Recording | None:
         """The recording of such a step, unless the tables of adapters have moved since."""
-        found = recordings.get(shape_of(starts, step_adapters))
+        found = recordings.get(shape)
         if found is None or step_adapters is None or found.step_adapters is None:
             return found
         return found if found.step_adapters.tables_are(step_adapters) else None
@@ -131,23 +145,27 @@ class Replay:
     def _record(
         self,
         step: StepInput,
-        starts: tuple[int, ...],
+        shape: Shape,
         recordings: dict[Shape, Recording],
         step_adapters: StepAdapters | None,
-        greedy: bool,
+        draws: PreparedSteps | None = None,
     ) -> Recording | None:
         assert self._recorder is not None
-        recorder, stores, size = self._recorder, self._pool.stores, self._pool.layout.page_tokens
+        starts, recorder, stores, size = shape.starts, self._recorder, self._pool.stores, self._pool.layout.page_tokens
         dummy_pages, own_starts = self._pool.dummy_pages, step.segments[0].lengths.starts
         padded = step if starts == own_starts else step.padded(len(starts) - 1, dummy_pages, size)
         own, dummies = (padded.blank(self._width, dummy_pages, size) for _ in range(2))
         picked = own_picks(step_adapters, starts[-1])
         fill(own, step, dummies)
+        loop_draws = None
+        if draws is not None:
+            loop_draws = LoopDraws.blank(draws.table, len(starts) - 1, REPLAY_STEPS, own.ids.device)
+            loop_draws.fill(draws.table, draws.keys)
 
         def recordable_step() -> Tensor:
             logits = self._decoder.decode(own, stores, picked)
-            if greedy:
-                recorder.advance_greedy(logits, own.ids, own.segments[0].paging, size)
+            if shape.loop is not None:
+                recorder.advance(logits, own.ids, own.segments[0].paging, size, loop_draws)
             return logits
 
         recorded = recorder.record(recordable_step)
@@ -156,7 +174,7 @@ class Replay:
             return None
         while len(recordings) >= MAX_RECORDINGS:
             del recordings[next(iter(recordings))]
-        recording = recordings[shape_of(starts, step_adapters)] = Recording(own, dummies, picked, recorded)
+        recording = recordings[shape] = Recording(own, dummies, picked, recorded, loop_draws)
         return recording
 
 
@@ -191,12 +209,21 @@ def is_plain(batch: Batch) -> bool:
     return segments[0].rope_positions is None
 
 
-Shape = tuple[tuple[int, ...], frozenset[str]]  # where rows start, and the kinds of maps that adapters change
-
-
-def shape_of(starts: tuple[int, ...], step_adapters: StepAdapters | None) -> Shape:
+@dataclass(frozen=True, slots=True)
+class Shape:
     """Steps of one shape are one recording."""
-    return starts, frozenset() if step_adapters is None else step_adapters.parts
+
+    starts: tuple[int, ...]  # of the rows
+    adapted: frozenset[str]  # the kinds of maps that adapters change
+    loop: tuple[bool, ...] | Literal["argmax"] | None = None  # how the rows of a loop draw
+
+    @staticmethod
+    def of(
+        starts: tuple[int, ...],
+        step_adapters: StepAdapters | None,
+        loop: tuple[bool, ...] | Literal["argmax"] | None = None,
+    ) -> Shape:
+        return Shape(starts, frozenset() if step_adapters is None else step_adapters.parts, loop)
 
 
 def recordable(step_adapters: StepAdapters | None) -> bool:

@@ -24,6 +24,7 @@ from ..models.decoder import Decoder
 from ..models.spec import ModelSpec, rope_axes
 from ..models.step_adapters import StepAdapters
 from ..sampling.pending import PendingSample
+from ..sampling.prepare import PreparedSteps
 from ..sampling.sampler import SamplerOutput, SamplingState, start_sample
 from ..weights.assets import AssetsLike
 from .call import CallQueue, ExecutorCall, observe
@@ -121,14 +122,22 @@ class StepExecutor:
         self._count(batch)
         return logits
 
-    def run_greedy(self, batch: Batch, steps: int, ends: Sequence[Sequence[int]]) -> Tensor | None:
-        """`run` of a decode step, up to `steps` times, each with the likeliest tokens of the last: tokens [runs, rows].
+    @property
+    def draws_in_replays(self) -> bool:
+        """Whether rows of `run_steps` may draw; otherwise all of them take their likeliest tokens."""
+        return self._replay.draws
 
-        The same KV and tokens, to the bit, as so many runs with an argmax after each. There must be room for all steps.
-        Stops after the step in which a row draws one of its `ends`. None where the backend cannot repeat this batch.
+    def run_steps(
+        self, batch: Batch, steps: int, ends: Sequence[Sequence[int]], draws: PreparedSteps | None = None
+    ) -> Tensor | None:
+        """`run` of a decode step, up to `steps` times, each with the tokens drawn after the last: tokens [runs, rows].
+
+        The same KV and tokens, to the bit, as so many runs with a sample after each. Without `draws` all rows take
+        their likeliest tokens. There must be room for all steps. Stops after the step in which a row draws one of its
+        `ends`. None where the backend cannot repeat this batch.
         """
         with self.call() as stop, batch.lease(), torch.no_grad(), self._adapted(batch) as step_adapters:
-            drawn = self._replay.sample(batch, steps, ends, lambda: observe(stop), step_adapters)
+            drawn = self._replay.sample(batch, steps, ends, lambda: observe(stop), step_adapters, draws)
         for _ in range(0 if drawn is None else len(drawn)):
             self._count(batch)
         return drawn

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..quant.formats import Format
 from ..quant.tensor import Weight
-from .draw_table import DrawTable
+from .draw_table import DrawTable, LoopDraws
 from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .kv_dtypes import KVDtype
@@ -50,7 +50,7 @@ class Recorded(Protocol):
         ...
 
     def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        """Run up to `steps` times a step that ended with `advance_greedy`; the tokens after each run, [runs, rows].
+        """Run up to `steps` times a step that ended with `advance`; the tokens after each run, [runs, rows].
 
         There are `ends` for each row; rows behind them only pad the step, and their tokens are left out. Stops after a
         run in which a row drew one of its `ends` or, as -1, no token at all.
@@ -74,9 +74,17 @@ class Recorder(Protocol):
         """Run `step` and remember what it did; None if it did something that cannot be remembered."""
         ...
 
-    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
-        """Inside a step: put the likeliest token of each row into `ids` and move each row one position on.
+    @property
+    def draws(self) -> bool:
+        """Whether the rows of a loop may draw; otherwise they take their likeliest tokens."""
+        ...
 
+    def advance(
+        self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int, draws: LoopDraws | None = None
+    ) -> None:
+        """Inside a step: put the token that each row draws into `ids` and move each row one position on.
+
+        Without `draws` that is its likeliest one.
         That is its position and its slots, and its length (`seq_lens`) where the backend's kernels read it.
         """
         ...

@@ -71,3 +71,34 @@ class DrawTable:
         if self.words.device == device:
             return self
         return replace(self, words=self.words.pin_memory().to(device, non_blocking=True))
+
+    @property
+    def kinds(self) -> tuple[bool, bool, bool]:
+        """Which draws have to run: a recorded loop serves tables of the same kinds."""
+        return self.draws, self.filtered, self.typical
+
+
+@dataclass(frozen=True, slots=True)
+class LoopDraws:
+    """How the rows of a recorded loop draw: buffers for a table, and for the keys of the noise of all its steps."""
+
+    table: DrawTable
+    keys: Tensor  # [steps, rows] int64
+    step: Tensor  # [rows] int64: how many steps each row has behind it
+
+    @staticmethod
+    def blank(table: DrawTable, rows: int, steps: int, device: torch.device) -> LoopDraws:
+        """For tables of the same kinds, without edited scores, of up to `rows` rows; others take their likeliest."""
+        words = torch.zeros(rows * (RECORD_WORDS + 2), dtype=torch.int32, device=device)
+        keys = torch.zeros((steps, rows), dtype=torch.int64, device=device)
+        return LoopDraws(replace(table, words=words, rows=rows), keys, keys.new_zeros(rows))
+
+    def fill(self, table: DrawTable, keys: Tensor) -> None:
+        """A table, and the keys of the steps that it is for, [steps, rows]."""
+        own, words, (steps, rows) = self.table.words, table.to(self.keys.device).words, keys.shape
+        own.zero_()
+        own[: 2 * rows] = words[: 2 * rows]
+        first, count = 2 * self.table.rows, rows * RECORD_WORDS
+        own[first : first + count] = words[2 * rows : 2 * rows + count]
+        self.keys[:steps, :rows] = keys.to(self.keys.device)
+        self.step.zero_()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ..errors import GrammarFailed
 from ..ops.draw_table import DRAWS, EDITED, FILTERED, RECORD, RECORD_WORDS, TOP_P, TYPICAL, DrawTable
@@ -52,6 +53,28 @@ def prepare(states: Sequence[SamplingState], positions: Sequence[int], vocab_siz
         copies=len(edited),
     )
     return PreparedDraws(table, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSteps:
+    """How rows draw in several steps without the host between them."""
+
+    table: DrawTable
+    keys: Tensor  # [steps, rows] int64: of each row's noise at each step
+
+
+def prepare_steps(
+    states: Sequence[SamplingState], positions: Sequence[int], steps: int, vocab_size: int
+) -> PreparedSteps | None:
+    """Pack rows whose scores are not edited; `positions` are those of the first step. None where no row draws."""
+    table = prepare(states, positions, vocab_size).table
+    if table is None:
+        return None
+    keys = [
+        [0 if state.params.greedy else state.noise_key(at + step) for state, at in zip(states, positions, strict=True)]
+        for step in range(steps)
+    ]
+    return PreparedSteps(table, torch.tensor(keys, dtype=torch.int64))
 
 
 def _record(state: SamplingState, vocab_size: int) -> bytes:

@@ -166,7 +166,7 @@ def test_a_cancel_stops_a_replay_inside_of_it(
     with executor.create_kv_cache() as kv:
         (truth,) = executor.sample_tokens(60, PROMPT, kv)
         executor.step([1], kv)  # recorded too, since the first step of a shape runs to its end
-    replayed = type(next(iter(executor._replay._greedy.values())).step)
+    replayed = type(next(iter(executor._replay._loops.values())).step)
     loop = replayed.loop
     with executor.create_kv_cache() as kv:
         with monkeypatch.context() as patch:

@@ -173,7 +173,8 @@ def test_steps_that_are_replayed_are_those_of_the_decoder_to_the_bit(
                 assert torch.equal(direct.values, replayed)
                 other.commit([[token]])
                 other.row(0).adapter = kv.row(0).adapter
-    assert [parts for _, parts in native._replay._steps if parts] == [step_adapters.parts], "one recording for both"
+    recorded = [shape.adapted for shape in native._replay._steps if shape.adapted]
+    assert recorded == [step_adapters.parts], "one recording for both"
 
 
 def test_sampling_in_native_loops_draws_what_single_steps_do(executor: Executor, folders: dict[str, Path]) -> None:

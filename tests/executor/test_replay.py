@@ -20,7 +20,7 @@ from kvilt.batch import Batch, Ids, Last, Nothing, Row
 from kvilt.config import RunConfig
 from kvilt.errors import Cancelled
 from kvilt.executor.load import load_executor
-from kvilt.executor.replay import MAX_RUN, is_decode, is_verification, shape_of
+from kvilt.executor.replay import MAX_RUN, Shape, is_decode, is_verification
 from kvilt.ops.native.backend import NativeOps
 
 
@@ -56,7 +56,7 @@ def test_a_replay_gives_the_bits_of_the_decoder(native: Executor, data: st.DataO
             again = native.run(batch)
             assert torch.equal(again.values, truth) and torch.equal(found.values, truth)  # nobody wrote over a result
             kv.commit([[token] for token in tokens])
-    assert shape_of(tuple(range(len(prompts) + 1)), None) in native._replay._steps
+    assert Shape.of(tuple(range(len(prompts) + 1)), None) in native._replay._steps
 
 
 @settings(max_examples=examples(10), derandomize=True)
@@ -79,7 +79,7 @@ def test_a_padded_replay_gives_the_same_bits_and_writes_to_no_other_cache(
             with torch.no_grad():
                 truth = native._decoder(Batch.of(rows), lambda _: None).values
             assert torch.equal(native.run(Batch.of(rows)).values, truth)
-        assert {len(starts) - 1 for starts, _ in native._replay._steps} <= {5, 10}
+        assert {len(shape.starts) - 1 for shape in native._replay._steps} <= {5, 10}
         assert kv.serialize() == before
 
 
@@ -105,7 +105,7 @@ def test_recordings_are_bounded(native: Executor, monkeypatch: pytest.MonkeyPatc
             with torch.no_grad():
                 truth = native._decoder(batch, lambda _: None).values
             assert torch.equal(native.run(batch).values, truth)
-    assert [starts for starts, _ in native._replay._steps] == [(0, 4), (0, 2)]
+    assert [shape.starts for shape in native._replay._steps] == [(0, 4), (0, 2)]
 
 
 @settings(max_examples=examples(15), derandomize=True)
@@ -125,7 +125,7 @@ def test_a_row_with_drafts_is_replayed_too(native: Executor, prompt: list[int], 
             assert torch.equal(found.values, truth.values)
             assert found.starts == truth.starts
             kv.commit([ids[:2]])
-    assert shape_of((0, count), None) in native._replay._steps
+    assert Shape.of((0, count), None) in native._replay._steps
 
 
 @settings(max_examples=examples(15), derandomize=True)
@@ -193,7 +193,7 @@ def test_a_cancel_stops_a_step_that_would_be_recorded(native: Executor) -> None:
                 native.step([4], kv)
             assert kv.tokens() == [1, 2, 3]
             native.step([4], kv)
-        assert shape_of((0, 1), None) in native._replay._steps, "recorded now, for the second time around"
+        assert Shape.of((0, 1), None) in native._replay._steps, "recorded now, for the second time around"
 
 
 def test_a_cancel_that_comes_late_stops_nothing(native: Executor) -> None:

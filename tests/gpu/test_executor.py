@@ -47,6 +47,20 @@ def test_logits_are_the_references(models: Models, kind: str) -> None:
     assert distance(conversation(getattr(models, kind)), conversation(models.reference)) < NEAR[kind]
 
 
+def test_a_captured_loop_draws_what_single_steps_draw(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [
+        SamplingParams(temperature=1.2, seed=1),
+        SamplingParams(temperature=1.4, top_p=0.8, seed=2),
+        SamplingParams(temperature=0.0),
+    ]
+    executor, found = models.usual, []
+    for _ in range(2):
+        with executor.create_kv_cache(3) as kv:
+            found.append(executor.sample_tokens(70, prompts(4, 5, 100, 33), kv, params=params))
+        monkeypatch.setattr(executor, "run_steps", lambda *_: None)
+    assert found[0] == found[1]
+
+
 def test_greedy_tokens_are_the_references(models: Models) -> None:
     found = []
     for executor in (models.exact, models.reference):

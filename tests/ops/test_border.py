@@ -76,7 +76,7 @@ def write_slots(c: Any, t: Tensors) -> None:
 
 def recorded(c: Any, t: Tensors) -> None:
     paging = Paging(t["tables"], t["slots"], RowLengths.of((0, 1, 2), [0, 0]), t["positions"])
-    c.ops.recorder().advance_greedy(t["logits"], t["ids"], [paging], 4)
+    c.ops.recorder().advance(t["logits"], t["ids"], [paging], 4)
 
 
 def loop(c: Any, t: Tensors) -> None:

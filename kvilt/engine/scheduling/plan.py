@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ...immutable import immutable
-
 # How a preempted sample comes back; the plan names it, so that swapping can be added.
 Return = Literal["recompute"]
 
@@ -119,7 +117,7 @@ class PageAccounting(Protocol):
         ...
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class Work:
     """A sample's part of a step: `count` tokens from position `start` on."""
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...immutable import immutable
 from .admission_policy import AdmissionPolicy
 from .page_counts import reached, usable
 from .plan import PageAccounting, Sample, StepPlan, Work
@@ -27,7 +26,7 @@ UNREAD = -1  # a token that was drawn and is still on the device
 End = Literal["stop", "length"]
 
 
-@immutable
+@dataclass(slots=True)  # not frozen: see docs/decisions.md, "Records of a row"
 class Advance:
     """What a step brought to a sample: a token, unless only KV was wanted, and perhaps its end."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import Paging
+from ..draw_table import LoopDraws
 from .border import I64, check_dims, checked, f32, i64
 from .memory import Buffers, BufferView
 
@@ -75,6 +76,7 @@ class NativeRecorder:
     """Records for one runner. All recordings share their buffers, since only one of them runs at a time."""
 
     max_rows = 64
+    draws = False
 
     def __init__(self, runner: KernelRunner, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
         self._runner = runner
@@ -97,7 +99,10 @@ class NativeRecorder:
             program = self._runner.end_recording()
         return NativeRecorded(program, self._buffers.place(result), self._buffers)
 
-    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
+    def advance(
+        self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int, draws: LoopDraws | None = None
+    ) -> None:
+        assert draws is None
         check_dims("logits", logits, 2)
         rows = len(logits)
         checked("logits", logits, logits.shape)

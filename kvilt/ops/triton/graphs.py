@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Paging
+from ..draw_table import LoopDraws
 from .advance import advance
 from .sampling import TritonSampling
 
@@ -57,6 +58,7 @@ class GraphRecorder:
     """Captures steps. All graphs share their memory, since only one of them runs at a time."""
 
     max_rows = 512
+    draws = True
 
     def __init__(self, sampling: TritonSampling) -> None:
         self._sampling = sampling
@@ -83,8 +85,11 @@ class GraphRecorder:
         result.copy_(made)
         return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
 
-    def advance_greedy(self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int) -> None:
-        self._drawn = advance(self._sampling.launch(logits), ids, paging, page_tokens)
+    def advance(
+        self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int, draws: LoopDraws | None = None
+    ) -> None:
+        sampled = self._sampling.launch(logits, None if draws is None else draws.table)
+        self._drawn = advance(sampled, ids, paging, page_tokens, draws)
 
     def stop(self, stopped: bool) -> None:
         self._stopped = stopped
