@@ -47,7 +47,9 @@ def _tensors(segment: Segment, layer: int) -> list[Tensor]:
     """All that a layer reads, each tensor once."""
     loaded = [one for load in segment.loads for one in load.stored.get(layer, ())]
     repaired = [repair.stored[layer] for repair in segment.repairs]
-    return list({part.data_ptr(): part for one in (*loaded, *repaired) for part in (one.keys, one.values)}.values())
+    every = (*loaded, *repaired)
+    parts = (*(one.keys for one in every), *(one.values for one in every))  # so that keys of texts are neighbours
+    return list({part.data_ptr(): part for part in parts}.values())
 
 
 def write_load(
@@ -59,9 +61,26 @@ def write_load(
     rotation: Rotation | None,
 ) -> None:
     """Write one layer of a load to its pages; `stored` is on the device, keys not rotated."""
+    keys, values = _joined([one.keys for one in stored]), _joined([one.values for one in stored])
+    if keys is not None and values is not None:
+        stored = [UnrotatedKV(keys, values)]  # one launch for all
     at = 0
     for one in stored:
         span = slice(at, at + len(one.keys))
         turn = None if rotation is None else Rotation(rotation.cos[span], rotation.sin[span], rotation.pairing)
         ops.write(store, place.layer, load.slots[place.group][span], one.keys, one.values, turn)
         at = span.stop
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """All parts as one tensor, without a copy; None unless they follow each other in memory, as staging buffers do."""
+    if not parts:
+        return None
+    first, end = parts[0], parts[0].data_ptr()
+    for one in parts:
+        same = one.dtype == first.dtype and one.shape[1:] == first.shape[1:] and one.is_contiguous()
+        within = one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not within or one.data_ptr() != end:
+            return None
+        end += one.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

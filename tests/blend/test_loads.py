@@ -64,6 +64,34 @@ def test_a_row_reads_what_it_loads(reference: ModelExecutor, copies: str, monkey
         assert torch.equal(reference.run(Batch.of([row])).values, expected)
 
 
+@pytest.mark.parametrize(("cut", "writes"), [(16, 1), (13, 2)])
+def test_texts_that_are_neighbours_on_the_device_are_written_at_once(
+    reference: ModelExecutor, cut: int, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers begin at multiples of 256 bytes, so not all texts are neighbours; what is written is the same."""
+    ops, layers, seen, real = (
+        reference.pool.ops,
+        range(len(reference.spec.layers)),
+        list[int](),
+        reference.pool.ops.write,
+    )
+
+    def counted(store: Any, layer: int, slots: torch.Tensor, *rest: Any) -> None:
+        seen.append(len(slots))
+        real(store, layer, slots, *rest)
+
+    load = load_of(reference, tokens(32, 7), [range(cut), range(cut, 32)], layers)
+    row = Row(Ids([5]), [32], reference.create_kv_cache(), loads=(load,))
+    with row.cache as kv:
+        kv.reserve(33)
+        expected = reference.run(Batch.of([row])).values
+        monkeypatch.setattr(ops, "host_copies", staged(LateStream()))
+        monkeypatch.setattr(ops, "write", counted)
+        assert torch.equal(reference.run(Batch.of([row])).values, expected)
+    assert sum(seen) == 33 * len(layers)
+    assert len(seen) == (writes + 1) * len(layers)
+
+
 def test_a_row_may_compute_what_it_loads_again(reference: ModelExecutor) -> None:
     """Its own KV stands above the stored one, in every layer."""
     ids, layers = tokens(20, 7), range(len(reference.spec.layers))

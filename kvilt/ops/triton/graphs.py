@@ -80,7 +80,8 @@ class GraphRecorder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Only this thread is held to the rules of a capture: others may wait for copies, as the writer of a store does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
         result.copy_(made)
         return CapturedStep(graph, result, self._drawn, lambda: self._stopped)
