@@ -222,6 +222,7 @@ def test_capabilities_follow_the_truth(tmp_path: Path, monkeypatch: pytest.Monke
     assert (plain.backend, other.backend) == ("native", "reference")
     assert plain.numerics.startswith("native")
     assert plain.expanded_formats == ()  # its weights are floats
+    assert (plain.deterministic, other.deterministic) == (True, False)
 
 
 def test_capabilities_name_formats_that_are_held_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

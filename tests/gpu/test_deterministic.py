@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_models import VOCAB, Models
-from small import Ask, finish, start
+from small import Ask, Ear, finish, start
 from test_engine import asks
 from test_executor import distance, prompts
 from test_packed import weight_of
 from torch import Tensor
 
 from kvilt.batch import Batch, Ids, Last, Nothing, Row, Score
+from kvilt.blend.chunk import ChunkCache
+from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.engine import Engine
+from kvilt.engine.request import Request
 from kvilt.errors import KVError
 from kvilt.executor.executor import ModelExecutor
 from kvilt.executor.load import load_executor
@@ -29,6 +32,8 @@ from kvilt.ops.contract import Ops
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.select import select
 from kvilt.quant.groups import GROUPED_FORMATS
+from kvilt.sampling.params import SamplingParams
+from kvilt.store.store import Budget, Store
 
 ROWS = [1, 2, 7, 64, 200]
 # What the default mode may differ by, of the norm of all logits: see docs/gpu.md.
@@ -209,6 +214,47 @@ def test_a_day_of_requests_has_one_outcome(models: Models) -> None:
     narrow = load(models.folder, kv_memory=60 * page_bytes, max_context=512)
     assert answers(narrow, many) == alone
     narrow.close()
+
+
+def test_blended_prompts_have_one_outcome(models: Models) -> None:
+    """The tokens of a prompt of stored documents, alone and among other requests."""
+    executor, found = load(models.folder), []
+    segments = prompts(28, 10, 200, 150, 12)
+    prompt = BlendPrompt.of(segments, [False, True, True, False])
+    for others in (0, 25):
+        executor.prefixes.clear()
+        with Store(Budget(1 << 28)) as store:
+            chunks = ChunkCache(executor, store)
+            engine, ear = Engine(executor, chunks=lambda chunks=chunks: chunks), Ear()
+            request = Request(
+                prompt.ids, SamplingParams(max_tokens=20, temperature=0.0), documents=prompt.documents,
+                recipe=Recipe(0.3, min_gain=0.0),
+            )  # fmt: skip
+            engine.add(engine.prepare(request, ear))
+            for ask in asks(others, 6):
+                start(engine, ask)
+            finish(engine)
+            assert ear.reasons == ["length"], ear.error
+            found.append(ear.tokens)
+    assert found[0] == found[1]
+    executor.close()
+
+
+def test_experts_have_their_bits_in_any_batch(tmp_path: Path) -> None:
+    families = pytest.importorskip("families")  # makes its models with transformers
+    torch.manual_seed(0)
+    families.FAMILIES["qwen3-moe"]().save_pretrained(tmp_path)
+    executor = load(tmp_path)
+    prompt = [token % executor.spec.vocab_size for token in prompts(29, 60)[0]]
+    with (
+        executor.create_kv_cache() as alone,
+        executor.create_kv_cache() as crowded,
+        executor.create_kv_cache(40) as rest,
+    ):
+        truth = [step(executor, [(alone, [part])]) for part in (prompt, [3], [4])]
+        for own, part in zip(truth, (prompt, [3], [4]), strict=True):
+            assert torch.equal(step(executor, [(crowded, [part]), (rest, [[5, 6]] * 40)])[:1], own)
+    executor.close()
 
 
 def test_kv_of_another_arithmetic_is_refused(models: Models) -> None:

@@ -63,7 +63,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     _rotate[(tokens, heads)](
         x, rotation.cos, rotation.sin, out, x.stride(0), x.stride(1),
         HEADS=heads, D=dim, D_PAD=triton.next_power_of_2(dim), PAIRS=pairs, PAIRS_PAD=triton.next_power_of_2(pairs),
-        HALF=rotation.pairing == "half", num_warps=1,
+        HALF=rotation.pairing == "half", num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
