@@ -50,7 +50,8 @@ class Replay:
         self._decoder = decoder
         self._pool = pool
         self._width = pool.layout.pages_for(max_context)
-        self._recorder: Recorder | None = decoder.ops.recorder()
+        captured = pool.device.type != "cpu"  # by a device, which does not wait for what the host decides
+        self._recorder: Recorder | None = None if captured and decoder.asks_the_host else decoder.ops.recorder()
         self._steps: dict[Shape, Recording] = {}
         self._loops: dict[Shape, Recording] = {}
 

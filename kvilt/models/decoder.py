@@ -111,6 +111,11 @@ class Decoder:
         return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters), step_adapters)
 
     @property
+    def asks_the_host(self) -> bool:
+        """Whether the host decides inside a step what is computed: which experts. A graph could not follow it."""
+        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step of one token reads: layers and head, few rows of the embedding, few experts."""
         idle = 0.0
