@@ -33,10 +33,10 @@ def attention(
     query: Tensor, pages: ReferencePages, layer: int, paging: Paging, mask: AttentionMask, counters: Tensor
 ) -> Tensor:
     """`query` [tokens, heads, dim] to [tokens, heads, value_dim]. `counters` are zero before and after."""
-    tokens, heads, dim = query.shape
+    tokens, heads, _ = query.shape
     shape, lengths = pages.shape, paging.lengths
     group = heads // shape.kv_heads
-    tile = _tile(query, lengths.max_query * group, group, max(dim, shape.value_dim))
+    tile = _tile(query, pages, lengths.max_query * group, lengths.rows * shape.kv_heads)
     queries = tile["BLOCK_M"] // group
     single = lengths.max_query <= queries  # a row is one tile
     tiles = lengths.rows if single else tokens // queries + lengths.rows
@@ -53,7 +53,7 @@ def attention(
         lengths.rows, tokens, mask.scale * LOG2E.value, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), **_constants(pages, heads),
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
-        SPLITS=splits, SINGLE=single, SEGMENT=SEGMENT, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SHARED=splits > 1, SINGLE=single, SEGMENT=SEGMENT, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, **tile, **overlap(query),
     )  # fmt: skip
     return out
@@ -64,18 +64,24 @@ def _numbers(pages: Tensor, layer: int) -> Tensor:
     return pages[layer].view(torch.int8) if pages.element_size() == 1 else pages[layer]
 
 
-def _tile(query: Tensor, rows: int, group: int, dim: int) -> dict[str, Any]:
-    """A tile of queries and heads, keys at a time, warps and stages.
+def _tile(query: Tensor, pages: ReferencePages, rows: int, programs: int) -> dict[str, Any]:
+    """A tile for so many queries and heads of a row, and so many rows and key heads: its size, keys, warps and stages.
 
-    Keys at a time decide bits, so they depend on the model alone. Queries may be two of the matrix unit's own tiles,
-    which computes each alike; float32 has no such unit.
+    Keys at a time decide bits, so they depend on the model alone. A tile is one of a tensor core's own or several, each
+    with warps of its own: all are computed alike, and no sum leaves a warp. float32 has no such unit, and one tile.
     """
-    wide = 2 if query.dtype != torch.float32 and query.is_cuda and rows > 64 and dim <= 128 else 1
-    keys, stages, row_bytes = 64, 2, dim * query.element_size()
-    while keys > 16 and 2 * keys * row_bytes * stages > SHARED_BYTES:
+    shape, group = pages.shape, query.shape[1] // pages.shape.kv_heads
+    dim, keys = max(shape.key_dim, shape.value_dim), 64
+    while keys > 16 and 4 * keys * dim * query.element_size() > SHARED_BYTES:
         keys //= 2
-    block = max(64 * wide, triton.next_power_of_2(group))
-    return {"BLOCK_M": block, "BLOCK_N": keys, "num_warps": 4 * wide, "num_stages": stages, "enable_fp_fusion": False}
+    block, warps, stages = 64, 4, 2
+    if query.dtype != torch.float32 and query.is_cuda:
+        if rows > 64 and dim <= 128:
+            block, warps = 128, 8
+        elif rows <= 16 and not shape.scales:
+            block, warps, stages = 16, 1, 3 if programs >= PROGRAMS else 2
+    block = max(block, triton.next_power_of_2(group))
+    return {"BLOCK_M": block, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -145,7 +151,7 @@ def _attention(
     rows, tokens, unit, scale, window, soft_cap, stride_token, stride_head, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr, SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -163,20 +169,20 @@ def _attention(
     m, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     token, head_of = first + m // GROUP, head * GROUP + m % GROUP
     known = (m < BLOCK_Q * GROUP) & (token < row_stop)
-    at = tl.load(positions + token, mask=known, other=0)
+    at = tl.load(positions + token, mask=known, other=0).to(tl.int32)
     q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head + d[None, :]
     q = tl.load(q_at, mask=known[:, None] & (d < D)[None, :], other=0.0)
     if CAPPED:
         unit = unit * 0 + LOG2E
 
     # The segments that some query of the tile sees, shared out among splits.
-    stop = tl.load(positions + last) + 1
+    stop, oldest = tl.load(positions + last).to(tl.int32) + 1, tl.load(positions + first).to(tl.int32)
     begin, shares = stop * 0, stop * 0 + 1
     if WINDOW:
-        begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
     leftmost, end = begin // SEGMENT, tl.cdiv(stop, SEGMENT)
-    if SPLITS > 1:
-        each = tl.cdiv(end - leftmost, SPLITS)
+    if SHARED:
+        each = tl.cdiv(end - leftmost, tl.num_programs(2))
         shares = tl.cdiv(end - leftmost, each)  # of programs that have a segment
         if split >= shares:
             return
@@ -185,7 +191,7 @@ def _attention(
     # Keys that every query sees need no masks.
     plain = begin
     if not WINDOW:
-        plain = tl.minimum(tl.maximum(tl.load(positions + first) + 1, begin), stop) // BLOCK_N * BLOCK_N
+        plain = tl.minimum(tl.maximum(oldest + 1, begin), stop) // BLOCK_N * BLOCK_N
 
     place, step = token.to(tl.int64) * KV_HEADS * GROUP + head_of, tokens.to(tl.int64) * KV_HEADS * GROUP
     inside, table = known[:, None] & (dv < DV)[None, :], tables + row * stride_table
@@ -199,7 +205,7 @@ def _attention(
             KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, False,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
-            if SPLITS == 1:
+            if not SHARED:
                 whole_best, whole_total, whole_mixed = _merged(whole_best, whole_total, whole_mixed, best, total, mixed)
             else:
                 _put(sums, parts, place + start // SEGMENT * step, dv, DV, known, inside, best, total, mixed)
@@ -212,14 +218,14 @@ def _attention(
             KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, True,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
-            if SPLITS == 1:
+            if not SHARED:
                 whole_best, whole_total, whole_mixed = _merged(whole_best, whole_total, whole_mixed, best, total, mixed)
             else:
                 _put(sums, parts, place + start // SEGMENT * step, dv, DV, known, inside, best, total, mixed)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
 
-    if SPLITS > 1:
+    if SHARED:
         if shares > 1:
             # The program that comes last merges the segments of all, and leaves the counter as it was.
             tl.debug_barrier()

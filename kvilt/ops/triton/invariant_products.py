@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .grouped_products import group_constants, halves, planes_of
-from .overlap import HOPPER, await_inputs, launch_next, overlap
+from .overlap import HOPPER, await_inputs, fetch_ahead, launch_next, overlap
 from .packed import GroupedLayout
 from .quantized import MANY_ROWS, SLAB, expanded
 from .unpack import load_codes
@@ -61,6 +61,8 @@ TILES = (
     (64, 4096, ProductTile(64, 32, 128, 4, 5, weights_first=False, bulk=True)),
     (64, 16384, ProductTile(64, 64, 128, 4, 4, bulk=True)),
     (64, _ANY, ProductTile(64, 128, 64, 4, 5, bulk=True)),
+    (128, 4096, ProductTile(128, 32, 128, 4, 4, weights_first=False, bulk=True)),
+    (512, 8192, ProductTile(128, 64, 64, 4, 5, weights_first=False, bulk=True)),
     (_ANY, _ANY, ProductTile(128, 128, 64, 8, 4, weights_first=False, bulk=True)),
 )
 FLOAT32_TILE = ProductTile(32, 64, 32, 4, 2)  # no tensor core: one tile, since its order is the compiler's
@@ -153,12 +155,15 @@ def _product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    await_inputs(PDL)
     row_tile, output_tile = _place(rows, outputs, ROWS, OUTPUTS)
     m, n, c = row_tile * ROWS + tl.arange(0, ROWS), output_tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, COLUMNS)
     known, there = m < rows, n < outputs
     x_at = x + m.to(tl.int64)[:, None] * columns + c[None, :]
-    w_at = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * columns + c[None, :]
+    near = weight + tl.minimum(n, outputs - 1).to(tl.int64) * columns
+    w_at = near[:, None] + c[None, :]
+    if WEIGHTS_FIRST and columns >= 512:
+        fetch_ahead(near[:, None] + 64 * tl.arange(0, 8)[None, :], PDL)
+    await_inputs(PDL)
     sums = tl.zeros([OUTPUTS, ROWS] if WEIGHTS_FIRST else [ROWS, OUTPUTS], tl.float32)
     for start in range(0, columns, COLUMNS):
         inside = known[:, None]
@@ -219,8 +224,8 @@ def packed_product(
     _packed_product[(triton.cdiv(outputs, tile["OUTPUTS"]),)](
         x, *planes_of(data, layout), x if residual is None else residual, out, rows, outputs, layout.columns,
         layout.padded, CUT=layout.columns != layout.padded, RESIDUAL=residual is not None, **group_constants(layout),
-        ROWS=block, CHUNKS=4 if layout.padded % 512 == 0 else 2, ASSEMBLY=x.is_cuda, enable_fp_fusion=False,
-        **tile, **overlap(x),
+        ROWS=block, CHUNKS=4 if block == 16 and layout.padded % 512 == 0 else 2, ASSEMBLY=x.is_cuda,
+        enable_fp_fusion=False, **tile, **overlap(x),
     )  # fmt: skip
     return out
 
