@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..contract import AttentionMask, Paging, Rotation
 from ..reference import ReferencePages
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
+from .softmax_shares import leave_share, merged_shares, share_of_keys, with_sink
 from .unpack import even_odd
 from .vectors import turned
 
@@ -321,15 +322,10 @@ def _attention(
     begin = stop * 0
     if WINDOW:
         begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // BLOCK_N * BLOCK_N
-    shares = stop * 0 + 1
+    begin, stop, shares = share_of_keys(begin, stop, split, SPLITS, BLOCK_N)
     if SPLITS > 1:
-        tiles = tl.cdiv(stop - begin, BLOCK_N)
-        each = tl.cdiv(tiles, SPLITS)
-        shares = tl.cdiv(tiles, each)  # of programs that have some keys to look at
         if split >= shares:
             return
-        begin = begin + split * each * BLOCK_N
-        stop = tl.minimum(stop, begin + each * BLOCK_N)
     table = tables + row * stride_table
     if not SCALED:
         _fetch_keys(keys, values, table, head, begin, stop, KV_HEADS, PAGE, D, DV, BLOCK_N, PDL)
@@ -378,33 +374,16 @@ def _attention(
         best = best * q_scale
 
     place = token.to(tl.int64) * KV_HEADS * GROUP + head_of
-    inside = known[:, None] & (dv < DV)[None, :]
     if shares > 1:
         step = tokens * KV_HEADS * GROUP
-        own = place + split * step
-        tl.store(sums + own * 2, best, mask=known)
-        tl.store(sums + own * 2 + 1, total, mask=known)
-        tl.store(parts + own[:, None] * DV + dv[None, :], mixed, mask=inside)
+        leave_share(best, total, mixed, sums, parts, place + split * step, known, dv, DV)
         # The program that comes last merges the shares of all, and leaves the counter as it was.
-        tl.debug_barrier()
         counter = counters + tile * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") < shares - 1:
             return
         tl.store(counter, 0)
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        for other in range(shares):
-            best = tl.maximum(best, tl.load(sums + (place + other * step) * 2, mask=known, other=0.0, volatile=True))
-        total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        for other in range(shares):
-            own = place + other * step
-            share = tl.exp(tl.load(sums + own * 2, mask=known, other=0.0, volatile=True) - best)
-            total += share * tl.load(sums + own * 2 + 1, mask=known, other=0.0, volatile=True)
-            theirs = tl.load(parts + own[:, None] * DV + dv[None, :], mask=inside, other=0.0, volatile=True)
-            mixed += share[:, None] * theirs
-    if SINKS:  # joins when all keys have
-        sink = tl.load(sinks + head_of, mask=known, other=0.0)
-        higher = tl.maximum(best, sink)
-        kept = tl.exp(best - higher)
-        total, mixed = total * kept + tl.exp(sink - higher), mixed * kept[:, None]
+        best, total, mixed = merged_shares(sums, parts, place, step, shares, known, dv, DV, BLOCK_M, DV_PAD)
+    if SINKS:
+        total, mixed = with_sink(best, total, mixed, tl.load(sinks + head_of, mask=known, other=0.0))
     result = mixed / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out + place[:, None] * DV + dv[None, :], result, mask=inside)
+    tl.store(out + place[:, None] * DV + dv[None, :], result, mask=known[:, None] & (dv < DV)[None, :])
