@@ -8,7 +8,8 @@ Random weights, prompts of 100 to 1,000 tokens. See bench/http_streams.py, which
 from __future__ import annotations
 
 import argparse
-import gc
+import traceback
+from itertools import product
 
 from http_streams import engine_round, random_prompts, report, request_bodies, run_loop, serve_rounds, word_tokenizer
 from random_model import LLAMA_1B, LLAMA_8B, QWEN3_06B, random_checkpoint
@@ -26,18 +27,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--routes", default="completions,chat")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--switch-ms", default="", help="the interpreter's switch intervals, if not that of the server")
     options = parser.parse_args()
     executor = build_executor(random_checkpoint(SHAPES[options.shape]), RunConfig(device="cuda", kv_memory=48 << 30))
     executor.close = lambda: None  # type: ignore[method-assign]  # it outlives each server
     vocab = executor.spec.vocab_size
     tokenizer, prompts = word_tokenizer(vocab), random_prompts(options.clients, vocab)
-    gc.collect()
-    gc.freeze()  # as `kvilt serve` does
-    engine = [engine_round(executor, prompts, options.tokens) for _ in range(3)][1:]  # the first captures graphs
-    for route in options.routes.split(","):
+    engine = [engine_round(executor, prompts, options.tokens) for _ in range(2)][1:]  # the first captures graphs
+    for route, switch_ms in product(options.routes.split(","), options.switch_ms.split(",")):
         path, bodies = request_bodies(route, prompts, options.tokens)
-        loads = run_loop(serve_rounds(executor, tokenizer, path, bodies, options.rounds))
-        report(f"{options.shape}, {route}, {options.clients} clients", engine, loads)
+        work = serve_rounds(executor, tokenizer, path, bodies, options.rounds)
+        try:
+            loads = run_loop(work, float(switch_ms) / 1e3 if switch_ms else None)
+            report(f"{options.shape}, {route}, {options.clients} clients, {switch_ms}", engine, loads)
+        except Exception:
+            traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import re
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvilt.text.tokenizer import Tokenizer
 
 _COUNT = re.compile(rb'"completion_tokens":(\d+)')
+_LAUNCHES = 350  # of a step with prompts on a model of 32 layers
 _TAIL_BYTES = 2048  # the end of a stream, which has its counts
 
 
@@ -69,6 +71,8 @@ def run_clients(port: int, path: str, bodies: Sequence[Mapping[str, Any]]) -> di
             one: Any = key.fileobj
             data = one.recv(1 << 16)
             chunks += data.count(b"data: ")
+            if not tails[one] and not data.startswith(b"HTTP/1.1 200 "):
+                raise RuntimeError(f"the server answers {data[:500]!r}")
             tail = tails[one] = (tails[one] + data)[-_TAIL_BYTES:]
             if one not in firsts and (b'"content":"' in data or b'"text":"' in data):
                 firsts[one] = time.perf_counter() - began
@@ -138,14 +142,22 @@ async def serve_rounds(
     return loads
 
 
-def run_loop(work: Any) -> Any:
-    """Run a coroutine on uvloop, where it is installed."""
+def run_loop(work: Any, switch_s: float | None = None) -> Any:
+    """Run a coroutine as `kvilt serve` runs its server: on uvloop, where it is installed, and with few collections."""
+    from kvilt.server.listener import SWITCH_S
+
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(switch_s or SWITCH_S)
     try:
-        import uvloop
+        from uvloop import new_event_loop
     except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        new_event_loop = None
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(work)
+    finally:
+        gc.unfreeze()
 
 
 def engine_round(executor: Executor, prompts: Sequence[Sequence[int]], tokens: int, config: Any = None) -> float:
@@ -179,7 +191,7 @@ def report(title: str, engine: Sequence[float], loads: Sequence[StreamLoad]) -> 
     print(f"{title}: engine {best:.0f} output tok/s (rounds: {', '.join(f'{one:.0f}' for one in engine)})")
     for load in loads:
         speed = load.tokens / load.seconds
-        cpu = ", ".join(f"{k} {v / load.tokens * 1e6:.0f}" for k, v in load.cpu_s.items() if v >= 0.05)
+        cpu = ", ".join(f"{k} {v / max(1, load.tokens) * 1e6:.0f}" for k, v in load.cpu_s.items() if v >= 0.05)
         print(
             f"{title}: HTTP {speed:.0f} output tok/s, {speed / best:.0%} of the engine's, {load.seconds:.2f} s, "
             f"{load.chunks} chunks, first text {load.first_s * 1e3:.0f} ms, CPU µs a token: {cpu}",
@@ -247,13 +259,16 @@ def stub_executor(vocab: int, step_s: float) -> Executor:
     shape = {**SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": vocab}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     checkpoint = random_checkpoint(shape, "cpu", torch.float32)
-    executor: Any = build_executor(checkpoint, RunConfig(kv_memory=1 << 28, threads=1))
-    dice, free_s = torch.Generator().manual_seed(0), 0.0
+    executor: Any = build_executor(checkpoint, RunConfig(device="cpu", kv_memory=1 << 28, threads=1))
+    dice, free_s, small = torch.Generator().manual_seed(0), 0.0, torch.zeros(1)
 
     def run(batch: Any) -> Any:
         starts = [0]
         for row in batch.rows:
             starts.append(starts[-1] + (type(row.want) is Last))
+        if batch.num_tokens > len(batch.rows):  # a prompt: no graph, and every launch gives the interpreter to others
+            for _ in range(_LAUNCHES):
+                small.add_(1)
         return Logits(torch.zeros(starts[-1], 1), tuple(starts), {}, {})
 
     def start_sample(_logits: Any, states: Sequence[Any], _positions: Sequence[int]) -> PendingSample:
@@ -279,6 +294,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--route", choices=("chat", "completions"), default="chat")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--switch-ms", type=float, help="the interpreter's switch interval, if not that of the server")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
@@ -291,7 +307,8 @@ def main() -> None:
     path, bodies = request_bodies(options.route, prompts, options.tokens)
     engine = [engine_round(executor, prompts, options.tokens, config) for _ in range(2)]
     rounds = serve_rounds(executor, word_tokenizer(vocab), path, bodies, options.rounds, config)
-    report(f"stub, {options.route}, {options.clients} clients", engine, run_loop(rounds))
+    loads = run_loop(rounds, options.switch_ms and options.switch_ms / 1e3)
+    report(f"stub, {options.route}, {options.clients} clients", engine, loads)
 
 
 if __name__ == "__main__":

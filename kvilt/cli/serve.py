@@ -27,16 +27,12 @@ VISIBLE_KEYS = (
 )
 
 
-# How long a thread may keep the interpreter while the event loop wants it. Python's default of 5 ms adds up: the loop
-# takes the interpreter several times for one response.
-_SWITCH_S = 0.001
-
-
 def serve(
     model: str, options: dict[str, Any], engine: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
 ) -> None:
     """Load a model and serve it until a signal stops the server."""
     try:
+        from ..server.listener import SWITCH_S
         from ..server.listener import serve as listen
     except ImportError as error:
         raise Unsupported(f"the server needs {error.name}; install it with: pip install 'kvilt[server]'") from None
@@ -61,7 +57,7 @@ def serve(
         llm.grammars.warm_up()
         gc.collect()
         gc.freeze()  # the model stays: later collections need not walk over it
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(listen(llm, settings, _ready))

@@ -115,7 +115,10 @@ def read_ids(value: Iterable[Any], vocab_size: int) -> list[int]:
     """One sequence of checked token ids, perhaps empty."""
     if isinstance(value, Inputs):
         raise InputError("embedding rows cannot stand here; give text or token ids")
-    return [_id(token, vocab_size) for token in _listed(value)]
+    ids = _listed(value)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # nearly always, and without a loop
+        return ids
+    return [_id(token, vocab_size) for token in ids]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -34,7 +34,7 @@ class ReadingProgress:
         return prompt_usage(self.prompt_tokens, 0, self.cached, self.tokens - self.cached, self.blended)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What a step added to one sample: a token and the text that is certain now, or its end and the rest of it.
 

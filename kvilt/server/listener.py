@@ -22,6 +22,10 @@ from .service import Service
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERROR_GRACE_S = 2.0
+# How long a thread may keep the interpreter while another one wants it. Python's 5 ms add up: the event loop
+# takes the interpreter several times for one response, and a step with prompts gives it away with each of its hundreds
+# of kernel launches, so that the device would wait for the threads that prepare other requests.
+SWITCH_S = 0.0001
 _METRICS_CONNECTIONS = 64
 _UVICORN_OPTIONS: dict[str, Any] = {
     "ws": "none",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -13,6 +17,7 @@ import pytest
 from kvilt.errors import NumericsError
 from kvilt.server.http.errors import ClientDisconnected
 from kvilt.server.http.event_stream import DONE, EventStream, EventTemplate, sse_event
+from kvilt.server.http.protocol import ChunkWriter
 
 NEVER_S = 1e6
 
@@ -104,7 +109,7 @@ def test_what_is_ready_is_written_before_any_task_runs() -> None:
         scene.source.put(b"d ", over=True)
 
     asyncio.run(scene.play(act))
-    assert scene.sent[4:] == [("pushed", b"d "), ("sent", b"closing "), ("sent", DONE)]
+    assert scene.sent[4:] == [("pushed", b"d "), ("sent", b"closing " + DONE)]
     assert scene.source.closed > 0
 
 
@@ -147,7 +152,7 @@ def test_an_error_ends_the_events(direct: bool) -> None:
     asyncio.run(scene.play(act, direct))
     assert scene.sent[1][1] == b"a "
     assert b'"bad_logits"' in scene.sent[2][1]
-    assert scene.sent[3][1] == DONE
+    assert scene.sent[2][1].endswith(b"\n\n" + DONE)
     assert scene.source.closed > 0
 
 
@@ -192,3 +197,76 @@ def test_a_template_encodes_its_text_as_json_does(text: str) -> None:
     made = EventTemplate(event).with_text(text)
     assert made == event(text)
     assert orjson.loads(made.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
+
+
+class Transport:
+    """A transport over one end of a socket pair; what it is given waits in its buffer."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self.own = own
+        self.buffer = b""
+        self.closing = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return self.own if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.buffer)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self.buffer += data
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def writer_over(transport: Transport) -> ChunkWriter:
+    flow = SimpleNamespace(write_paused=False)
+    return ChunkWriter(SimpleNamespace(flow=flow, transport=transport, disconnected=False, chunked_encoding=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sockets are no file descriptors")
+def test_chunks_go_to_the_socket_while_the_transport_has_nothing_to_send(pair: Any) -> None:
+    transport = Transport(pair[0])
+    writer = writer_over(transport)
+    writer.write(b"abc")
+    assert (pair[1].recv(99), transport.buffer) == (b"3\r\nabc\r\n", b"")
+    transport.buffer = b"before "
+    writer.write(b"abc")
+    assert transport.buffer == b"before 3\r\nabc\r\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sockets are no file descriptors")
+def test_what_a_full_socket_does_not_take_goes_to_the_transport(pair: Any) -> None:
+    transport = Transport(pair[0])
+    writer = writer_over(transport)
+    body = bytes(range(256)) * 64
+    while not transport.buffer:
+        writer.write(body)
+    pair[1].setblocking(False)
+    read = b""
+    with suppress(BlockingIOError):
+        while data := pair[1].recv(1 << 20):
+            read += data
+    chunk = b"4000\r\n" + body + b"\r\n"
+    whole = read + transport.buffer
+    assert whole == chunk * (len(whole) // len(chunk))
+
+
+def test_a_closing_or_encrypted_connection_is_left_to_its_transport(pair: Any) -> None:
+    transport = Transport(pair[0])
+    transport.closing = True
+    writer_over(transport).write(b"abc")
+    assert transport.buffer == b"3\r\nabc\r\n"
+    secret = Transport(pair[0])
+    secret.get_extra_info = lambda _name: pair[0]  # type: ignore[method-assign]
+    writer_over(secret).write(b"abc")
+    assert secret.buffer == b"3\r\nabc\r\n"

@@ -91,6 +91,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._sent_s = time.monotonic()
         self._over = False
+        self._end = b""
         self._writer: BodyWriter | None = None
         self._waiting: asyncio.Future[None] | None = None  # what the task waits for, when all it has read is sent
         # A proxy must not buffer events.
@@ -113,10 +114,10 @@ class EventStream(Response):
                 self._sent_s = time.monotonic()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         self._over = True  # a comment after the end would be an error
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """All events but those that `_push` writes."""
+        """All events but those that `_push` writes, and those at the end, which are sent at once."""
         source = self._source
         try:
             if first := source.opening():
@@ -130,12 +131,12 @@ class EventStream(Response):
                 elif body:
                     yield body
             async for last in source.closing():
-                yield last
+                self._end += last
         except Exception as error:
-            yield sse_event(http_error_of(error).body())
+            self._end += sse_event(http_error_of(error).body())
         finally:
             source.close()
-        yield DONE
+        self._end += DONE
 
     async def _news(self) -> None:
         """Wait for what `_push` leaves to the task."""
