@@ -49,6 +49,9 @@ FLOAT8_TILES = [
     PackedTile(16, 4, 4), PackedTile(16, 8, 3), PackedTile(16, 2, 6), PackedTile(32, 4, 4), PackedTile(32, 8, 3),
     PackedTile(64, 4, 3),
 ]  # fmt: skip
+FLOAT8_SEVERAL_TILES = [
+    PackedTile(64, 1, 4, 4), PackedTile(64, 1, 5, 4), PackedTile(128, 1, 4, 8), PackedTile(32, 1, 5, 4),
+]  # fmt: skip
 SEVERAL_TILES = [PackedTile(64, 2, 4, 4), PackedTile(64, 1, 4, 4), PackedTile(128, 1, 3, 8)]
 
 
@@ -83,7 +86,8 @@ JOBS = [
     Job(FLOAT8_WEIGHTS, 1, False, FLOAT8_TILES, ALL),
     Job(FLOAT8_WEIGHTS, 1, True, FLOAT8_TILES, ["14336x4096"]),
     Job(FLOAT8_WEIGHTS, 16, False, FLOAT8_TILES, ["4096x4096", "14336x4096"]),
-    Job(FLOAT8_WEIGHTS, 64, False, [*SEVERAL_TILES, FLOAT8_TILES[3], FLOAT8_TILES[5]], ["4096x4096", "14336x4096"]),
+    Job(FLOAT8_WEIGHTS, 64, False, FLOAT8_SEVERAL_TILES, ["4096x4096", "14336x4096"]),
+    Job(FLOAT8_WEIGHTS, 64, True, FLOAT8_SEVERAL_TILES[:2], ["14336x4096"]),
 ]
 
 

@@ -56,7 +56,7 @@ def _product(
     ROWS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of three axes: chunks of columns, rows of the weight, and rows of the input."""
+    """Tiles of rows of the weight and rows of the input; before them, chunks of columns where there are several."""
     launch_next(PDL)
     HALF: tl.constexpr = SPAN // 2
     n, m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -65,27 +65,30 @@ def _product(
     fetch_ahead((words + row)[:, None] + 64 * tl.arange(0, 8)[None, :], PDL)
     await_inputs(PDL)
     known = m < rows
-    words_at = words + row[None, :, None] + (chunk * HALF)[:, None, None] + c[None, None, :]
-    scales_at = scales + first_scale + scale_row[None, :] + (chunk if BLOCKS else chunk * 0)[:, None]
-    x_at = x + (m.to(tl.int64) * stride_x)[None, None, :] + (chunk * SPAN)[:, None, None] + c[None, :, None]
-    column = (chunk * SPAN)[:, None, None] + c[None, :, None]
-    total, other = tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32), tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32)
+    words_at, scales_at = words + row[:, None] + c[None, :], scales + first_scale + scale_row
+    column, total = c[:, None], tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if CHUNKS > 1:
+        words_at = words_at[None, :, :] + (chunk * HALF)[:, None, None]
+        scales_at = scales_at[None, :] + (chunk if BLOCKS else chunk * 0)[:, None]
+        column = column[None, :, :] + (chunk * SPAN)[:, None, None]
+        total = tl.zeros([CHUNKS, OUTPUTS, ROWS], tl.float32)
+    x_at, other = x + m.to(tl.int64) * stride_x + column, total
     for start in tl.range(0, padded, SPAN * CHUNKS, num_stages=STAGES):
-        inside, past = known[None, None, :], known[None, None, :]
-        if CUT:
-            inside, past = inside & (start + column < columns), past & (start + column + HALF < columns)
+        inside = known & (start + column < columns) if CUT else known & (column >= 0)
+        past = known & (start + column + HALF < columns) if CUT else inside
         low = tl.load(x_at + start, mask=inside, other=0.0)
         high = tl.load(x_at + start + HALF, mask=past, other=0.0)
         at, scale_at = words_at + start // 2, scales_at + start // SPAN
         total = _chunks(total, at, scale_at, low, high, BLOCKS, ASSEMBLY, PRECISION)
         if KIND >= 0:
             other = _chunks(other, at + second, scale_at + second_scale, low, high, BLOCKS, ASSEMBLY, PRECISION)
-    made = tl.sum(total, 0)
+    made, opened = total, other
+    if CHUNKS > 1:
+        made, opened = tl.sum(total, 0), tl.sum(other, 0)
     last = scales + first_scale + scale_row
     if not BLOCKS:
         made = made * tl.load(last)[:, None]
     if KIND >= 0:
-        opened = tl.sum(other, 0)
         if not BLOCKS:
             opened = opened * tl.load(last + second_scale)[:, None]
         made = activated(made, KIND) * opened
@@ -96,12 +99,12 @@ def _product(
 def _chunks(
     total, at, scale_at, low, high, BLOCKS: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """`total` [chunks, out, rows] and what some chunks add; `low` and `high` are the halves of their inputs."""
+    """`total` [..., out, rows] and what some chunks add; `low` and `high` are the halves of their inputs."""
     first, second = float8_halves(tl.load(at, eviction_policy="evict_first"), low.dtype, ASSEMBLY)
     if BLOCKS:
         made = tl.dot(first, low, input_precision=PRECISION)
         made = tl.dot(second, high, made, input_precision=PRECISION)
-        return total + made * tl.load(scale_at)[:, :, None]
+        return total + made * tl.expand_dims(tl.load(scale_at), -1)
     else:
         total = tl.dot(first, low, total, input_precision=PRECISION)
         return tl.dot(second, high, total, input_precision=PRECISION)
