@@ -261,6 +261,7 @@ class KernelRunner:
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: F32Address,  # 0: none
         out: F32Address,
         /,
     ) -> None: ...

@@ -157,7 +157,8 @@ void Attention::attention_item(const AttentionArgs& a, const Item& item, int wor
                         group,
                         a.positions + unit.first,
                         a.tables + unit.row * a.width,
-                        unit.head};
+                        unit.head,
+                        a.sinks ? a.sinks + head : nullptr};
   const int64_t record = partial_floats(queries.rows(), a.pages);
   const bool apart = unit.items > 1;
   float* scratch = scratch_[size_t(worker)].data();

@@ -51,7 +51,8 @@ struct AttentionArgs {
   std::vector<int64_t> starts;  // rows + 1: the tokens of row r are [starts[r], starts[r + 1])
   const int64_t* positions;     // [tokens]
   Mask mask;
-  float* out;  // [tokens][heads][value_dim]
+  const float* sinks;  // [heads], null: none
+  float* out;          // [tokens][heads][value_dim]
 
   int64_t rows() const { return int64_t(starts.size()) - 1; }
   int64_t group() const { return heads / pages.kv_heads; }

@@ -436,12 +436,29 @@ inline void merge_partials(const Pages& pages, int64_t rows, const float* later,
   merge_rows(pages, rows, partial_at(const_cast<float*>(later), rows, pages), partial_at(record, rows, pages));
 }
 
+// A sink joins the sums of a row when all tiles have, so that it does not matter how they were cut: it rescales the
+// sum of values and gives what that is divided by.
+struct SinkShare {
+  float kept, norm;
+};
+inline SinkShare sink_share(float sink, float peak, float norm) {
+  const float own = sink * kLog2E, highest = own > peak ? own : peak;
+  float shares[16] = {peak - highest, own - highest};
+  store(shares, exp2_16(load(shares)));
+  return {shares[0], norm * shares[0] + shares[1]};
+}
+
 inline void write_means(const Pages& pages, const Queries& queries, const float* record, float* out, int64_t stride) {
   const PartialAttention from = partial_at(const_cast<float*>(record), queries.rows(), pages);
   for (int64_t row = 0; row < queries.rows(); ++row) {
     float* to = out + row / queries.group * stride + row % queries.group * pages.value_dim;
     const float* sums = from.sums + row * pages.value_lanes;
-    for (int64_t d = 0; d < pages.value_dim; ++d) to[d] = sums[d] / from.norms[row];
+    if (!queries.sinks) {
+      for (int64_t d = 0; d < pages.value_dim; ++d) to[d] = sums[d] / from.norms[row];
+      continue;
+    }
+    const SinkShare with = sink_share(queries.sinks[row % queries.group], from.peaks[row], from.norms[row]);
+    for (int64_t d = 0; d < pages.value_dim; ++d) to[d] = sums[d] * with.kept / with.norm;
   }
 }
 

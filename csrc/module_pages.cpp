@@ -75,7 +75,7 @@ void interpolate(KernelRunner& r, const PageLayer& layer, Address slots, int64_t
 
 void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& layer, Address tables, int64_t width,
                std::vector<int64_t> starts, Address positions, float scale, int64_t window, float soft_cap,
-               Address out) {
+               Address sinks, Address out) {
   const AttentionArgs args{at<const float>(query),
                            heads,
                            layer.pages,
@@ -84,6 +84,7 @@ void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& l
                            std::move(starts),
                            at<const int64_t>(positions),
                            Mask{scale, window, soft_cap},
+                           at<const float>(sinks),
                            at<float>(out)};
   r.run_and_record([=, &r] { r.attention(args); });
 }

@@ -67,6 +67,7 @@ struct Queries {
   const int64_t* positions;  // [tokens]
   const int64_t* table;
   int64_t kv_head;
+  const float* sinks;  // [group]: a logit of each head that joins its softmax and has no value; null: none
 
   int64_t rows() const { return tokens * group; }
 };

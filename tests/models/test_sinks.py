@@ -54,7 +54,7 @@ def logits(folder: Path, backend: str, changed: dict[str, torch.Tensor]) -> torc
         return torch.stack([executor.step(PROMPT, kv)[-1], executor.step([4], kv)[-1]])
 
 
-@pytest.mark.parametrize("backend", [name for name in CPU_BACKENDS if name != "native"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_layers_read_their_sinks(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = logits(tmp_path, backend, {})
     silent = logits(tmp_path, backend, {"o_proj.weight": torch.zeros(HIDDEN, HIDDEN)})

@@ -42,14 +42,11 @@ EVERY = 4  # of the cases that a test of kernels has, one in so many runs by def
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out float8 pages and sinks of the native backend, which refuses them (test_kv_dtypes.py).
+    """Leave out float8 pages of the native backend, which refuses them (test_kv_dtypes.py).
 
     The interpreter takes seconds for what a GPU does in microseconds, so most cases of long tests wait for --slow.
     """
-    lacks = ("float8", "sinks")
-    refused = [
-        item for item in items if _is_here(item) and "native" in item.name and any(one in item.name for one in lacks)
-    ]
+    refused = [item for item in items if _is_here(item) and "native" in item.name and "float8" in item.name]
     config.hook.pytest_deselected(items=refused)
     items[:] = [item for item in items if item not in set(refused)]
     interpreted: Counter[str] = Counter()

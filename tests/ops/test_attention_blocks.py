@@ -79,7 +79,9 @@ def drawn(draw: st.DrawFn) -> Drawn:
     dims = st.sampled_from([1, 8, 16, 24, 64, 80])
     shape = PageShape(1, size, draw(st.integers(1, 3)), draw(dims), draw(dims), draw(st.sampled_from(DTYPES)))
     window = draw(st.sampled_from([0, 0, 1, 5, 40]))
-    mask = AttentionMask(0.3, window, draw(st.sampled_from([0.0, 0.0, 2.0])))
+    group, soft_cap = draw(st.integers(1, 7)), draw(st.sampled_from([0.0, 0.0, 2.0]))
+    sinks = draw(st.sampled_from([None, None, torch.linspace(-3.0, 8.0, shape.kv_heads * group)]))
+    mask = AttentionMask(0.3, window, soft_cap, sinks)
     rows, pages = [], 0
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 6 * size if size < 32 else 300))
@@ -89,7 +91,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         first = draw(st.integers(0, length - 1))
         asking = sorted(draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=9))) if sparse else []
         rows.append((draw(st.permutations(used)), asking or list(range(first, length))))
-    return Drawn(shape, draw(st.integers(1, 7)), mask, rows, draw(st.integers(0, 1 << 20)))
+    return Drawn(shape, group, mask, rows, draw(st.integers(0, 1 << 20)))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -129,7 +131,7 @@ def test_what_no_query_may_see_leaves_no_trace(isa: str, dtype: KVDtype) -> None
 def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
     shape = PageShape(1, 32, 1, 64, 64, FLOAT16)
     rows = [(list(range(40)), [1234]), (list(range(40, 42)), [40, 41]), (list(range(42, 75)), [1000])]
-    case = Drawn(shape, 4, AttentionMask(0.3), rows, 3)
+    case = Drawn(shape, 4, AttentionMask(0.3, sinks=torch.tensor([0.0, 5.0, -5.0, 30.0])), rows, 3)
     found = []
     for threads in (1, 2, 5, 16):
         ops = NativeOps(threads, isa)

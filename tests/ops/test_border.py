@@ -134,8 +134,13 @@ ENTRIES = {
     ),
     "soft_cap": Entry(lambda c, t: c.ops.soft_cap(t["x"], 2.0), {"x": torch.ones(2, 5)}, free="x"),
     "attention": Entry(
-        lambda c, t: c.ops.attention(t["query"], c.pages, 0, paging(t), AttentionMask(1.0)),
-        {"query": torch.ones(2, 4, 8), "tables": longs(0, 1).view(1, 2), "positions": longs(0, 1)},
+        lambda c, t: c.ops.attention(t["query"], c.pages, 0, paging(t), AttentionMask(1.0, sinks=t["sinks"])),
+        {
+            "query": torch.ones(2, 4, 8),
+            "tables": longs(0, 1).view(1, 2),
+            "positions": longs(0, 1),
+            "sinks": torch.ones(4),
+        },
         "query tables positions",
     ),
     "write": Entry(

@@ -63,14 +63,13 @@ def attention(
     mask: AttentionMask,
 ) -> Tensor:
     """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
-    if mask.sinks is not None:
-        raise Unsupported("the native kernels have no attention sinks; use backend='reference'")
     pages, query = own(store), query.contiguous()
     _check_query(pages.shape, query, paging)
     out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)
     tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
     where = (i64(tables), tables.shape[1], list(paging.starts), i64(positions))
-    sees = (mask.scale, mask.window, mask.soft_cap)
+    sinks = None if mask.sinks is None else checked("sinks", mask.sinks, (query.shape[1],))
+    sees = (mask.scale, mask.window, mask.soft_cap, f32(sinks))
     runner.attention(f32(query), query.shape[1], pages.layers[layer], *where, *sees, f32(out))
     return out
 
