@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpu_models import VOCAB, write_model
-from small import Ask, finish, start
+from small import Ask, run, start
 
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.counters import RESTORED
@@ -39,7 +39,7 @@ def answers(executor: ModelExecutor, store: Store | None, rounds: int) -> tuple[
     said = []
     for _ in range(rounds):
         ears = [start(engine, Ask(one, SamplingParams(max_tokens=40, temperature=0.0))) for one in prompts]
-        finish(engine)
+        run(engine, lambda ears=ears: all(ear.over for ear in ears))  # type: ignore[misc]  # some wait for the store
         assert all(ear.reasons == ["length"] for ear in ears), [ear.error for ear in ears]
         said += [ear.tokens for ear in ears]
     series = engine.metrics.snapshot()[RESTORED.name]["series"]
