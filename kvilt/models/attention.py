@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kv.layout import LayerSlot, Window
-from ..ops.contract import AttentionMask
+from ..ops.contract import AttentionMask, NewKV
 from .layers import LayerContext, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
@@ -42,7 +42,8 @@ class Attention:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
         rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
         if rotation is not None and context.tap is None and not context.repairs:
-            mixed = ops.write_and_attend(q, k, v, rotation, store, self.place.layer, paging, self.mask())
+            new = NewKV(k, v, rotation)
+            mixed = ops.attention(q, store, self.place.layer, paging, self.mask(), new)
             return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
         if rotation is None:
             ops.write(store, self.place.layer, paging.slots, k, v)

@@ -25,6 +25,7 @@ from .values import AttentionMask as AttentionMask
 from .values import Interpolation as Interpolation
 from .values import KeysValues as KeysValues
 from .values import LinearMap as LinearMap
+from .values import NewKV as NewKV
 from .values import PackedWeight as PackedWeight
 from .values import PageShape as PageShape
 from .values import PageStore as PageStore
@@ -283,8 +284,19 @@ class Ops(Protocol):
         """cap * tanh(x / cap); may use the memory of `x`."""
         ...
 
-    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position."""
+    def attention(
+        self,
+        query: Tensor,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+        new: NewKV | None = None,
+    ) -> Tensor:
+        """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position.
+
+        With `new` the query is not rotated yet, and comes after `rotate_and_write` into the slots of `paging`.
+        """
         ...
 
     def key_mass(
@@ -327,20 +339,6 @@ class Ops(Protocol):
         rotation: Rotation,
     ) -> Tensor:
         """`rotate` of `query`, and `write` of the others with that rotation."""
-        ...
-
-    def write_and_attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation,
-        store: PageStore,
-        layer: int,
-        paging: Paging,
-        mask: AttentionMask,
-    ) -> Tensor:
-        """`rotate_and_write` into the slots of `paging`, and `attention` of the rotated query."""
         ...
 
     def interpolate(

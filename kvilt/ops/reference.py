@@ -25,6 +25,7 @@ from .contract import (
     Interpolation,
     KeysValues,
     LinearMap,
+    NewKV,
     PackedWeight,
     PageShape,
     PageStore,
@@ -161,7 +162,17 @@ class ReferenceOps:
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.tanh(x / cap) * cap
 
-    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+        new: NewKV | None = None,
+    ) -> Tensor:
+        if new is not None:
+            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
         pages = _own(store)
         out = torch.empty(
             (query.shape[0], query.shape[1], pages.values.shape[-1]), dtype=query.dtype, device=query.device
@@ -223,20 +234,6 @@ class ReferenceOps:
     ) -> Tensor:
         self.write(store, layer, slots, keys, values, rotation)
         return self.rotate(query, rotation)
-
-    def write_and_attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation,
-        store: PageStore,
-        layer: int,
-        paging: Paging,
-        mask: AttentionMask,
-    ) -> Tensor:
-        query = self.rotate_and_write(store, layer, paging.slots, query, keys, values, rotation)
-        return self.attention(query, store, layer, paging, mask)
 
     def interpolate(
         self,

@@ -163,6 +163,15 @@ class Rotation:
     pairing: Pairing
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewKV:
+    """Keys, not rotated yet, and values of a step's tokens [tokens, kv_heads, dim]."""
+
+    keys: Tensor
+    values: Tensor
+    rotation: Rotation
+
+
 @dataclass(frozen=True, slots=True)
 class Interpolation:
     """Tokens of a text that take a share of the change of others, the anchors, which were computed anew."""

@@ -19,6 +19,7 @@ from ..contract import (
     Interpolation,
     KeysValues,
     LinearMap,
+    NewKV,
     PackedWeight,
     PageShape,
     PageStore,
@@ -205,7 +206,17 @@ class NativeOps:
         self._runner.soft_cap(f32(x), x.numel(), cap)
         return x
 
-    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+        new: NewKV | None = None,
+    ) -> Tensor:
+        if new is not None:
+            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
         return paged.attention(self._runner, self.buffers, query, store, layer, paging, mask)
 
     def key_mass(
@@ -240,20 +251,6 @@ class NativeOps:
         query = self.rotate(query, rotation)
         self.write(store, layer, slots, keys, values, rotation)
         return query
-
-    def write_and_attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation,
-        store: PageStore,
-        layer: int,
-        paging: Paging,
-        mask: AttentionMask,
-    ) -> Tensor:
-        query = self.rotate_and_write(store, layer, paging.slots, query, keys, values, rotation)
-        return self.attention(query, store, layer, paging, mask)
 
     def interpolate(
         self,

@@ -6,7 +6,6 @@ queries over many keys are split among programs (flash decoding), and the last o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..contract import AttentionMask, Paging, Rotation
+from ..contract import AttentionMask, NewKV, Paging
 from ..reference import ReferencePages
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .softmax_shares import leave_share, merged_shares, share_of_keys, with_sink
@@ -30,21 +29,6 @@ COUNTERS = 1 << 16  # tiles times key heads of a step that is split
 LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 LOG2E = tl.constexpr(1.4426950408889634)
 LONG = 1024  # queries of a row from which on torch's own attention is faster
-
-
-@dataclass(frozen=True, slots=True)
-class NewKV:
-    """Keys and values [rows, kv_heads, dim] of a decode step: the kernel turns and writes them, and turns the query."""
-
-    keys: Tensor
-    values: Tensor
-    rotation: Rotation
-
-    def arguments(self, slots: Tensor) -> tuple[Any, ...]:
-        """As the kernel takes them, with the places they go to."""
-        keys, values, rotation = self.keys, self.values, self.rotation
-        strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
-        return keys, values, rotation.cos, rotation.sin, slots, *strides
 
 
 def attention(
@@ -80,7 +64,7 @@ def attention(
         paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
-        *((out,) * 5 + (0,) * 4 if new is None else new.arguments(paging.slots)),
+        *((out,) * 5 + (0,) * 4 if new is None else _new_arguments(new, paging.slots)),
         **_constants(pages, heads), NEW=new is not None, PAIRS=1 if new is None else new.rotation.cos.shape[1],
         HALF=new is None or new.rotation.pairing == "half",
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
@@ -90,6 +74,13 @@ def attention(
         **overlap(query),
     )  # fmt: skip
     return out
+
+
+def _new_arguments(new: NewKV, slots: Tensor) -> tuple[Any, ...]:
+    """New keys and values as the kernel takes them, with the places they go to."""
+    keys, values, rotation = new.keys, new.values, new.rotation
+    strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
+    return keys, values, rotation.cos, rotation.sin, slots, *strides
 
 
 def _is_plain(query: Tensor, pages: ReferencePages, mask: AttentionMask) -> bool:

@@ -18,6 +18,7 @@ from ..contract import (
     AttentionMask,
     Interpolation,
     LinearMap,
+    NewKV,
     PackedWeight,
     PageStore,
     Paging,
@@ -32,7 +33,6 @@ from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import lora, pages, products, quantized, repair, vectors
-from .attention import NewKV
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
@@ -165,8 +165,20 @@ class TritonOps(ReferenceOps):
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         return vectors.rotate(x, rotation)
 
-    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return paged.attention(query, _own(store), layer, paging, mask, self._counters)
+    def attention(
+        self,
+        query: Tensor,
+        store: PageStore,
+        layer: int,
+        paging: Paging,
+        mask: AttentionMask,
+        new: NewKV | None = None,
+    ) -> Tensor:
+        pages = _own(store)
+        if new is not None and (paging.lengths.max_query > 1 or pages.shape.scales):  # no kernel does both
+            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+            new = None
+        return paged.attention(query, pages, layer, paging, mask, self._counters, new)
 
     def write(
         self,
@@ -202,22 +214,6 @@ class TritonOps(ReferenceOps):
         rotation: Rotation | None = None,
     ) -> None:
         repair.interpolate(_own(store), layer, slots, interpolation, kept, fresh, rotation)
-
-    def write_and_attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation,
-        store: PageStore,
-        layer: int,
-        paging: Paging,
-        mask: AttentionMask,
-    ) -> Tensor:
-        pages = _own(store)
-        if paging.lengths.max_query > 1 or pages.shape.scales:
-            return super().write_and_attend(query, keys, values, rotation, store, layer, paging, mask)
-        return paged.attention(query, pages, layer, paging, mask, self._counters, NewKV(keys, values, rotation))
 
 
 def _fused(rows: Sequence[Tensor]) -> Tensor:

@@ -18,15 +18,14 @@ from ..contract import (
     Activation,
     AttentionMask,
     LinearMap,
+    NewKV,
     PackedWeight,
     PageStore,
     Paging,
     Prepared,
     RmsNorm,
-    Rotation,
 )
 from ..lowrank import AdapterSlots, LowRankTable
-from ..reference import ReferenceOps
 from . import invariant_attention, lora, vectors
 from .backend import TritonOps, _fused, _fused_data, _own
 from .invariant_products import REVISION, SlabProducts, packed_product
@@ -86,19 +85,15 @@ class DeterministicTritonOps(TritonOps):
     ) -> None:
         lora.adapt(x, tables, outs, adapter_slots, few=0)
 
-    def attention(self, query: Tensor, store: PageStore, layer: int, paging: Paging, mask: AttentionMask) -> Tensor:
-        return invariant_attention.attention(query, _own(store), layer, paging, mask, self._counters)
-
-    def write_and_attend(
+    def attention(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rotation: Rotation,
         store: PageStore,
         layer: int,
         paging: Paging,
         mask: AttentionMask,
+        new: NewKV | None = None,
     ) -> Tensor:
-        """One after the other, as in steps of more tokens."""
-        return ReferenceOps.write_and_attend(self, query, keys, values, rotation, store, layer, paging, mask)
+        if new is not None:
+            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+        return invariant_attention.attention(query, _own(store), layer, paging, mask, self._counters)

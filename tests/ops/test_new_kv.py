@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvilt.ops.contract import AttentionMask, Ops, PageShape, Paging, Pairing, RowLengths
+from kvilt.ops.contract import AttentionMask, NewKV, Ops, PageShape, Paging, Pairing, RowLengths
 from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 
 PLAIN = AttentionMask(scale=0.3)
@@ -53,7 +53,7 @@ def test_it_is_a_write_and_then_attention(
     query, keys = random_of(rows, 4, shape.key_dim, seed=3), random_of(rows, 2, shape.key_dim, seed=4)
     values = random_of(rows, 2, shape.value_dim, seed=5)
     rotation = ops.rotation(paging.positions, 0.7 ** torch.arange(pairs).float(), 1.1, pairing)
-    found = ops.write_and_attend(query, keys, values, rotation, stores[0], 1, paging, mask)
+    found = ops.attention(query, stores[0], 1, paging, mask, NewKV(keys, values, rotation))
     turned = ops.rotate_and_write(stores[1], 1, paging.slots, query, keys, values, rotation)
     torch.testing.assert_close(found, ops.attention(turned, stores[1], 1, paging, mask), rtol=2e-6, atol=2e-6)
     read = [ops.read_slots(store, slots) for store in stores]
