@@ -18,11 +18,10 @@ from torch.nn.attention.bias import causal_lower_right
 from ..contract import AttentionMask, NewKV, Paging
 from ..reference import ReferencePages
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
-from .softmax_shares import leave_share, merged_shares, share_of_keys, with_sink
+from .softmax_shares import MAX_SHARES, leave_share, merged_shares, share_of_keys, with_sink
 from .unpack import even_odd
 from .vectors import turned
 
-MAX_SPLITS = 16
 MANY = 256  # programs that fill a card
 SHARED_BYTES = 160 << 10
 COUNTERS = 1 << 16  # tiles times key heads of a step that is split
@@ -141,7 +140,7 @@ def _splits(programs: int, most_keys: int, narrow: bool) -> int:
     """Enough programs for a card, and at least a few tiles of keys for each."""
     if programs >= MANY:
         return 2 if narrow and programs < 4 * MANY and most_keys >= 1024 else 1
-    return max(1, min(MAX_SPLITS, -(-264 // programs), -(-most_keys // 128)))
+    return max(1, min(MAX_SHARES.value, -(-264 // programs), -(-most_keys // 128)))
 
 
 def _words(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor]:
