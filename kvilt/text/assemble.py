@@ -1,6 +1,6 @@
-"""From a checked vocabulary to a `tokenizers` pipeline: byte-level BPE or SentencePiece BPE.
+"""From a checked vocabulary to a `tokenizers` pipeline: byte-level BPE, SentencePiece BPE, or Gemma 4's BPE.
 
-Control tokens are left out of both, so no text can ever become one.
+Control tokens are left out of each, so no text can ever become one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ _SILENT = (TokenType.CONTROL, TokenType.UNUSED, TokenType.UNKNOWN, TokenType.UND
 
 def build_core(vocabulary: Vocabulary) -> Core:
     """The pipeline that turns plain text into ids."""
-    return _spm(vocabulary) if vocabulary.kind == "llama" else _byte_level(vocabulary)
+    match vocabulary.kind:
+        case "llama":
+            return _blocks(vocabulary, merges_of(vocabulary.of_type(TokenType.NORMAL), vocabulary.scores))
+        case "gemma4":
+            return _listed_blocks(vocabulary)
+        case _:
+            return _byte_level(vocabulary)
 
 
 def token_bytes_of(vocabulary: Vocabulary) -> Callable[[int], bytes]:
     """The function from an id to the exact bytes it stands for; tokens without text give b""."""
     tokens, types = vocabulary.tokens, vocabulary.types
-    id_to_bytes = spm_bytes if vocabulary.kind == "llama" else ByteAlphabet().decode
+    id_to_bytes = spm_bytes if vocabulary.writes_blocks else ByteAlphabet().decode
 
     def bytes_of(token_id: int) -> bytes:
         if token_id >= len(tokens):  # padding rows of an embedding have no text
@@ -38,7 +44,7 @@ def token_bytes_of(vocabulary: Vocabulary) -> Callable[[int], bytes]:
             return b""
         if kind == TokenType.USER_DEFINED:  # written as it is; SentencePiece files may still spell spaces their way
             text = tokens[token_id]
-            return _raw(text.replace(SPACE, " ") if vocabulary.kind == "llama" else text)
+            return _raw(text.replace(SPACE, " ") if vocabulary.writes_blocks else text)
         return id_to_bytes(tokens[token_id])
 
     return bytes_of
@@ -87,7 +93,7 @@ def _byte_level(vocabulary: Vocabulary) -> Core:
     try:
         model = BPE(words, pairs, ignore_merges=rule.ignore_merges)
     except Exception as error:  # the library raises plain Exception for a merge outside the vocabulary
-        raise TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
+        raise _misfit(error) from error
     core = Core(model)
     core.pre_tokenizer = pre_tokenizer(rule)
     if rule.nfc:
@@ -105,26 +111,34 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
         ) from None
 
 
-def _spm(vocabulary: Vocabulary) -> Core:
+def _misfit(error: Exception) -> TokenizerError:
+    return TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}")
+
+
+def _listed_blocks(vocabulary: Vocabulary) -> Core:
+    """Merges that the file lists, over characters: lines and words are not cut before."""
+    try:
+        return _blocks(vocabulary, _pairs(vocabulary.merges))
+    except TokenizerError:
+        raise
+    except Exception as error:  # the library raises plain Exception for a merge outside the vocabulary
+        raise _misfit(error) from error
+
+
+def _blocks(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Core:
+    """BPE over characters in which a block stands for a space, and bytes stand for characters without a token."""
     from tokenizers import Tokenizer as Core
     from tokenizers import normalizers
     from tokenizers.models import BPE
 
-    pieces = vocabulary.of_type(TokenType.NORMAL)
-    words = pieces | vocabulary.of_type(TokenType.BYTE)
+    words = vocabulary.of_type(TokenType.NORMAL, TokenType.BYTE)
     unknown = next(iter(vocabulary.of_type(TokenType.UNKNOWN).items()), None) or _unknown(vocabulary)
     words |= dict([unknown]) if unknown else {}
     # Without a space prefix user-defined tokens are found where SentencePiece finds them, in text whose spaces are
     # blocks; the prefix would be put before each of them too, so then they are found in the text as it was given.
     spaces = (SPACE, " ") if vocabulary.space_prefix else (" ", SPACE)
     defined = {token.replace(*spaces): i for token, i in vocabulary.of_type(TokenType.USER_DEFINED).items()}
-    model = BPE(
-        words | defined,
-        merges_of(pieces, vocabulary.scores),
-        unk_token=unknown[0] if unknown else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    model = BPE(words | defined, merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True)
     core = Core(model)
     blocks = normalizers.Replace(" ", SPACE)
     core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), blocks]) if vocabulary.space_prefix else blocks

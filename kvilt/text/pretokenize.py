@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,20 @@ _CASED_SECOND = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*"
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
 _TEKKEN = _CASED_FIRST + "|" + _CASED_SECOND + r"|\p{N}" + _SLASHED + _TAIL
 _GPT4O = _CASED_FIRST + _CONTRACTIONS + "?|" + _CASED_SECOND + _CONTRACTIONS + r"?|\p{N}{1,3}" + _SLASHED + _TAIL
+_NO_HAN_FIRST, _NO_HAN_SECOND = (
+    part.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") for part in (_CASED_FIRST, _CASED_SECOND)
+)  # Chinese characters are words of their own
+_KIMI_K2 = (
+    r"[\p{Han}]+|"
+    + _NO_HAN_FIRST
+    + _CONTRACTIONS
+    + "?|"
+    + _NO_HAN_SECOND
+    + _CONTRACTIONS
+    + r"?|\p{N}{1,3}"
+    + _MARKS
+    + _TAIL
+)
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
@@ -81,16 +96,19 @@ def _named(rule: PreTokenizerRule, names: str) -> dict[str, PreTokenizerRule]:
 PRE_RULES: Mapping[str, PreTokenizerRule] = MappingProxyType(
     {
         **_named(PreTokenizerRule(_DEFAULT), "default"),
-        **_named(_GPT2_RULE, "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling"),
-        **_named(_GPT2_RULE, "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe"),
-        **_named(_DIGITS_RULE, "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-        **_named(_LLAMA3_RULE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
+        **_named(_GPT2_RULE, "gpt-2 phi-2 mpt jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling"),
+        **_named(_GPT2_RULE, "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe modern-bert"),
+        **_named(PreTokenizerRule((_GPT2,), nfc=True), "olmo"),
+        **_named(_DIGITS_RULE, "smollm starcoder refact codeshell exaone minerva-7b"),
+        **_named(PreTokenizerRule(_DIGITS_RULE.splits, nfc=True), "command-r"),
+        **_named(_LLAMA3_RULE, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
         **_named(PreTokenizerRule((_LLAMA3,)), "smaug-bpe dbrx chatglm-bpe glm4"),
         **_named(PreTokenizerRule((_QWEN2,), nfc=True), "qwen2"),
-        **_named(_QWEN2_RULE, "deepseek-r1-qwen kormo megrez stablelm2 hunyuan grok-2"),
-        **_named(PreTokenizerRule((_QWEN35,), nfc=True), "qwen35"),
+        **_named(_QWEN2_RULE, "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan grok-2 solar-open"),
+        **_named(PreTokenizerRule((_QWEN35,)), "qwen35"),
         **_named(PreTokenizerRule((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
-        **_named(_GPT4O_RULE, "gpt-4o llama4 minimax-m2"),
+        **_named(_GPT4O_RULE, "gpt-4o llama4 kanana2 minimax-m2"),
+        **_named(PreTokenizerRule((_KIMI_K2,)), "kimi-k2"),
         **_named(PreTokenizerRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),
         **_named(PreTokenizerRule(_DEEPSEEK_LLM), "deepseek-llm"),
         **_named(PreTokenizerRule(_DEEPSEEK_CODER), "deepseek-coder"),
@@ -100,7 +118,7 @@ PRE_RULES: Mapping[str, PreTokenizerRule] = MappingProxyType(
 
 GPT2_SPLIT = _GPT2  # what ByteLevel cuts by itself
 # Patterns that cut a word from the space before the next one, and a line break from the word after it.
-WORD_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2, _QWEN35, _TEKKEN, _GPT4O, _DEEPSEEK3[-1]})
+WORD_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2, _QWEN35, _TEKKEN, _GPT4O, _KIMI_K2, _DEEPSEEK3[-1]})
 KNOWN_SPLITS = frozenset(split for rule in PRE_RULES.values() for split in rule.splits)
 
 
@@ -109,8 +127,12 @@ def rule_for(name: str) -> PreTokenizerRule:
     try:
         return PRE_RULES[name]
     except KeyError:
-        known = ", ".join(sorted(PRE_RULES))
-        raise TokenizerError(f"tokenizer.ggml.pre is {name!r}, which kvilt does not know; it knows {known}") from None
+        known = sorted(PRE_RULES)
+        nearest = get_close_matches(name, known, n=1, cutoff=0)[0]
+        raise TokenizerError(
+            f"tokenizer.ggml.pre is {name[:64]!r}, which kvilt does not know; "
+            f"the nearest it knows is {nearest!r} (all of them: {', '.join(known)})"
+        ) from None
 
 
 def pre_tokenizer(rule: PreTokenizerRule) -> PreTokenizer:

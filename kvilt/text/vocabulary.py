@@ -16,13 +16,15 @@ from ..errors import TokenizerError
 MAX_TOKENS = 1 << 23
 MAX_TOKEN_CHARS = 1 << 14
 _PREFIX = "tokenizer.ggml."
+_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "gemma4": "BPE with SentencePiece's spaces"}
 _ESCAPED = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as the file's reader keeps them
-# Texts that end a turn or a document when the vocabulary says they are control tokens.
+# Texts that end a turn or a document where they are tokens of their own.
 _ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|end|>",
@@ -32,6 +34,7 @@ _ENDS = (
     "<EOT>",
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",
+    "<|tool_response>",  # Gemma 4 waits there for the result of its calls
 )
 
 
@@ -51,11 +54,11 @@ class TokenType(IntEnum):
 class Vocabulary:
     """Tokens in id order, with what the file says about each and about the whole."""
 
-    kind: str  # "gpt2" (byte-level BPE) or "llama" (SentencePiece BPE)
+    kind: str  # "gpt2" (byte-level BPE), "llama" (SentencePiece BPE) or "gemma4" (its spelling, with merges in a list)
     pre: str
     tokens: list[str]
     types: list[int]
-    scores: list[float]  # empty for byte-level BPE
+    scores: list[float]  # of SentencePiece; empty where merges are listed
     merges: list[str]  # empty for SentencePiece
     bos_id: int | None
     eos_id: int | None
@@ -65,6 +68,11 @@ class Vocabulary:
     add_eos: bool
     space_prefix: bool
     template: str | None
+
+    @property
+    def writes_blocks(self) -> bool:
+        """Whether U+2581 stands for a space in tokens, and `<0x0A>` for a byte, as in SentencePiece."""
+        return self.kind != "gpt2"
 
     def of_type(self, *types: TokenType) -> dict[str, int]:
         """Text to id of the tokens of these types, in id order."""
@@ -80,9 +88,7 @@ class Vocabulary:
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Check the `tokenizer.*` fields of GGUF metadata; damage raises TokenizerError naming the field."""
-    kind = _typed(metadata, "model", str, None)
-    if kind not in ("gpt2", "llama"):
-        raise TokenizerError(f"tokenizer.ggml.model is {kind!r}; kvilt reads 'gpt2' (BPE) and 'llama' (SentencePiece)")
+    kind = _kind(metadata)
     spm = kind == "llama"
     tokens = _tokens(metadata)
     size = len(tokens)
@@ -103,20 +109,32 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         eos_id=ids["eos"],
         turn_ids=tuple(i for i in (ids["eot"], ids["eom"]) if i is not None),
         named=_named(ids),
-        add_bos=_typed(metadata, "add_bos_token", bool, True if spm else None),
+        add_bos=_typed(metadata, "add_bos_token", bool, None if kind == "gpt2" else True),
         add_eos=_typed(metadata, "add_eos_token", bool, False),
         space_prefix=_typed(metadata, "add_space_prefix", bool, spm) if spm else False,
         template=template,
     )
 
 
-def end_ids(special: Mapping[str, int], eos_id: int | None, named: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Every token that ends a generation: the model's eos first, then those its vocabulary marks by their text."""
-    texts = [text for text in _ENDS if text in special]
+def _kind(metadata: Mapping[str, Any]) -> str:
+    kind = _typed(metadata, "model", str, None)
+    if kind not in _KINDS:
+        known = ", ".join(f"{name!r} ({what})" for name, what in _KINDS.items())
+        raise TokenizerError(f"tokenizer.ggml.model is {kind!r}; kvilt reads {known}")
+    # Files of either model name call this kind by its pre-tokenizer.
+    return "gemma4" if kind == "gpt2" and metadata.get(_PREFIX + "pre") == "gemma4" else kind
+
+
+def end_ids(tokens: Mapping[str, int], eos_id: int | None, named: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Every token that ends a generation: the model's eos first, then those whose text says so.
+
+    `tokens` are those that stand for themselves: control tokens, and those that a file calls user-defined.
+    """
+    texts = [text for text in _ENDS if text in tokens]
     if "<|return|>" in texts and "<|end|>" in texts:
         texts.remove("<|end|>")  # there `<|end|>` closes a part of an answer, and `<|return|>` the answer
     found = [eos_id] if eos_id is not None else []
-    return tuple(dict.fromkeys([*found, *named, *(special[text] for text in texts)]))
+    return tuple(dict.fromkeys([*found, *named, *(tokens[text] for text in texts)]))
 
 
 def _typed(metadata: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
