@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -326,6 +327,26 @@ def test_a_template_is_rendered_once_for_each_chat(llm: LLM, monkeypatch: pytest
         rendered.clear()
     assert [*llm.stream_chat(QUESTION, max_tokens=1)]
     assert len(rendered) == 1
+
+
+def test_variables_reach_the_template_and_those_it_does_not_read_are_left_out(llm: LLM) -> None:
+    own = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{{ reasoning_effort }}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{own}"
+    asking = LLM(llm.executor, dataclasses.replace(llm.tokenizer, chat_template=template))
+    for given, ending in (
+        (None, ""),
+        ({"enable_thinking": False}, "no"),
+        ({"enable_thinking": True, "reasoning_effort": "high"}, "high"),
+        ({"thinking_budget": 3, "unread": [1]}, ""),
+    ):
+        assert asking.render_chat(QUESTION, template_kwargs=given).text == QUESTION[0]["content"] + ending
+        done = asking.chat(QUESTION, max_tokens=1, chat_template_kwargs=given)
+        assert done.usage.prompt_tokens == len(asking.tokenizer.encode(QUESTION[0]["content"] + ending))
+        stream = asking.stream_chat(QUESTION, max_tokens=1, chat_template_kwargs=given, documents=["x"])
+        assert [*stream] is not None and stream.completion.usage.prompt_tokens >= done.usage.prompt_tokens
+    for refused in ({"messages": []}, {"bos_token": "x"}, {"_x": 1}, {"a b": 1}, {1: 2}, [1]):
+        with pytest.raises(ParamError, match="chat_template_kwargs"):
+            asking.chat(QUESTION, max_tokens=1, chat_template_kwargs=refused)  # type: ignore[arg-type]
 
 
 def test_a_rendered_chat_has_the_text_and_the_ids_of_its_template(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -11,17 +12,25 @@ from .chat_input import InputReader, PipeInput, TerminalInput, unquoted
 from .chat_screen import Screen
 from .chat_session import ChatSession, count, history_file, numbers
 from .sampling import given_params
+from .template_options import read_template_options
 
 
 def chat(
-    model: str, system: str, saved: str, sampling: dict[str, Any], config: dict[str, Any], show_drafts: bool = False
+    model: str,
+    system: str,
+    saved: str,
+    sampling: dict[str, Any],
+    config: dict[str, Any],
+    show_drafts: bool = False,
+    template_options: Sequence[str] = (),
 ) -> bool:
     """Chat until the input ends; False if a command or question from a pipe failed."""
     given_params(sampling)
+    template = read_template_options(template_options)
     if show_drafts and config.get("draft") is None:
         raise ParamError("show_drafts", "needs a drafter; add --draft ngram or a draft model")
     screen = Screen(show_drafts)
-    with closing(ChatSession.open(model, sampling, config, system)) as session:
+    with closing(ChatSession.open(model, sampling, config, system, template)) as session:
         if screen.interactive:
             limit = session.llm.executor.max_context
             screen.note(f"{session.label} · {count(limit, 'token')} of context · /help · Ctrl+D leaves")

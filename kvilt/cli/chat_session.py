@@ -33,10 +33,17 @@ class ChatSession:
     reused: int = 0
 
     @classmethod
-    def open(cls, model: str, sampling: dict[str, Any], config: dict[str, Any], system: str) -> ChatSession:
-        """A new chat with a model."""
+    def open(
+        cls,
+        model: str,
+        sampling: dict[str, Any],
+        config: dict[str, Any],
+        system: str,
+        template: dict[str, Any] | None = None,
+    ) -> ChatSession:
+        """A new chat with a model; `template` are variables of its chat template."""
         llm = _load(model, config)
-        return cls(model, llm, sampling, config, Conversation(llm, system))
+        return cls(model, llm, sampling, config, Conversation(llm, system, template_kwargs=template))
 
     @property
     def params(self) -> SamplingParams:
@@ -78,17 +85,18 @@ class ChatSession:
             loaded = LoadedConversation(branch.fork(), 0)
         else:
             loaded = Conversation.load(self.llm, chat_path(chats_folder(), name))
+            loaded.conversation.template_kwargs = self.conversation.template_kwargs
         self.switch(loaded.conversation)
         return loaded
 
     def change_model(self, model: str) -> None:
         """Start a new chat with another model; if it cannot be loaded, nothing changes."""
         llm = _load(model, self.config)
-        system = self.conversation.system
+        system, template = self.conversation.system, self.conversation.template_kwargs
         self.close()
         self.model, self.llm, self.reused = model, llm, 0
         self.branches = {}
-        self.conversation = Conversation(llm, system)
+        self.conversation = Conversation(llm, system, template_kwargs=template)
 
     def close(self) -> None:
         """Release the KV and the model's files."""

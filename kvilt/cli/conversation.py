@@ -6,13 +6,13 @@ Generated ids are kept; they are never made again from text. This module does no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ..errors import BlobError, InputError, TruncateError
 from ..kv.cache import KVCache
@@ -24,11 +24,19 @@ from .chat_record import ChatRecord, ChatTurn, ids_of, kv_name, read_record, wri
 class Conversation:
     """Turns with one model. The cache always holds a prefix of the ids. Close it, or use it as a context manager."""
 
-    def __init__(self, llm: LLM, system: str = "", turns: Sequence[ChatTurn] = (), kv: KVCache | None = None) -> None:
-        """Takes ownership of `kv`."""
+    def __init__(
+        self,
+        llm: LLM,
+        system: str = "",
+        turns: Sequence[ChatTurn] = (),
+        kv: KVCache | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes ownership of `kv`. `template_kwargs` are variables of the chat template."""
         self.llm = llm
         self.system = system
         self.turns = tuple(turns)
+        self.template_kwargs = dict(template_kwargs or {})
         self.last: Completion | None = None  # of the latest answer, without its KV
         self._kv = llm.executor.create_kv_cache() if kv is None else kv
         self._live: Stream | None = None
@@ -105,7 +113,7 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """A second conversation with the same turns; the KV pages are shared."""
-        return Conversation(self.llm, self.system, self.turns, self._kv.fork())
+        return Conversation(self.llm, self.system, self.turns, self._kv.fork(), self.template_kwargs)
 
     def clear(self) -> None:
         """Remove all turns; the system message stays."""
@@ -165,9 +173,10 @@ class Conversation:
         """The ids of the conversation with a new question."""
         messages = [*self.messages, {"role": "user", "content": text}]
         template, tokenizer = self.llm.chat_template, self.llm.tokenizer
-        behind = template.encode_after(tokenizer, messages) if self.turns else None
+        variables = template.options_read(self.template_kwargs)
+        behind = template.encode_after(tokenizer, messages, **variables) if self.turns else None
         if behind is None:
-            return template.encode(tokenizer, messages)
+            return template.encode(tokenizer, messages, **variables)
         ids = self.ids
         if ids[-1] in self.llm.stop_ids:
             ids.pop()  # the template ends the turn itself, with the same token or the one it prefers

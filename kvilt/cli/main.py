@@ -52,6 +52,7 @@ def run(
     blend_ratio: Annotated[
         float | None, typer.Option(help="Share of the documents' tokens to recompute; default 0.15.")
     ] = None,
+    template_option: opt.TemplateOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all numbers.")] = False,
     *,
@@ -75,6 +76,7 @@ def run(
             lora_scale=lora_scale,
             documents=tuple(document or ()),
             ratio=blend_ratio,
+            template_options=tuple(template_option or ()),
         )
         answer(request, model, {**sampling, **read_grammar(grammar)}, store, {**config, **drafts})
 
@@ -86,6 +88,7 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message for the chat template.")] = "",
     saved: Annotated[str, typer.Option("--load", metavar="NAME", help="Continue a saved chat.")] = "",
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour accepted draft tokens.")] = False,
+    template_option: opt.TemplateOption = None,
     *,
     sampling: dict[str, Any],
     drafts: dict[str, Any],
@@ -95,7 +98,7 @@ def chat(
     with exit_on_error():
         from .chat import chat as run_chat
 
-        if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts):
+        if not run_chat(model, system, saved, sampling, {**config, **drafts}, show_drafts, template_option or ()):
             raise typer.Exit(FAILURE)
 
 

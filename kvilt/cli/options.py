@@ -17,6 +17,13 @@ import typer
 from ..config import DEFAULT_MODEL as DEFAULT_MODEL
 from ..errors import ParamError
 
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A variable of the chat template, like enable_thinking=false; the value is JSON or text. Repeatable.",
+    ),
+]
 Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a path, or hf:org/name[:file].")]
 
 

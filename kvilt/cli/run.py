@@ -20,6 +20,7 @@ from ..sampling.sampler import TokenLogprobs
 from .progress import bars
 from .sampling import describe_params, given_params, repetition_hint, sampling_params, with_short_seed
 from .store import check_store_options, context_prefix, open_store
+from .template_options import read_template_options
 from .texts import read_text
 
 ADAPTER = "adapter"  # the name of the adapter that --lora gives
@@ -38,6 +39,7 @@ class RunRequest:
     lora_scale: float = 1.0
     documents: tuple[str, ...] = ()  # files
     ratio: float | None = None  # of their tokens that is computed again
+    template_options: tuple[str, ...] = ()  # NAME=VALUE, variables of the chat template
 
 
 def answer(
@@ -138,19 +140,23 @@ def _complete(llm: LLM, request: RunRequest, prompt: str, params: SamplingParams
 
 
 def _keywords(request: RunRequest) -> dict[str, Any]:
-    """The keywords besides the prompt: adapter, documents, recipe."""
+    """The keywords besides the prompt: adapter, template options, documents, recipe."""
     if request.ratio is not None and not request.documents:
         raise ParamError("blend_ratio", "is for documents; give one with --document")
-    lora = {"lora": ADAPTER, "lora_scale": request.lora_scale} if request.lora else {}
+    own: dict[str, Any] = {"lora": ADAPTER, "lora_scale": request.lora_scale} if request.lora else {}
+    if request.template_options:
+        own["chat_template_kwargs"] = read_template_options(request.template_options)
     if not request.documents:
-        return lora
+        return own
     recipe = Recipe.of(None, **({} if request.ratio is None else {"ratio": request.ratio}))
-    return {**lora, "documents": [read_text(path) for path in request.documents], "recipe": recipe}
+    return {**own, "documents": [read_text(path) for path in request.documents], "recipe": recipe}
 
 
 def _messages(llm: LLM, request: RunRequest, prompt: str) -> list[Message] | None:
     """The prompt as chat messages; None where it is continued without a template."""
     if request.raw or llm.tokenizer.chat_template is None:
+        if request.template_options:
+            raise ParamError("template_option", "is for a chat template, and none is used here")
         return None
     system = [{"role": "system", "content": request.system}] if request.system else []
     return [*system, {"role": "user", "content": prompt}]

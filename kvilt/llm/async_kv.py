@@ -22,7 +22,11 @@ class ChatIds(Protocol):
     """Messages, and perhaps tools, as tokens."""
 
     def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answers: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
 
 
@@ -51,6 +55,7 @@ class AsyncKV:
         *,
         messages: Sequence[Message] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tenant: str = "",
         ttl_s: float | None = None,
         lora: int | str | None = None,
@@ -63,7 +68,8 @@ class AsyncKV:
             assert prompt is not None
             ids = await self._offload.run(PROMPT, self._prompt_ids, prompt, owner=owner_of(tenant))
         else:
-            ids = await self._offload.run(PROMPT, self._chat_ids, messages, tools, False, owner=owner_of(tenant))
+            given = (messages, tools, False, chat_template_kwargs)
+            ids = await self._offload.run(PROMPT, self._chat_ids, *given, owner=owner_of(tenant))
         self._handles.check_room(tenant, len(ids))
         adapter = self._adapter(AdapterChoice(lora, lora_scale), ids)
         return self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s)

@@ -146,11 +146,12 @@ class AsyncLLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Completion:
         """Answer a conversation. Where `kv` names a handle, the conversation must begin with its tokens."""
         options, chosen = split_fields(params, fields)
-        return await self._complete(partial(self._prompts.chat, messages, tools), chosen, options)
+        return await self._complete(partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options)
 
     async def stream_chat(
         self,
@@ -158,12 +159,15 @@ class AsyncLLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         **fields: Unpack[CallFields],
     ) -> AsyncStream:
         """`chat` as a stream of deltas."""
         options, chosen = split_fields(params, fields)
-        return await self._open(partial(self._prompts.chat, messages, tools), chosen, options, progress)
+        return await self._open(
+            partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options, progress
+        )
 
     async def warm(
         self,

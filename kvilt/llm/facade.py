@@ -85,14 +85,17 @@ class LLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Completion:
         """Answer a conversation. With `kv`, what it shares with the conversation's beginning is not computed again.
 
         `documents` stand where the chat template puts them, else before the last user's text, and are blended.
+        `chat_template_kwargs` are variables for the template, like `enable_thinking` or `reasoning_effort`; those that
+        it does not read have no effect.
         """
         options, chosen = split_fields(params, fields)
-        return self._complete(partial(self._prompts.chat, messages, tools), chosen, options)
+        return self._complete(partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options)
 
     def stream_chat(
         self,
@@ -100,11 +103,12 @@ class LLM(Model):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Stream:
         """`chat`, piece by piece."""
         options, chosen = split_fields(params, fields)
-        source = partial(self._prompts.chat, messages, tools)
+        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
         return self._runner.stream(self._preparing(source, chosen, options), chosen)
 
     def blend(

@@ -157,10 +157,12 @@ class Model:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: int = 0,
         answers: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """A conversation rendered by its template, with places for so many documents; a rendered one stays as it is.
 
-        Without `answers` it ends with the last message, not where an answer begins.
+        Without `answers` it ends with the last message, not where an answer begins. `template_kwargs` are variables for
+        the template, like `enable_thinking`; those that it does not read have no effect.
         """
         if isinstance(messages, RenderedChat):
             return messages
@@ -171,13 +173,18 @@ class Model:
             places=documents,
             add_generation_prompt=answers,
             limit=self.executor.max_context,
+            **self.chat_template.options_read(template_kwargs or {}),
         )
 
     def chat_ids(
-        self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None = None, answers: bool = True
+        self,
+        messages: Chat,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answers: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, up to where an answer begins; without `answers`, up to the last message."""
-        rendered = self.render_chat(messages, tools, answers=answers)
+        rendered = self.render_chat(messages, tools, answers=answers, template_kwargs=template_kwargs)
         return rendered.encode(self.tokenizer, self.executor.max_context)[0]
 
     def chat_pieces(
@@ -186,9 +193,11 @@ class Model:
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Prompt],
         recipe: Recipe,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptParts:
         """A conversation with documents where its template puts them, else before the last user's text."""
-        pieces = self.render_chat(messages, tools, len(documents)).encode(self.tokenizer, self.executor.max_context)
+        rendered = self.render_chat(messages, tools, len(documents), template_kwargs=template_kwargs)
+        pieces = rendered.encode(self.tokenizer, self.executor.max_context)
         return self.documents.between(pieces, documents, recipe)
 
     def _context_prefix_ids(self, context_prefix: ContextPrefix) -> list[int]:

@@ -139,14 +139,18 @@ class PromptPreparer:
         return self._with_documents(self._model.documents.parts(parts, options.recipe or Recipe()), options)
 
     def chat(
-        self, messages: Chat, tools: Sequence[Mapping[str, Any]] | None, options: RequestOptions
+        self,
+        messages: Chat,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        options: RequestOptions,
     ) -> PreparedPrompt:
         """A conversation, whose beginning is taken from the options' cache or handle as far as they agree."""
         model = self._model
         if listed(options.documents):
-            parts = model.chat_pieces(messages, tools, options.documents, options.recipe or Recipe())
+            parts = model.chat_pieces(messages, tools, options.documents, options.recipe or Recipe(), template_kwargs)
             return self._with_documents(parts, options)
-        ids = model.chat_ids(messages, tools)
+        ids = model.chat_ids(messages, tools, template_kwargs=template_kwargs)
         uninterruptible()
         if isinstance(options.kv, str):
             return self._after_handle(ids, options.kv, options.tenant)

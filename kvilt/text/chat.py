@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ContextOverflow, InputError, TemplateError
+from ..errors import ContextOverflow, InputError, ParamError, TemplateError
 from .budget import MAX_INT_BITS, TemplateLimits
 from .pipeline import clean
 from .specials import SpecialTexts
@@ -195,9 +195,22 @@ class ChatTemplate:
         given = {"add_generation_prompt": bool(add_generation_prompt)}
         return self._compiled.render({**self._named, **guard.values, **given})
 
+    def options_read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords that the template reads, of those that a caller sends to any model; names are checked."""
+        if not isinstance(kwargs, Mapping):
+            raise ParamError("chat_template_kwargs", f"must be an object, not {type(kwargs).__name__}")
+        if (refused := next(filter(self._is_ours, kwargs), None)) is not None:
+            raise ParamError("chat_template_kwargs", f"{str(refused)[:64]!r} is set by kvilt, or is no variable's name")
+        return {name: value for name, value in kwargs.items() if name in self._compiled.variables}
+
+    def _is_ours(self, name: object) -> bool:
+        """Whether a caller cannot set this name."""
+        known = isinstance(name, str) and name.isidentifier()
+        return not known or name in _RESERVED or name in self._named or str(name).startswith("_")
+
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:
-            if name in _RESERVED or name in self._named or not name.isidentifier() or name.startswith("_"):
+            if self._is_ours(name):
                 raise TemplateError(f"{name!r} is set by kvilt and cannot be given to the chat template")
             if name not in self._compiled.variables:
                 known = ", ".join(sorted(self._compiled.variables - _RESERVED)) or "none"

@@ -15,6 +15,8 @@ from gguf import GGUFWriter
 from tiny import write_tiny_of_bytes
 
 from kvilt import load
+from kvilt.cli.template_options import read_template_options
+from kvilt.errors import ParamError
 
 KVILT = [sys.executable, "-m", "kvilt.cli.main"]
 
@@ -261,3 +263,29 @@ def test_temperature_0_is_what_the_library_says_without_settings(model: str) -> 
     done = kvilt("run", "--raw", "Count: 1, 2, 3,", "--model", model, "--max-tokens", "12", *GREEDY, KVILT_THREADS="1")
     with load(model, kv_memory="64M", threads=1) as llm:
         assert done.stdout == llm.generate("Count: 1, 2, 3,", max_tokens=12).text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([], {}),
+        (["enable_thinking=false", "reasoning_effort=high"], {"enable_thinking": False, "reasoning_effort": "high"}),
+        (["a=1", 'b="1"', "c={}", "d=x=y", "e="], {"a": 1, "b": "1", "c": {}, "d": "x=y", "e": ""}),
+    ],
+)
+def test_template_options_are_json_or_text(given: list[str], found: dict[str, object]) -> None:
+    assert read_template_options(given) == found
+
+
+@pytest.mark.parametrize("given", [["x"], ["=1"], ["a b=1"], ["a=1", "a=2"]])
+def test_bad_template_options_are_refused(given: list[str]) -> None:
+    with pytest.raises(ParamError, match="template_option"):
+        read_template_options(given)
+
+
+def test_template_options_reach_the_template(model: str) -> None:
+    asked = ("run", "Hi", "--model", model, "--max-tokens", "1")
+    done = kvilt_process(*asked, "--template-option", "enable_thinking=false")
+    assert done.returncode == 0, done.stderr
+    refused(kvilt_process(*asked, "--template-option", "messages=[]"), "messages", "set by kvilt")
+    refused(kvilt_process(*asked, "--raw", "--template-option", "a=1"), "chat template")

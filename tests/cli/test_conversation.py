@@ -547,3 +547,17 @@ def test_a_chat_of_2000_tokens_reopened_in_a_new_process_computes_only_what_is_n
     assert there["tokens"] == here
     assert there["cached"] == held - 1
     assert there["computed"] == there["prompt"] - there["cached"] + len(here) - 1 < 60
+
+
+def test_variables_of_the_template_hold_for_every_turn(small: Callable[..., LLM]) -> None:
+    plain = small()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}<|im_end|>{% endif %}"
+    own = LLM(plain.executor, dataclasses.replace(plain.tokenizer, chat_template=template))
+    end = own.tokenizer.id_of("<|im_end|>")
+    with Conversation(own, template_kwargs={"thinks": True, "unread": 1}) as chat:
+        list(chat.say("Hello", SHORT))
+        assert chat.turns[0].ids[: len(own.tokenizer.encode("Hello"))] == tuple(own.tokenizer.encode("Hello"))
+        with chat.fork() as other:
+            assert other.template_kwargs == chat.template_kwargs
+            assert end not in other._prompt("again")[-2:]
+    own.close()

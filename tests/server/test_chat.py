@@ -17,6 +17,7 @@ from kvilt.config import EngineConfig
 from kvilt.executor.protocol import Executor
 from kvilt.llm import Delta
 from kvilt.server.openai.message import MessageBuilder
+from kvilt.text.chat import ChatTemplate
 from kvilt.text.parse import parser_named
 from kvilt.text.sandbox import CompiledTemplate
 from kvilt.text.tokenizer import Tokenizer
@@ -360,6 +361,32 @@ def test_a_template_is_rendered_once_for_each_request(start: Start, monkeypatch:
             assert len(rendered) == 1, more
 
 
+def test_a_request_sets_variables_of_the_template(start: Start, monkeypatch: Any) -> None:
+    given: list[Any] = []
+    template = "{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}"
+    with start() as own, own.http() as http:
+        monkeypatch.setattr(own.service.llm, "_template", ChatTemplate(template))
+        render = CompiledTemplate.render
+        monkeypatch.setattr(
+            CompiledTemplate, "render", lambda self, values: (given.append(values), render(self, values))[1]
+        )
+        for fields, expected in (
+            ({}, {}),
+            ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+            ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+            ({"chat_template_kwargs": {"enable_thinking": True, "unread": 1}}, {"enable_thinking": True}),
+        ):
+            for parser in ("think", "hermes"):
+                monkeypatch.setattr(own.service, "parser", parser_named(parser))
+                assert http.post("/v1/chat/completions", json={**SHORT, **fields}).status_code == 200, fields
+                names = ("reasoning_effort", "enable_thinking", "unread")
+                assert {name: given[-1][name] for name in names if name in given[-1]} == expected
+        asked = {"messages": QUESTION, "chat_template_kwargs": {"enable_thinking": False}}
+        for path in ("/tokenize", "/v1/kv"):
+            assert http.post(path, json=asked).status_code == 200
+            assert given[-1]["enable_thinking"] is False
+
+
 def test_a_mark_that_is_a_special_token_reaches_the_parser() -> None:
     parser = parser_named("hermes")
     builder = MessageBuilder(parser.new([CLOCK]), True, {7: "<tool_call>", 8: "</tool_call>"})
@@ -432,6 +459,10 @@ def test_parts_roles_and_names(server: Running, llm: LLM) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"kv": "../../etc/passwd"}, "kv"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
     ],
 )

@@ -89,7 +89,13 @@ async def create(body: CreateRequest, service: ServiceDep, caller: SaltedCallerD
     lora = service.check_model(body.model)
     messages, tools = await service.llm.offload.run(PROMPT, _conversation, body, owner=owner_of(caller.tenant))
     made = await service.llm.kv.create(
-        body.prompt, messages=messages, tools=tools, tenant=caller.tenant, ttl_s=body.ttl_s, lora=lora
+        body.prompt,
+        messages=messages,
+        tools=tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        tenant=caller.tenant,
+        ttl_s=body.ttl_s,
+        lora=lora,
     )
     return json_response(handle_json(made))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..http.schema import RequestModel, ResponseModel
-from ..openai.fields import Documents, Ids, LoraScale, Messages, SafeName, Tool, TtlS
+from ..openai.fields import Documents, Ids, LoraScale, Messages, SafeName, TemplateKwargs, Tool, TtlS
 
 
 class KVHandle(ResponseModel):
@@ -29,6 +29,7 @@ class CreateRequest(RequestModel):
     prompt: str | Ids | None = None
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     ttl_s: TtlS | None = None
 
 

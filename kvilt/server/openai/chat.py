@@ -29,6 +29,7 @@ from .params import (
     prompt_progress,
     request_options,
     sampling_params,
+    template_kwargs,
     template_messages,
     wants_progress,
 )
@@ -53,6 +54,7 @@ class PreparedChat:
         """The keywords of `AsyncLLM.stream_chat`."""
         return {
             "tools": self.tools,
+            "chat_template_kwargs": template_kwargs(self.body),
             "progress": wants_progress(self.body),
             **request_options(self.body, self.caller, self.name, self.lora),
         }
@@ -64,7 +66,7 @@ def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> Prepare
     _check(service, body)
     messages = template_messages(body.messages)
     tools = _tools(body)
-    rendered = _rendered(service, messages, tools, len(body.documents or ()))
+    rendered = _rendered(service, body, messages, tools)
     prompt = None if rendered is None else rendered.text
     message_format = MessageFormat(
         service.parser, tools or (), body.parallel_tool_calls is not False, prompt, service.parser_markers
@@ -128,12 +130,13 @@ def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) 
 
 
 def _rendered(
-    service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, documents: int
+    service: Service, body: ChatRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> RenderedChat | None:
     """The rendered prompt where the parser needs its end; the token ids are made from the same rendering."""
     if service.parser.thinking is None:
         return None
-    return service.llm.render_chat(messages, tools, documents)
+    variables = template_kwargs(body)
+    return service.llm.render_chat(messages, tools, len(body.documents or ()), template_kwargs=variables)
 
 
 async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, Any]:

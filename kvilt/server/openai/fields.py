@@ -334,3 +334,10 @@ class Tool(RequestModel):
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    Field(
+        max_length=64, description="Variables of the chat template, like enable_thinking; others have no effect on it."
+    ),
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -28,6 +28,7 @@ from .fields import (
     RegexFormat,
     ToolCallParam,
 )
+from .schema import ChatRequest
 
 # Fields with the same name and meaning in SamplingParams.
 _SAME = (
@@ -123,6 +124,18 @@ def wants_progress(body: GenerationRequest) -> bool:
 def prompt_progress(reading: ReadingProgress) -> dict[str, int]:
     """The progress of a prompt, under llama.cpp's names."""
     return {"total": reading.prompt_tokens, "cache": reading.cached, "processed": reading.tokens}
+
+
+def template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """The variables that a chat template is given: those of the request, and its reasoning effort."""
+    given, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    if effort is None:
+        return given
+    if given.setdefault("reasoning_effort", effort) != effort:
+        raise ParamError("reasoning_effort", "stands in chat_template_kwargs with another value; give one of them")
+    if effort == "none":  # families that can only switch reasoning off read this variable
+        given.setdefault("enable_thinking", False)
+    return given
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -9,7 +9,17 @@ from pydantic import Field
 from ...sampling.params import MAX_TOKENS
 from ..http.schema import RequestModel, ResponseModel
 from ..kv.schema import KVHandle
-from .fields import GenerationRequest, Ids, MaxTokens, Messages, Tool, ToolName, TopLogprobs
+from .fields import (
+    GenerationRequest,
+    Ids,
+    MaxTokens,
+    Messages,
+    ReasoningEffort,
+    TemplateKwargs,
+    Tool,
+    ToolName,
+    TopLogprobs,
+)
 
 
 class ChosenFunction(RequestModel):
@@ -36,6 +46,10 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="The template's variable of this name; none also sets enable_thinking to false."
+    )
 
 
 # The server's own limit is lower; these stop validation early.

@@ -13,7 +13,7 @@ from ..http.responses import json_response
 from ..http.routing import BODY_ERRORS, CallerDep, ServiceDep, StrictRoute, error_responses
 from ..http.schema import RequestModel, ResponseModel
 from ..service import Service
-from .fields import Messages, TokenId, Tool
+from .fields import Messages, TemplateKwargs, TokenId, Tool
 from .params import template_messages
 from .usage import token_text
 
@@ -27,6 +27,7 @@ class TokenizeRequest(RequestModel):
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="Whether the template adds the start of an answer.")
+    chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
 
 
@@ -85,7 +86,8 @@ def _tokens(service: Service, body: TokenizeRequest) -> Response:
         ids = llm.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens, limit=most)
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
-        ids = llm.chat_ids(template_messages(body.messages), tools, body.add_generation_prompt)
+        variables = body.chat_template_kwargs
+        ids = llm.chat_ids(template_messages(body.messages), tools, body.add_generation_prompt, variables)
     made = {"tokens": ids, "count": len(ids), "max_model_len": llm.executor.max_context}
     shown = [token_text(llm.tokenizer, token) for token in ids] if body.return_token_strs else None
     return json_response({**made, "token_strs": shown})
