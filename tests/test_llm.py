@@ -343,7 +343,8 @@ def test_variables_reach_the_template_and_those_it_does_not_read_are_left_out(ll
         done = asking.chat(QUESTION, max_tokens=1, chat_template_kwargs=given)
         assert done.usage.prompt_tokens == len(asking.tokenizer.encode(QUESTION[0]["content"] + ending))
         stream = asking.stream_chat(QUESTION, max_tokens=1, chat_template_kwargs=given, documents=["x"])
-        assert [*stream] is not None and stream.completion.usage.prompt_tokens >= done.usage.prompt_tokens
+        list(stream)
+        assert stream.completion.usage.prompt_tokens >= done.usage.prompt_tokens
     for refused in ({"messages": []}, {"bos_token": "x"}, {"_x": 1}, {"a b": 1}, {1: 2}, [1]):
         with pytest.raises(ParamError, match="chat_template_kwargs"):
             asking.chat(QUESTION, max_tokens=1, chat_template_kwargs=refused)  # type: ignore[arg-type]
