@@ -100,8 +100,9 @@ def _feed_forward_width(spec: FeedForwardSpec | ExpertsSpec) -> int:
     match spec:
         case FeedForwardSpec(hidden):
             return 3 * hidden
-        case ExpertsSpec(experts, top_k, expert):
-            return experts + top_k * _feed_forward_width(expert)
+        case ExpertsSpec(experts, top_k, expert, shared=shared):
+            of_all = 0 if shared is None else _feed_forward_width(shared.block) + shared.gated
+            return experts + top_k * _feed_forward_width(expert) + of_all
 
 
 def workloads(executor: Executor, plan: BenchPlan) -> Iterator[Workload]:

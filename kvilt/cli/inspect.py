@@ -302,8 +302,9 @@ def _feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> str:
     match spec:
         case FeedForwardSpec(hidden):
             return f"{hidden:,}"
-        case ExpertsSpec(experts, top_k, expert):
-            return f"{experts} experts of {expert.hidden:,}, {top_k} for each token"
+        case ExpertsSpec(experts, top_k, expert, shared=shared):
+            of_all = "" if shared is None else f", one of {shared.block.hidden:,} for all"
+            return f"{experts} experts of {expert.hidden:,}, {top_k} for each token{of_all}"
 
 
 def _reach(reach: Reach) -> str:

@@ -18,7 +18,7 @@ from ..ops.lowrank import LowRank
 from ..weights.gguf_lora import GGUFAdapter
 from ..weights.peft import ModuleTensors, PeftFolder
 from .decoder import Decoder
-from .families.family import CheckpointDialect
+from .families.family import CheckpointDialect, expert_part
 from .families.registry import FAMILIES, pairs_qk
 from .layers import Linear, linears_in
 from .spec import ModelSpec, RopeSpec
@@ -163,7 +163,7 @@ def _named(dialect: CheckpointDialect, maps: Iterable[str], layers: int) -> Iter
     inside = {part for parts in dialect.fused.values() for part in parts}
     for name in maps:
         layer, _, part = name.partition(".")
-        if part and part not in inside:
+        if part and part not in inside and expert_part(part) not in dialect.stacks:
             yield _bare(dialect.name_of(int(layer), part)), (name,)
     for i in range(layers):
         for whole, parts in dialect.fused.items():

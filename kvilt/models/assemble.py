@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +16,17 @@ from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
 from .decoder import Decoder, Layer
+from .expert_slices import ExpertSlice, expert_slices
 from .experts import Experts, FeedForward
-from .families.family import CheckpointDialect
+from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
 from .layers import DenseFeedForward, Linear, Norm
 from .rope import frequencies
 from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
+EXTRA_LAYERS = 8  # the most that predict further tokens
+LOOSE = ("selection_bias", "shared_gate")  # vectors that some checkpoints keep as matrices of one row, and others not
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -36,9 +39,10 @@ def assemble(
 ) -> Decoder:
     """A decoder with this checkpoint's weights; raises a report if a tensor is missing, extra or misshapen."""
     dialect = recognise(checkpoint).dialect
-    needed = dict(_needed(spec, dialect))
-    found = match(needed, checkpoint.tensors, dialect.ignored + ((dialect.names["head"],) if spec.tied_head else ()))
-    slices = dict(_slices(spec, dialect))
+    present = frozenset(checkpoint.tensors.names())
+    needed = dict(_needed(spec, dialect, present))
+    found = match(needed, checkpoint.tensors, tuple(_ignored(spec, dialect)))
+    slices = dict(_slices(spec, dialect, present))
     loader = _Loader(checkpoint, found, slices, ops, dialect.norm_shift, spec.norm_eps, progress)
     embedding = loader.weight("embedding")
     places = layout.places()
@@ -53,11 +57,23 @@ def assemble(
     )
 
 
+def _ignored(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[str]:
+    """Patterns of tensors that may be there without being used."""
+    yield from dialect.ignored
+    if spec.tied_head:
+        yield dialect.names["head"]
+    if dialect.extra_layers:
+        before, _, _ = dialect.names["attention_norm"].partition("{i}")
+        yield from (f"{before}{len(spec.layers) + extra}.*" for extra in range(EXTRA_LAYERS))
+
+
 def _ropes(spec: ModelSpec) -> list[RopeSpec]:
     return [rope for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers) if isinstance(rope, RopeSpec)]
 
 
-def _needed(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, ExpectedTensor]]:
+def _needed(
+    spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
+) -> Iterator[tuple[str, ExpectedTensor]]:
     """Every tensor the spec asks for, by our name."""
     width = spec.hidden_size
     yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
@@ -70,28 +86,44 @@ def _needed(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, 
             rows = sum(shapes.pop(part)[0] for part in parts)
             shapes[whole] = (rows, width)
         for name, shape in shapes.items():
-            yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), shape)
+            if expert_part(name) not in dialect.stacks:
+                yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), shape, loose=name in LOOSE)
+        for part in expert_slices(i, layer, shapes, dialect, present).values():
+            yield from ((name, ExpectedTensor(name, shape)) for name, shape in part.wholes.items())
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class FusedSlice:
     """Rows [start, stop) of a tensor that holds several."""
 
     whole: str
     start: int
     stop: int
+    last: bool = True  # the whole is not needed after it; the others read the file again
+
+    @property
+    def wholes(self) -> tuple[str, ...]:
+        return (self.whole,)
+
+    def take(self, whole: Weight) -> Weight:
+        """These rows, packed or not; blocks never cross rows."""
+        return whole.rows(self.start, self.stop) if isinstance(whole, QuantTensor) else whole[self.start : self.stop]
 
 
-def _slices(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[tuple[str, _Slice]]:
-    """Where the parts of fused tensors lie."""
+def _slices(
+    spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
+) -> Iterator[tuple[str, FusedSlice | ExpertSlice]]:
+    """Where the parts of fused and stacked tensors lie."""
     for i, layer in enumerate(spec.layers):
         shapes = _layer_shapes(layer, spec.hidden_size)
         for whole, parts in dialect.fused.items():
             start = 0
             for part in parts:
                 stop = start + shapes[part][0]
-                yield f"{i}.{part}", _Slice(f"{i}.{whole}", start, stop)
+                yield f"{i}.{part}", FusedSlice(f"{i}.{whole}", start, stop)
                 start = stop
+        for name, expert in expert_slices(i, layer, shapes, dialect, present).items():
+            yield f"{i}.{name}", expert
 
 
 def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
@@ -126,9 +158,22 @@ def _feed_forward_shapes(spec: FeedForwardSpec | ExpertsSpec, width: int) -> dic
             shapes: dict[str, tuple[int, ...]] = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
             return shapes | ({"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (width,)} if bias else {})
         case ExpertsSpec(experts, expert=expert):
-            shapes = {"router": (experts, width)}
+            shapes = _router_shapes(spec, width)
             each = _feed_forward_shapes(expert, width)
             return shapes | {f"experts.{e}.{name}": shape for e in range(experts) for name, shape in each.items()}
+
+
+def _router_shapes(spec: ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
+    """What a block of experts has besides them."""
+    shapes: dict[str, tuple[int, ...]] = {"router": (spec.experts, width)}
+    if spec.router.bias:
+        shapes["router_bias"] = (spec.experts,)
+    if spec.router.selection_bias:
+        shapes["selection_bias"] = (spec.experts,)
+    if spec.shared is not None:
+        shapes |= {f"shared.{name}": shape for name, shape in _feed_forward_shapes(spec.shared.block, width).items()}
+        shapes |= {"shared_gate": (1, width)} if spec.shared.gated else {}
+    return shapes
 
 
 @dataclass(slots=True)
@@ -137,7 +182,7 @@ class _Loader:
 
     checkpoint: Checkpoint
     found: Mapping[str, str]
-    slices: Mapping[str, _Slice]
+    slices: Mapping[str, FusedSlice | ExpertSlice]
     ops: Ops
     norm_shift: float
     norm_eps: float
@@ -153,21 +198,29 @@ class _Loader:
 
     def weight(self, name: str) -> Prepared:
         part = self.slices.get(name)
-        whole = name if part is None else part.whole
-        weight = self._take(whole)
-        prepared = self.ops.prepare(weight if part is None else _rows(weight, part.start, part.stop))
-        self.checkpoint.tensors.forget(self.found[whole])  # so that a model is never in memory twice
+        wholes = (name,) if part is None else tuple(part.wholes)
+        weights = [self._take(whole) for whole in wholes]
+        own = weights[0] if part is None else part.take(*weights)
+        prepared = self.ops.prepare(own.unsqueeze(0) if isinstance(own, Tensor) and own.dim() == 1 else own)
+        if part is None or part.last:
+            for whole in wholes:
+                self.checkpoint.tensors.forget(self.found[whole])  # so that a model is never in memory twice
         return prepared
 
     def vector(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._take(name)
+        part = self.slices.get(name)
+        wholes = (name,) if part is None else tuple(part.wholes)
+        tensor = self._take(wholes[0])
         if isinstance(tensor, QuantTensor):
-            raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
-        return tensor.to(self.ops.device, dtype, copy=True)
+            raise WeightError(self.found[wholes[0]], f"is packed as {tensor.format.name}, expected plain floats")
+        tensor = tensor if part is None else part.take(tensor)
+        assert isinstance(tensor, Tensor)
+        return tensor.to(self.ops.device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}_bias"
-        return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if bias in self.found else None, name)
+        held = bias in self.found or bias in self.slices
+        return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if held else None, name)
 
     def norm(self, name: str) -> Norm:
         weight = self.vector(name, torch.float32)
@@ -175,13 +228,6 @@ class _Loader:
 
     def maybe_norm(self, name: str) -> Norm | None:
         return self.norm(name) if name in self.found else None
-
-
-def _rows(weight: Weight, start: int, stop: int) -> Weight:
-    """Rows of a matrix, packed or not; blocks never cross rows."""
-    if isinstance(weight, QuantTensor):
-        return weight.rows(start, stop)
-    return weight[start:stop]
 
 
 def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> Layer:
@@ -214,8 +260,22 @@ def _feed_forward(loader: _Loader, index: int, spec: FeedForwardSpec | ExpertsSp
         case FeedForwardSpec():
             return _dense(loader, f"{index}.", spec)
         case ExpertsSpec():
-            each = (_dense(loader, f"{index}.experts.{e}.", spec.expert) for e in range(spec.experts))
-            return Experts(spec, loader.linear(f"{index}.router"), tuple(each))
+            return _experts(loader, f"{index}.", spec)
+
+
+def _experts(loader: _Loader, prefix: str, spec: ExpertsSpec) -> Experts:
+    router = loader.linear(f"{prefix}router")
+    each = tuple(_dense(loader, f"{prefix}experts.{e}.", spec.expert) for e in range(spec.experts))
+    bias, shared = f"{prefix}selection_bias", spec.shared
+    return Experts(
+        spec,
+        router,
+        each,
+        loader.ops.stack_experts([(one.gate.map, one.up.map, one.down.map) for one in each]),
+        loader.vector(bias, torch.float32).view(-1) if spec.router.selection_bias else None,
+        None if shared is None else _dense(loader, f"{prefix}shared.", shared.block),
+        loader.linear(f"{prefix}shared_gate") if shared is not None and shared.gated else None,
+    )
 
 
 def _dense(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> DenseFeedForward:

@@ -113,7 +113,8 @@ class Decoder:
     @property
     def asks_the_host(self) -> bool:
         """Whether the host decides inside a step what is computed: which experts. A graph could not follow it."""
-        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
+        blocks = (layer.feed_forward for layer in self.layers)
+        return any(isinstance(block, Experts) and block.stack.asks_the_host for block in blocks)
 
     @property
     def weight_bytes(self) -> int:

@@ -9,39 +9,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
+from ..ops.contract import ExpertStack, Routed
 from .layers import DenseFeedForward, LayerContext, Linear, Norm
 from .spec import ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The sum over a token's experts of weight * expert(x)."""
+    """The sum over a token's experts of weight * expert(x), plus what an expert makes that all tokens use."""
 
     spec: ExpertsSpec
     router: Linear
     experts: tuple[DenseFeedForward, ...]
+    stack: ExpertStack  # the same, as the backend runs them together
+    selection_bias: Tensor | None = None  # float32 [experts], moves the choice and not the weights
+    shared: DenseFeedForward | None = None
+    shared_gate: Linear | None = None  # to one logit
 
     def __call__(
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
     ) -> Tensor:
         """The experts of `x`, which is normalized first, plus `residual`."""
-        x = x if norm is None else norm(x, context.ops)
-        weights, chosen = self._route(x, context)
-        out = torch.zeros_like(x) if residual is None else residual.clone()
-        for index in sorted(set(chosen.flatten().tolist())):
-            tokens, place = (chosen == index).nonzero(as_tuple=True)
-            made = self.experts[index](x[tokens], context.of(tokens))
-            out.index_add_(0, tokens, made * weights[tokens, place, None].to(made.dtype))
-        return out
+        ops = context.ops
+        x = x if norm is None else norm(x, ops)
+        maps = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        logits, *gates = context.linears(x, maps)
+        routed = ops.route(logits, self.spec.routing, self.selection_bias)
+        shared = None if self.shared is None else (self.shared(x, context), gates[0] if gates else None)
+        if self._adapted(context):
+            return ops.sum_experts(self._one_by_one(x, routed, context), routed, residual, shared)
+        return ops.experts(x, routed, self.stack, self.spec.expert.activation, residual, shared)
 
-    def _route(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """The weights [tokens, top_k] and numbers of the experts that each token goes to."""
-        scores = context.linear(x, self.router).float().softmax(-1)
-        weights, chosen = scores.topk(self.spec.top_k, dim=-1)
-        return weights / weights.sum(-1, keepdim=True) if self.spec.normalized else weights, chosen
+    def _adapted(self, context: LayerContext) -> bool:
+        """Whether some row of the step changes a map of an expert."""
+        adapters = context.step_adapters
+        return adapters is not None and any(
+            adapters.touches(one.gate.name, one.up.name, one.down.name) for one in self.experts
+        )
+
+    def _one_by_one(self, x: Tensor, routed: Routed, context: LayerContext) -> Tensor:
+        """What each token's experts make, with their adapters [tokens, top_k, hidden]."""
+        made = x.new_empty((*routed.chosen.shape, x.shape[1]))
+        for index in sorted(set(routed.chosen.flatten().tolist())):
+            tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
+            made[tokens, place] = self.experts[index](x[tokens], context.of(tokens))
+        return made
 
 
 FeedForward: TypeAlias = DenseFeedForward | Experts

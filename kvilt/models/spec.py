@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from ..errors import WeightError
 from ..kv.layout import Full, KVLayout, LayerGroup, Reach
-from ..ops.contract import Activation, PageShape, Pairing
+from ..ops.contract import Activation, PageShape, Pairing, Routing
 from ..ops.kv_dtypes import KVDtype
+from ..ops.routing import GroupScore, RouterScores
 
 # How rope frequencies are stretched.
 
@@ -144,6 +145,29 @@ class FeedForwardSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a router's logits choose experts, beyond a softmax and its largest values."""
+
+    scores: RouterScores = "softmax"
+    scale: float = 1.0  # of the weights of the chosen ones
+    bias: bool = False  # of the router's own map
+    selection_bias: bool = False  # added to the scores that choose, not to the weights
+    groups: int = 1  # of neighbouring experts; only those of the best `top_groups` are chosen from
+    top_groups: int = 1
+    group_score: GroupScore = "best"
+    epsilon: float = 0.0  # added to the sum that weights are divided by
+    floor: float = 0.0  # the least that this sum counts as
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """A block that all tokens use beside their experts; `gated`: by a sigmoid of its own logit."""
+
+    block: FeedForwardSpec
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Several gated blocks of one kind, of which each token uses the `top_k` that a router likes best."""
 
@@ -151,10 +175,39 @@ class ExpertsSpec:
     top_k: int
     expert: FeedForwardSpec
     normalized: bool = True  # the weights of the chosen ones are made to sum to 1
+    # Part of what a spec shows of itself only where they are not plain, since the identity of saved KV is made of that.
+    router: RouterSpec = field(default=RouterSpec(), repr=False)
+    shared: SharedExpertSpec | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
+        shown += [f"router={self.router!r}"] if self.router != RouterSpec() else []
+        return f"ExpertsSpec({', '.join([*shown, f'shared={self.shared!r}'] if self.shared else shown)})"
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.experts:
             raise WeightError("num_experts_per_tok", f"must be 1 to {self.experts}, not {self.top_k}")
+        groups, size = self.router.groups, self.experts // self.router.groups
+        if self.experts % groups or (self.router.group_score == "two_best" and groups > 1 and size < 2):
+            raise WeightError("n_group", f"cannot share out {self.experts} experts among {groups} groups")
+        if not 0 < self.router.top_groups <= groups or self.top_k > self.router.top_groups * size:
+            raise WeightError("topk_group", f"must be 1 to {groups} groups that have {self.top_k} experts together")
+
+    @property
+    def routing(self) -> Routing:
+        """As backends take it."""
+        how = self.router
+        return Routing(
+            self.top_k,
+            how.scores,
+            self.normalized,
+            how.epsilon,
+            how.floor,
+            how.scale,
+            how.groups,
+            how.top_groups,
+            how.group_score,
+        )
 
 
 @dataclass(frozen=True, slots=True)

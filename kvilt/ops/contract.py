@@ -20,6 +20,11 @@ from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
+from .routing import ExpertMaps as ExpertMaps
+from .routing import ExpertStack as ExpertStack
+from .routing import Routed as Routed
+from .routing import Routing as Routing
+from .routing import SharedExpert as SharedExpert
 from .values import Activation as Activation
 from .values import AttentionMask as AttentionMask
 from .values import Interpolation as Interpolation
@@ -245,6 +250,35 @@ class Ops(Protocol):
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up, to the same bits as by `gate_up`."""
+        ...
+
+    def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
+        """Bring prepared maps of experts into the form that `experts` takes, once, at load."""
+        ...
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        """The experts that logits [tokens, experts] choose; `bias` [experts] moves the choice and not the weights."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        routed: Routed,
+        stack: ExpertStack,
+        activation: Activation,
+        residual: Tensor | None = None,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
+        """`residual` plus each token's weighted sum of down(activation(gate(x)) * up(x)) over its experts.
+
+        Each expert's weights are read once, for the tokens that chose it. What `shared` made is added at last.
+        """
+        ...
+
+    def sum_experts(
+        self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
+    ) -> Tensor:
+        """The same sum where experts `made` their results [tokens, top_k, hidden] one by one, to the same bits."""
         ...
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:

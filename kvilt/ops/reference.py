@@ -17,9 +17,12 @@ from torch import Tensor
 from ..quant.formats import Format
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import dequantize
+from . import routing as routing_module
 from .contract import (
     Activation,
     AttentionMask,
+    ExpertMaps,
+    ExpertStack,
     HostCopies,
     HostCopy,
     Interpolation,
@@ -34,7 +37,10 @@ from .contract import (
     Prepared,
     RmsNorm,
     Rotation,
+    Routed,
+    Routing,
     SamplingKernels,
+    SharedExpert,
 )
 from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
@@ -42,6 +48,8 @@ from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass, softmax_with_sinks
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -118,10 +126,37 @@ class ReferenceOps:
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
     ) -> Tensor:
         x = x if norm is None else self.rms_norm(x, *norm)
-        return _ACTIVATIONS[activation](self.linear(x, *gate)) * self.linear(x, *up)
+        return gated(self.linear(x, *gate), self.linear(x, *up), activation)
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        return _ACTIVATIONS[activation](gate) * up
+        return gated(gate, up, activation)
+
+    def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
+        return ExpertStack(tuple(experts))
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return routing_module.route(logits, routing, bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        routed: Routed,
+        stack: ExpertStack,
+        activation: Activation,
+        residual: Tensor | None = None,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
+        made = x.new_empty((*routed.chosen.shape, x.shape[1]))
+        for index in sorted(set(routed.chosen.flatten().tolist())):
+            tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
+            gate, up, down = stack.maps[index]
+            made[tokens, place] = self.linear(self.gate_up(x[tokens], gate, up, activation), *down)
+        return self.sum_experts(made, routed, residual, shared)
+
+    def sum_experts(
+        self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
+    ) -> Tensor:
+        return routing_module.sum_experts(made, routed.weights, residual, shared)
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
         down, up = (half.to(self.device, torch.float32, copy=True) for half in (product.down, product.up))
@@ -301,6 +336,14 @@ def _attend_block(
     values = values.masked_fill(hidden.all(0).view(-1, 1, 1), 0.0)  # never written, perhaps: 0 * NaN is NaN
     mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))
     return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up; that of gpt-oss clamps both and adds 1 to `up`."""
+    if activation != "swiglu_oai":
+        return _ACTIVATIONS[activation](gate) * up
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
 
 
 def _plain(weight: Prepared) -> Tensor:

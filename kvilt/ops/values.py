@@ -16,7 +16,8 @@ from torch import Tensor
 from ..quant.tensor import Weight
 from .kv_dtypes import KVDtype
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+# "swiglu_oai" is that of gpt-oss: gate and up are clamped, and 1 is added to up.
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 Pairing = Literal["half", "interleaved"]
 
 

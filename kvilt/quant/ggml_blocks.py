@@ -20,6 +20,9 @@ _SLAB_ELEMENTS = 1 << 18
 # The sixteen values of an IQ4_NL nibble: steps grow away from zero, as weights thin out there.
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# Twice the sixteen values of MXFP4, whole numbers: its scale is halved instead.
+_FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
 # Fills out [blocks, block_elements] float32 from blocks [blocks, block_bytes] uint8. Products and sums are separate
 # roundings, in the order of GGML's own code; a fused multiply-add would differ in the last bit.
 Unpacker: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
@@ -111,6 +114,13 @@ def _iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(_half(blocks, 0))
 
 
+def _mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    levels = torch.tensor(_FP4_LEVELS, dtype=torch.float32)
+    packed = blocks[:, 1:].int()
+    out.copy_(levels[torch.cat((packed & 15, packed >> 4), dim=-1)])
+    out.mul_(torch.ldexp(torch.tensor(1.0, dtype=torch.float64), blocks[:, :1].int() - 128).float())
+
+
 def _crumbs(packed: torch.Tensor, out: torch.Tensor) -> None:
     """Two-bit values of 64 bytes: each half of the block reads 32 bytes four times, lowest bits first."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
@@ -195,6 +205,7 @@ UNPACKERS: Mapping[str, Unpacker] = MappingProxyType(
         "Q5_1": _q5_1,
         "Q8_0": _q8_0,
         "IQ4_NL": _iq4_nl,
+        "MXFP4": _mxfp4,
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,
         "Q4_K": _q4_k,

@@ -65,13 +65,16 @@ class QuantTensor:
         return sum(plane.nbytes for plane in self.planes.values())
 
     def rows(self, start: int, stop: int) -> QuantTensor:
-        """Some rows of a matrix, which must begin and end where blocks do, or lie in one block."""
-        parts = {}
+        """Some rows as a matrix, which must begin and end where blocks do, or lie in one block.
+
+        Of more than two dimensions all but the last are rows.
+        """
+        parts, all_rows = {}, prod(self.shape[:-1])
         for plane in self.format.planes:
-            whole = start % plane.rows == 0 and (stop % plane.rows == 0 or stop == self.shape[0])
+            whole = start % plane.rows == 0 and (stop % plane.rows == 0 or stop == all_rows)
             assert whole or start // plane.rows == (stop - 1) // plane.rows
             parts[plane.name] = self.planes[plane.name][start // plane.rows : -(-stop // plane.rows)]
-        return QuantTensor(self.format, (stop - start, self.shape[1]), parts)
+        return QuantTensor(self.format, (stop - start, self.shape[-1]), parts)
 
 
 Weight: TypeAlias = torch.Tensor | QuantTensor

@@ -22,6 +22,12 @@ class ExpectedTensor:
     name: str  # as the checkpoint calls it
     shape: tuple[int, ...]  # torch order
     optional: bool = False
+    loose: bool = False  # dimensions of one do not count
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        if self.loose:
+            return [n for n in shape if n != 1] == [n for n in self.shape if n != 1]
+        return shape == self.shape
 
 
 def match(
@@ -40,7 +46,7 @@ def match(
     misshapen = [
         f"{need.name} is {list(source.shape(need.name))} instead of {list(need.shape)}"
         for need in needed.values()
-        if need.name in held and source.shape(need.name) != need.shape
+        if need.name in held and not need.fits(source.shape(need.name))
     ]
     if missing or unexpected or misshapen:
         raise WeightError("tensors", _report(missing, unexpected, misshapen))

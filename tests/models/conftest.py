@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 from backends import CPU_BACKENDS
-from families import FAMILIES, Pair, random_model, write_checkpoint
+from families import FAMILIES, SLOW, Pair, random_model, write_checkpoint
 
 from kvilt.config import RunConfig
 from kvilt.executor.load import load_executor
 
-PAIRS = [(family, backend) for family in sorted(FAMILIES) for backend in CPU_BACKENDS]
+PAIRS = [
+    pytest.param((family, backend), id=f"{family}-{backend}", marks=[pytest.mark.slow] if family in SLOW else [])
+    for family in sorted(FAMILIES)
+    for backend in CPU_BACKENDS
+]
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     family, backend = request.param
     model = random_model(family)

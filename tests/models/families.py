@@ -9,19 +9,27 @@ from typing import Any
 
 import torch
 from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -78,6 +86,25 @@ def _qwen3_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL | own | changes))
 
 
+def _qwen2_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+    return lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL | SPECIALS | own | changes))
+
+
+def _mixtral(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: MixtralForCausalLM(MixtralConfig(**SMALL | {"num_local_experts": 4} | changes))
+
+
+def _glm4_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    return lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**SMALL | SPECIALS | own | changes))
+
+
+def _ernie4_5_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24}
+    return lambda: Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**SMALL | SPECIALS | own | changes))
+
+
 def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
 
@@ -110,6 +137,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe": _qwen3_moe(),
     "qwen3-moe-normalized": _qwen3_moe(norm_topk_prob=True, num_experts_per_tok=3),
     "qwen3-moe-some-dense": _qwen3_moe(mlp_only_layers=[2], decoder_sparse_step=2, num_hidden_layers=4),
+    "qwen3-moe-window": _qwen3_moe(use_sliding_window=True, sliding_window=7),
+    "qwen2-moe": _qwen2_moe(norm_topk_prob=True),
+    "qwen2-moe-windows": _qwen2_moe(use_sliding_window=True, sliding_window=7, mlp_only_layers=[1]),
+    "mixtral": _mixtral(),
+    "mixtral-window": _mixtral(sliding_window=9),
+    "glm4-moe": _glm4_moe(use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
+    "glm4-moe-groups": _glm4_moe(n_group=3, topk_group=2, n_shared_experts=2, norm_topk_prob=False),
+    "ernie4-5-moe": _ernie4_5_moe(),
     "llama-yarn-tuned": _llama(
         rope_parameters={
             "rope_type": "yarn",
@@ -135,6 +170,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+# Variants whose kind of attention or of routing other entries cover: they wait for --slow.
+SLOW = {"qwen3-moe-window", "qwen2-moe-windows", "mixtral-window"}
+
+
 def random_model(name: str) -> PreTrainedModel:
     """A model of that family with random weights, the same ones every time."""
     torch.manual_seed(sum(name.encode()))
@@ -142,6 +181,9 @@ def random_model(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             if "norm" in tensor_name or tensor_name.endswith("bias"):  # not the trivial values they start with
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+        for tensor_name, tensor in model.named_buffers():
+            if tensor_name.endswith("e_score_correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model
 

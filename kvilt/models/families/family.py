@@ -11,6 +11,18 @@ from ..spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """One tensor with a map, or a bias, of all experts of a layer: [experts, rows, columns]."""
+
+    name: str  # with {i} for the layer
+    share: int = 0  # which of the maps that it holds
+    shares: int = 1
+    alternating: bool = False  # rows of these maps take turns; else one map follows the other
+    transposed: bool = False  # [experts, columns, rows]
+    mxfp4: bool = False  # may lie as `name`_blocks and `name`_scales instead
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointDialect:
     """One way a family's checkpoints are written."""
 
@@ -20,16 +32,23 @@ class CheckpointDialect:
     names: Mapping[str, str]  # our tensor name to the checkpoint's, with {i} for the layer and {e} for the expert
     ignored: tuple[str, ...] = ()  # patterns of tensors that may be there without being used
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor, and the parts that it holds
+    stacks: Mapping[str, StackedTensor] = field(default_factory=dict)  # parts of experts that lie in one tensor
+    extra_layers: bool = False  # layers behind the last one may be there unused: they predict further tokens
     pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, as llama.cpp's converter writes some families
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 
     def name_of(self, layer: int, part: str) -> str:
         """What the checkpoint calls a tensor of a layer; `experts.3.gate` is looked up as `experts.gate`."""
-        *of_experts, last = part.split(".")
-        pattern = self.names.get(f"{of_experts[0]}.{last}" if of_experts else last)
+        pattern = self.names.get(expert_part(part))
         if pattern is None:
             raise WeightError("config", f"asks for {part}, which checkpoints of this kind do not have")
-        return pattern.format(i=layer, e=of_experts[1] if of_experts else "")
+        return pattern.format(i=layer, e=part.split(".")[1] if part.startswith("experts.") else "")
+
+
+def expert_part(part: str) -> str:
+    """`experts.gate` of `experts.3.gate`; other parts as they are."""
+    first, *rest = part.split(".")
+    return f"{first}.{rest[-1]}" if first == "experts" else part
 
 
 @dataclass(frozen=True, slots=True)

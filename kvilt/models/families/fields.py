@@ -49,6 +49,13 @@ class Fields:
             raise WeightError(self.prefix + name, f"must be a whole number from 1 to {high}, not {value!r}")
         return value
 
+    def count(self, name: str, default: int | None = None, high: int = 1 << 24) -> int:
+        """A whole number from 0 to `high`."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+            raise WeightError(self.prefix + name, f"must be a whole number from 0 to {high}, not {value!r}")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._value(name, default)

@@ -6,16 +6,22 @@ from dataclasses import dataclass
 
 from ...errors import Unsupported
 from ...weights.source import Checkpoint
+from .ernie4_5_moe import ERNIE4_5_MOE
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
+from .glm4_moe import GLM4_MOE
 from .llama import LLAMA
+from .mixtral import MIXTRAL
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, PHI3, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

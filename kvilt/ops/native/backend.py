@@ -15,6 +15,8 @@ from ...quant.tensor import Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    ExpertMaps,
+    ExpertStack,
     HostCopy,
     Interpolation,
     KeysValues,
@@ -28,10 +30,14 @@ from ..contract import (
     Prepared,
     RmsNorm,
     Rotation,
+    Routed,
+    Routing,
+    SharedExpert,
 )
 from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
+from ..routing import route, sum_experts
 from . import lora
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
@@ -157,6 +163,33 @@ class NativeOps:
         out = self.buffers.empty(*gate.shape)
         self._runner.act_mul(f32(gate), f32(up), gate.numel(), self._activations[activation], f32(out))
         return out
+
+    def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
+        return ExpertStack(tuple(experts))
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return route(logits, routing, bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        routed: Routed,
+        stack: ExpertStack,
+        activation: Activation,
+        residual: Tensor | None = None,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
+        made = x.new_empty((*routed.chosen.shape, x.shape[1]))
+        for index in sorted(set(routed.chosen.flatten().tolist())):
+            tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
+            gate, up, down = stack.maps[index]
+            made[tokens, place] = self.linear(self.gate_up(x[tokens], gate, up, activation), *down)
+        return self.sum_experts(made, routed, residual, shared)
+
+    def sum_experts(
+        self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
+    ) -> Tensor:
+        return sum_experts(made, routed.weights, residual, shared)
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
         return lora.prepare(product)

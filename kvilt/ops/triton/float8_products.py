@@ -14,7 +14,7 @@ from .grouped_products import FEW_ROWS, finish, weight_rows
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .packed import SPAN, Float8Layout, PackedTile
 from .unpack import float8_halves
-from .vectors import activated
+from .vectors import gated
 
 
 def launch(
@@ -91,7 +91,7 @@ def _product(
     if KIND >= 0:
         if not BLOCKS:
             opened = opened * tl.load(last + second_scale)[:, None]
-        made = activated(made, KIND) * opened
+        made = gated(made, opened, KIND)
     finish(made, residual, out, m, n, known, n < outputs, outputs, RESIDUAL)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .packed import SPAN, GroupedLayout, PackedTile
 from .unpack import load_codes
-from .vectors import activated
+from .vectors import gated
 
 FEW_ROWS = 16  # rows of an input up to which the warps of a program share out the columns
 
@@ -151,7 +151,7 @@ def _one_row(
             )  # fmt: skip
     made = tl.sum(tl.sum(total, 2), 0)
     if KIND >= 0:
-        made = activated(made, KIND) * tl.sum(tl.sum(other, 2), 0)
+        made = gated(made, tl.sum(tl.sum(other, 2), 0), KIND)
     if RESIDUAL:
         made += tl.load(residual + n, mask=n < outputs, other=0.0).to(tl.float32)
     tl.store(out + n, made, mask=n < outputs)
@@ -226,7 +226,7 @@ def _few_rows(
                 )
     made = tl.sum(total, 0)
     if KIND >= 0:
-        made = activated(made, KIND) * tl.sum(other, 0)
+        made = gated(made, tl.sum(other, 0), KIND)
     finish(made, residual, out, m, n, known, there, outputs, RESIDUAL)
 
 
@@ -279,5 +279,5 @@ def _several_rows(
                         BASE, MINIMUMS, PRECISION,
                     )  # fmt: skip
     if KIND >= 0:
-        total = activated(total, KIND) * other
+        total = gated(total, other, KIND)
     finish(total, residual, out, m, n, known, there, outputs, RESIDUAL)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..contract import Activation, RmsNorm
 from .overlap import await_inputs, launch_next, overlap
-from .vectors import _ACTIVATIONS, activated
+from .vectors import _ACTIVATIONS, gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +160,4 @@ def _gate_up(
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
         g, u = g * scale, u * scale
-    tl.store(out + n, activated(g, KIND) * u, mask=there)
+    tl.store(out + n, gated(g, u, KIND), mask=there)

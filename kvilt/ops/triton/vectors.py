@@ -10,7 +10,7 @@ from torch import Tensor
 from ..contract import Activation, Rotation
 from .overlap import await_inputs, launch_next, overlap
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -152,6 +152,15 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up of float32; that of gpt-oss clamps both and adds 1 to `up`."""
+    if KIND == 3:
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate * tl.sigmoid(gate * 1.702) * (up + 1)
+    return activated(gate, KIND) * up
+
+
+@triton.jit
 def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_next(PDL)
     await_inputs(PDL)
@@ -159,4 +168,4 @@ def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, B
     inside = i < width
     g = tl.load(gate + row * stride_gate + i, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * stride_up + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + i, activated(g, KIND) * u, mask=inside)
+    tl.store(out + row * width + i, gated(g, u, KIND), mask=inside)
