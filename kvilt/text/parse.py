@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ParamError
 from .parse_calls import CallReader
+from .parse_channels import ChannelReader
 from .parse_formats import NAMED, CallFormat, Thinking, calls_in, thinking_in
 from .parse_grammar import grammar_of
 from .parse_pieces import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning, merged
@@ -55,7 +56,11 @@ class Parser:
     def new(self, tools: Tools = (), prompt: str | None = None) -> AnswerReader:
         """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
         which tells whether reasoning is open already."""
-        return AnswerReader(self, parameter_types(tools), self.opens_thinking(prompt))
+        types = parameter_types(tools)
+        calls = CallReader(self.calls.openings if types else (), types)
+        if self.calls.channels:
+            return ChannelReader(calls, prompt)
+        return MarkedReader(ThinkingReader(self.thinking, self.opens_thinking(prompt)), calls)
 
     def opens_thinking(self, prompt: str | None) -> bool:
         """Whether the answer to a prompt begins inside reasoning."""
@@ -70,33 +75,49 @@ class Parser:
 
         None where no tool can be called. Schemas stand in it as they are: compiling it refuses bad ones.
         """
-        return grammar_of(self.calls, self.thinking, self.opens_thinking(prompt), tools, names, parallel)
+        # Channels are opened by special tokens, which a grammar cannot write: a forced call stands without one.
+        thinking = None if self.calls.channels else self.thinking
+        return grammar_of(self.calls, thinking, self.opens_thinking(prompt), tools, names, parallel)
 
 
-class AnswerReader:
+class AnswerReader(Protocol):
     """Parses one answer of one stream."""
-
-    def __init__(self, parser: Parser, tools: Mapping[str, Mapping[str, str]], thinks: bool) -> None:
-        self._thinking = ThinkingReader(parser.thinking, thinks)
-        self._calls = CallReader(parser.calls.openings if tools else (), tools)
 
     @property
     def work(self) -> int:
         """Characters processed so far, counting repeats."""
-        return self._thinking.work + self._calls.work
 
     @property
     def passes_text(self) -> bool:
         """Whether all text from here on is content as it is: reasoning is over, and no tool can be called."""
-        return self._thinking.passed and self._calls.passes_text
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain after more text; an empty list while the parser needs more to decide."""
+
+    def finish(self) -> list[Piece]:
+        """The remaining pieces, at the end of the answer."""
+
+
+class MarkedReader:
+    """Reads answers in which markers stand around reasoning and calls: an `AnswerReader`."""
+
+    def __init__(self, thinking: ThinkingReader, calls: CallReader) -> None:
+        self._thinking = thinking
+        self._calls = calls
+
+    @property
+    def work(self) -> int:
+        return self._thinking.work + self._calls.work
+
+    @property
+    def passes_text(self) -> bool:
+        return self._thinking.passed and self._calls.passes_text
+
+    def feed(self, text: str) -> list[Piece]:
         reasoning, answer = self._thinking.feed(text)
         return merged([*_reasoning(reasoning), *self._calls.feed(answer)])
 
     def finish(self) -> list[Piece]:
-        """The remaining pieces, at the end of the answer."""
         reasoning, answer = self._thinking.finish()
         return merged([*_reasoning(reasoning), *self._calls.feed(answer), *self._calls.finish()])
 
@@ -104,7 +125,7 @@ class AnswerReader:
 def parser_for(template: str | None, family: str | None = None) -> Parser:
     """The parser of a model with this chat template; `family` decides where the template shows no calls."""
     calls, why_calls = calls_in(template, family)
-    thinking, why_thinking = thinking_in(template)
+    thinking, why_thinking = thinking_in(template, calls)
     return Parser(calls.name, f"{why_calls}; {why_thinking}", calls, thinking)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .parse_formats import CallMarker, CallSyntax
-from .parse_json import JsonBody, NamedBody, deepseek_name, mistral_name
+from .parse_gemma import GemmaBody
+from .parse_json import JsonBody, NamedBody, deepseek_name, kimi_name, mistral_name
 from .parse_marks import HeldBlanks, partial_marker
 from .parse_pieces import BodyStep, CallArguments, CallBody, CallEnd, CallSink, CallStart, Content, Piece
 from .parse_python import PythonBody
-from .parse_xml import JsonOrTags
+from .parse_xml import JsonOrTags, TaggedBody
 
 
 class CallReader:
@@ -56,6 +57,12 @@ class CallReader:
         if not self._after_call() or held.strip(" \t\r\n,;"):
             self._say(held)
         return self._taken()
+
+    def enter(self, body: CallBody, raw: str) -> None:
+        """Read a body whose opening the caller has read; `raw` is that text, in case it is no call after all."""
+        self._body, self._raw = body, [raw]
+        self._closes, self._before = (), self._calls
+        self._step = self._inside
 
     # What bodies call.
 
@@ -204,6 +211,14 @@ def _body(opening: CallMarker, sink: CallSink) -> CallBody:
             return NamedBody(sink, mistral_name)
         case CallSyntax.DEEPSEEK:
             return NamedBody(sink, deepseek_name)
+        case CallSyntax.KIMI:
+            return NamedBody(sink, kimi_name)
+        case CallSyntax.GEMMA:
+            return GemmaBody(sink)
+        case CallSyntax.TAGS:
+            return TaggedBody(sink)
+        case CallSyntax.JSON_OR_KEYS:
+            return JsonOrTags(sink, keyed=True)
         case CallSyntax.PYTHON:
             return PythonBody(sink, listed=False)
         case CallSyntax.PYTHON_LIST:

@@ -15,8 +15,12 @@ class CallSyntax(Enum):
 
     JSON = "an object with a name and arguments, or a list of them"
     JSON_OR_TAGS = "the same, or <function=name> with a <parameter=name> for each argument"
+    JSON_OR_KEYS = "the same, or a name with <arg_key> and <arg_value> for each argument"
+    TAGS = "<function=name> with a <parameter=name> for each argument"
     MISTRAL = "a name, [ARGS] and arguments; or JSON"
     DEEPSEEK = "a name, its separator and arguments; or JSON"
+    KIMI = "a name with a number, its separator and arguments; or JSON"
+    GEMMA = "call:name{key:value}, with tokens for quotes"
     PYTHON = "calls in Python, one after the other"
     PYTHON_LIST = "calls in Python, in brackets"
     LIST = "a list of calls, in JSON or in Python"
@@ -60,6 +64,7 @@ class CallFormat:
     arguments_key: str = "arguments"
     lone: bool = False  # a single call is written without the texts around it
     inner: tuple[str, ...] = ()  # markers that stand inside others
+    channels: bool = False  # answers are messages with headers (harmony), which tell reasoning, content and calls apart
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -80,14 +85,57 @@ class Thinking:
 
 THINK = Thinking("<think>", "</think>")
 BRACKETS = Thinking("[THINK]", "[/THINK]")
-THINKINGS = (BRACKETS, THINK)
+GEMMA_THOUGHT = Thinking("<|channel>thought\n", "<channel|>")
+ANALYSIS = Thinking("<|channel|>analysis<|message|>", "<|end|>")  # of harmony, whose reader knows it by itself
+THINKINGS = (BRACKETS, GEMMA_THOUGHT, THINK)
 
 HERMES = CallFormat(
     "hermes",
-    (CallMarker("<tool_call>", CallSyntax.JSON_OR_TAGS, ("</tool_call>",)),),
+    (
+        CallMarker("<tool_call>", CallSyntax.JSON_OR_TAGS, ("</tool_call>",)),
+        CallMarker("<function=", CallSyntax.TAGS, ("</tool_call>",), bare=True),  # Qwen3-Coder forgets the marker
+    ),
     signs=("<tool_call>",),
     families=("qwen2", "qwen3", "hermes", "smollm3"),
     forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+)
+GLM45 = CallFormat(
+    "glm45",
+    (CallMarker("<tool_call>", CallSyntax.JSON_OR_KEYS, ("</tool_call>",)), LIST),
+    signs=("<arg_key>",),
+    families=("glm4_moe", "glm_moe"),
+    inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+_KIMI_CLOSES = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+KIMI_K2 = CallFormat(
+    "kimi_k2",
+    (
+        CallMarker("<|tool_calls_section_begin|><|tool_call_begin|>", CallSyntax.KIMI, _KIMI_CLOSES),
+        CallMarker("<|tool_call_begin|>", CallSyntax.KIMI, _KIMI_CLOSES),
+        LIST,
+    ),
+    signs=("<|tool_calls_section_begin|>",),
+    families=("kimi",),
+    inner=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+)
+HARMONY = CallFormat(
+    "harmony",
+    (LIST,),
+    signs=("<|channel|>",),
+    families=("gpt_oss", "gpt-oss"),
+    inner=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+    channels=True,
+)
+GEMMA4 = CallFormat(
+    "gemma4",
+    (
+        CallMarker("<|tool_call>", CallSyntax.GEMMA, ("<tool_call|>",)),
+        CallMarker("<start_function_call>", CallSyntax.GEMMA, ("<end_function_call>",)),
+        LIST,
+    ),
+    signs=("<|tool_call>", "<start_function_call>"),
+    families=("gemma4",),
+    inner=('<|"|>', "<escape>", "<|channel>", "<channel|>"),
 )
 MISTRAL = CallFormat(
     "mistral",
@@ -152,14 +200,33 @@ JSON = CallFormat("json", (OBJECT, LIST), lone=True)
 NONE = CallFormat("none", ())
 
 # In the order in which templates are searched: what only one format writes comes first.
-FORMATS: tuple[CallFormat, ...] = (MISTRAL, PHI4, LFM2, DEEPSEEK, HERMES, PYTHONIC, LLAMA3, GEMMA, JSON, NONE)
+FORMATS: tuple[CallFormat, ...] = (
+    HARMONY,
+    MISTRAL,
+    PHI4,
+    LFM2,
+    DEEPSEEK,
+    KIMI_K2,
+    GEMMA4,
+    GLM45,
+    HERMES,
+    PYTHONIC,
+    LLAMA3,
+    GEMMA,
+    JSON,
+    NONE,
+)
 
 # What a server's option may name, beside the formats themselves: families whose parts are known.
 NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
     **{each.name: (each, None) for each in FORMATS},
     "qwen2": (HERMES, None),
     "qwen3": (HERMES, THINK),
+    "qwen3_coder": (HERMES, None),
     "smollm3": (HERMES, THINK),
+    "glm45": (GLM45, THINK),
+    "gemma4": (GEMMA4, GEMMA_THOUGHT),
+    "harmony": (HARMONY, ANALYSIS),
     "deepseek_r1": (DEEPSEEK, Thinking("<think>", "</think>", opened=True)),
     "magistral": (MISTRAL, BRACKETS),
     "think": (NONE, THINK),
@@ -177,8 +244,10 @@ def calls_in(template: str | None, family: str | None) -> tuple[CallFormat, str]
     return JSON, "calls as json: neither chat template nor family shows another format"
 
 
-def thinking_in(template: str | None) -> tuple[Thinking | None, str]:
+def thinking_in(template: str | None, calls: CallFormat) -> tuple[Thinking | None, str]:
     """The markers of reasoning that a template contains, and what showed them."""
+    if calls.channels:
+        return ANALYSIS, "reasoning on the channel analysis"
     for each in THINKINGS:
         if template and (each.open in template or each.close in template):
             _, _, after = template.rpartition("add_generation_prompt")

@@ -189,6 +189,42 @@ class JsonBody:
         return step
 
 
+class ArgumentsBody:
+    """The arguments of a call whose tool is known: one object."""
+
+    def __init__(self, sink: CallSink, name: str) -> None:
+        self._sink = sink
+        self._name = name
+        self._scanner: JsonScanner | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the object has begun."""
+        return self._scanner is not None
+
+    def step(self, char: str) -> BodyStep:
+        if self._scanner is None:
+            return self._begin(char)
+        written = self._scanner.take(char)
+        if not written:
+            return BodyStep.FAILED
+        self._sink.arguments(written)
+        if self._scanner.at is not ScanState.END:
+            return BodyStep.MORE
+        self._sink.end()
+        return BodyStep.DONE
+
+    def _begin(self, char: str) -> BodyStep:
+        if char in BLANKS:
+            return BodyStep.MORE
+        if char != "{" or self._sink.parameters(self._name) is None:
+            return BodyStep.FAILED
+        self._scanner = JsonScanner()
+        self._sink.start(self._name)
+        self._sink.arguments(self._scanner.take(char))
+        return BodyStep.MORE
+
+
 class NamedBody:
     """A head with the tool's name, and the arguments; or JSON with names inside."""
 
@@ -196,44 +232,22 @@ class NamedBody:
         """`name_of` finds the name in all that stands before the arguments."""
         self._sink = sink
         self._name_of = name_of
-        self._other: CallBody | None = None
+        self._inside: CallBody | None = None
         self._head: list[str] = []
-        self._arguments: JsonScanner | None = None
 
     def step(self, char: str) -> BodyStep:
-        if self._other is not None:
-            return self._other.step(char)
-        if self._arguments is not None:
-            return self._inside(self._arguments, char)
+        if self._inside is not None:
+            return self._inside.step(char)
         if not self._head and char in BLANKS:
             return BodyStep.MORE
         if not self._head and char in "[{":
-            self._other = JsonBody(self._sink, strict=False)
-            return self._other.step(char)
+            self._inside = JsonBody(self._sink, strict=False)
+            return self._inside.step(char)
         if char == "{":
-            return self._begin()
+            self._inside = ArgumentsBody(self._sink, self._name_of("".join(self._head)))
+            return self._inside.step(char)
         self._head.append(char)
         return BodyStep.MORE if len(self._head) <= _LONGEST_HEAD else BodyStep.FAILED
-
-    def _begin(self) -> BodyStep:
-        name = self._name_of("".join(self._head))
-        if self._sink.parameters(name) is None:
-            return BodyStep.FAILED
-        self._arguments = JsonScanner()
-        self._arguments.take("{")
-        self._sink.start(name)
-        self._sink.arguments("{")
-        return BodyStep.MORE
-
-    def _inside(self, arguments: JsonScanner, char: str) -> BodyStep:
-        written = arguments.take(char)
-        if not written:
-            return BodyStep.FAILED
-        self._sink.arguments(written)
-        if arguments.at is not ScanState.END:
-            return BodyStep.MORE
-        self._sink.end()
-        return BodyStep.DONE
 
 
 def mistral_name(head: str) -> str:
@@ -248,3 +262,10 @@ def deepseek_name(head: str) -> str:
     if before.strip(BLANKS) == "function" and after:
         return after.rstrip(BLANKS).removesuffix("```json").strip(BLANKS)
     return before.strip(BLANKS) if separator and not after.strip(BLANKS) else ""
+
+
+def kimi_name(head: str) -> str:
+    """Of `functions.name:0<|tool_call_argument_begin|>`."""
+    before, separator, after = head.partition("<|tool_call_argument_begin|>")
+    name = before.strip(BLANKS).removeprefix("functions.").rpartition(":")[0]
+    return name if separator and not after.strip(BLANKS) else ""

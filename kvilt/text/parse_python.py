@@ -1,6 +1,6 @@
 """Calls written as Python: `f(a=1, b=["x"])`, in a list or one a line. Literals alone, never anything evaluated.
 
-Each call is read when it is complete, in one pass with a bound on nesting. Refuses to know markers.
+Each argument is read when it is complete, in one pass with a bound on nesting. Refuses to know markers.
 """
 
 from __future__ import annotations
@@ -88,14 +88,20 @@ class PythonBody:
         return BodyStep.MORE
 
     def _arguments(self, call: _Brackets, char: str) -> BodyStep:
-        if call.takes(char):
+        ends = call.takes(char)
+        if not ends:
             return BodyStep.MORE
         try:
-            arguments = _read_arguments("".join(call.text), call.parameters)
+            fragment = call.argument(last=ends == ")")
         except _Bad:
             return BodyStep.FAILED
-        self._sink.start(call.name)
-        self._sink.arguments(arguments)
+        if not call.begun:
+            self._sink.start(call.name)
+        self._sink.arguments(("" if call.begun else "{") + fragment)
+        call.begun = True
+        if ends == ",":
+            return BodyStep.MORE
+        self._sink.arguments("}")
         self._sink.end()
         self._called, self._call, self._wants_call = True, None, not self._listed
         self._print = "filled" if self._print else ""
@@ -103,18 +109,20 @@ class PythonBody:
 
 
 class _Brackets:
-    """The text between a call's brackets, collected up to the one that closes them."""
+    """The text between a call's brackets, one argument at a time."""
 
     def __init__(self, name: str, parameters: Iterable[str]) -> None:
         self.name = name
-        self.parameters = parameters
-        self.text: list[str] = []
+        self.begun = False  # an argument was passed on
+        self._nameless = iter(parameters)  # the names of arguments that stand without one
+        self._seen: set[str] = set()
+        self._text: list[str] = []
         self._open = 0
         self._quote = ""
         self._escaped = False
 
-    def takes(self, char: str) -> bool:
-        """Take a character; False for the bracket that closes the call."""
+    def takes(self, char: str) -> str:
+        """Take a character; the comma or bracket that ends an argument is returned instead."""
         if self._escaped:
             self._escaped = False
         elif self._quote:
@@ -126,28 +134,32 @@ class _Brackets:
             self._open += 1
         elif char in ")]}":
             if char == ")" and self._open == 0:
-                return False
+                return char
             self._open -= 1
-        self.text.append(char)
-        return True
+        elif char == "," and self._open == 0:
+            return char
+        self._text.append(char)
+        return ""
 
-
-def _read_arguments(text: str, parameters: Iterable[str]) -> str:
-    """Keywords as JSON; what stands without a keyword gets the names of the parameters in order."""
-    cursor = _Cursor(text)
-    found: dict[str, Any] = {}
-    nameless = iter(parameters)
-    while not cursor.ended():
+    def argument(self, last: bool) -> str:
+        """The argument that has ended, as a member of a JSON object; empty where the `last` one is."""
+        cursor = _Cursor("".join(self._text))
+        self._text.clear()
+        if cursor.ended() and last:
+            return ""
         keyword = cursor.keyword()
         if keyword is None:
-            keyword = next(nameless, "")
+            keyword = next(self._nameless, "")
         else:
-            nameless = iter(())  # Python wants what has no keyword first
-        if not keyword or keyword in found:
+            self._nameless = iter(())  # Python wants what has no keyword first
+        if not keyword or keyword in self._seen:
             raise _Bad
-        found[keyword] = cursor.value(0)
-        cursor.comma()
-    return json.dumps(found, ensure_ascii=False)
+        value = cursor.value(0)
+        if not cursor.ended():
+            raise _Bad
+        before = ", " if self._seen else ""
+        self._seen.add(keyword)
+        return f"{before}{json.dumps(keyword, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
 
 
 class _Cursor:
@@ -173,10 +185,6 @@ class _Cursor:
         self._at = blank.end() + 1
         self._blank()
         return word[0]
-
-    def comma(self) -> None:
-        if not self.ended():
-            self._expect(",")
 
     def value(self, depth: int) -> Any:
         char = self._peek()

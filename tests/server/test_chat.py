@@ -397,6 +397,24 @@ def test_a_mark_that_is_a_special_token_reaches_the_parser() -> None:
     assert call["function"] == {"name": "clock", "arguments": "{}"}
 
 
+def test_the_channels_of_harmony_are_special_tokens_and_stream_as_reasoning_content_and_calls() -> None:
+    parser = parser_named("harmony")
+    ids = {text: i for i, text in enumerate(parser.markers) if text.startswith("<|") and text.count("<|") == 1}
+    builder = MessageBuilder(parser.new([CLOCK]), True, {i: text for text, i in ids.items()})
+    said = [
+        *("<|channel|>", "analysis", "<|message|>", "Hm", ".", "<|end|>", "<|start|>", "assistant", "<|channel|>"),
+        *("commentary", "<|message|>", "One moment.", "<|end|>", "<|start|>", "assistant", "<|channel|>"),
+        *("commentary to=", "functions.clock ", "<|constrain|>", "json", "<|message|>", "{", "}", "<|call|>"),
+    ]
+    deltas = [Delta(0, "" if text in ids else text, ids.get(text, 99)) for text in said]
+    added = [builder.add(delta) for delta in (*deltas, Delta(0, "", finish_reason="stop"))]
+    assert "".join(each.get("reasoning_content", "") for each in added) == "Hm."
+    assert "".join(each.get("content", "") for each in added) == "One moment."
+    calls = [each["tool_calls"][0]["function"] for each in added if "tool_calls" in each]
+    assert [call["arguments"] for call in calls] == ["{", "}"]
+    assert builder.message()["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+
+
 def test_a_conversation_with_calls_goes_on(server: Running) -> None:
     fields = {**CALLING, "tool_choice": "required", "parallel_tool_calls": False}
     message = server.openai().chat.completions.create(**fields).choices[0].message

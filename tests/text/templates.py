@@ -161,6 +161,37 @@ QWEN3 = """{%- if tools %}
 {%- endif %}
 """
 
+# The headers of harmony, and its variables.
+HARMONY = """{%- macro typed(name, spec) -%}
+  {{ name }}: {% if spec.enum %}"{{ spec.enum | join('" | "') }}"{% elif spec.type is string %}{{ spec.type }}
+  {%- else %}{{ spec.type | join(' | ') }}{% endif %},
+{% endmacro -%}
+{%- set effort = reasoning_effort if reasoning_effort is defined else 'medium' -%}
+<|start|>system<|message|>{{ model_identity | default('You are a model.') }}\nReasoning: {{ effort }}<|end|>
+{%- set first = messages[0].content if messages[0].role in ('system', 'developer') else '' -%}
+{%- if first or tools %}<|start|>developer<|message|>{{ first }}
+  {%- for tool in tools or [] %}
+type {{ tool.function.name }} = (_: {
+{% for name, spec in tool.function.parameters.properties.items() %}{{ typed(name, spec) }}{% endfor -%}
+}) => any;
+  {%- endfor %}<|end|>{% endif %}
+{%- set ns = namespace(called=none) -%}
+{%- for message in (messages[1:] if first else messages) %}
+  {%- if message.role == 'assistant' and message.tool_calls %}
+    {%- set function = message.tool_calls[0].function %}{% set ns.called = function.name %}
+    {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+    {{- '<|start|>assistant to=functions.' + function.name + '<|channel|>commentary json<|message|>' }}
+    {{- function.arguments | tojson }}<|call|>
+  {%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+  {%- elif message.role == 'tool' %}
+    {%- if not ns.called %}{{ raise_exception('a tool answers without a call') }}{% endif %}
+    {{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary<|message|>' }}
+    {{- message.content | tojson }}<|end|>
+  {%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+"""
+
 MACROS = """{%- macro typed(spec, level) -%}
   {%- if spec.type == 'object' -%}
     {%- for name, inner in spec.properties | dictsort -%}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvilt.errors import TemplateError
 from kvilt.text.budget import TemplateLimits
 from kvilt.text.chat import ChatTemplate
+from kvilt.text.parse import CallArguments, CallEnd, CallStart, Reasoning, merged, parser_for
 from kvilt.text.tokenizer import Tokenizer, from_metadata
 from tests.text import templates
 
@@ -27,6 +28,8 @@ CASES = [
     ("QWEN3", templates.CALLS, templates.TOOLS, {"enable_thinking": False}),
     ("QWEN3", templates.THINKING, None, {"enable_thinking": True}),
     ("MACROS", templates.CALLS, templates.TOOLS, {}),
+    ("HARMONY", templates.PLAIN, None, {"reasoning_effort": "high"}),
+    ("HARMONY", templates.CALLS, templates.TOOLS, {}),
 ]
 
 
@@ -50,6 +53,25 @@ def test_templates_of_many_families_equal_transformers(
     )
     ids = smollm2_oracle.apply_chat_template(messages, tokenize=True, return_dict=False, **oracle)
     assert chat.encode(smollm2, messages, **given_to_both) == ids
+
+
+def test_what_a_harmony_template_renders_is_read_back() -> None:
+    """The parser of this template reads an answer in the headers that the template writes for answers of before."""
+    called = [{**templates.CALLS[1], "reasoning_content": "I look it up."}, *templates.CALLS[2:]]
+    chat = ChatTemplate(templates.HARMONY)
+    text = chat.render([templates.CALLS[0], *called], tools=templates.TOOLS, reasoning_effort="low")
+    assert "Reasoning: low" in text and text.endswith("<|start|>assistant")
+    asked = chat.render(templates.CALLS[:1], tools=templates.TOOLS, reasoning_effort="low")
+    answer = text.removeprefix(asked.removesuffix("<|start|>assistant")).partition("<|start|>functions.")[0]
+    parser = parser_for(templates.HARMONY)
+    assert parser.name == "harmony"
+    reader = parser.new(templates.TOOLS, asked)
+    assert merged([*reader.feed(answer), *reader.finish()]) == [
+        Reasoning("I look it up."),
+        CallStart(0, "get_weather"),
+        CallArguments(0, '{"city": "Zürich"}'),
+        CallEnd(0),
+    ]
 
 
 def test_the_template_of_smollm2_equals_transformers(smollm2: Tokenizer, smollm2_oracle: Any) -> None:

@@ -53,6 +53,13 @@ V3 = (
 BEHIND = "<｜tool▁call▁begin｜>get-it<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{GIVEN}<｜tool▁call▁end｜>{BEHIND}"
 TAGS = "<parameter=a>\n1\n</parameter>\n<parameter=b>\n2 </b>\n\n</parameter>\n<parameter=c>\n[True]\n</parameter>"
+GLM = (
+    "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+    "<arg_key>c</arg_key>\n<arg_value>[true]</arg_value>\n</tool_call>"
+)
+KEYED = "<tool_call>f\n<arg_key>{}</arg_key><arg_value>{}</arg_value>"
+ANALYSIS, TURN = "<|channel|>analysis<|message|>", "<|start|>assistant"
+TO_WHO = "<|channel|>commentary to=functions.who"
 KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>", [Content("Sure."), *call(0, "f", GIVEN)]),
     (
@@ -125,6 +132,85 @@ KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("deepseek", f"Ok.\n{V3}", [Content("Ok."), *call(0, "f", GIVEN), *call(1, "get-it")]),
     ("deepseek", V31, [*call(0, "f", GIVEN), *call(1, "get-it")]),
     ("deepseek", V31.replace("get-it", "who"), [*call(0, "f", GIVEN), Content(BEHIND.replace("get-it", "who"))]),
+    ("hermes", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", call(0, "f", '{"a": 1}')),
+    ("hermes", "<function=who></function>", [Content("<function=who></function>")]),
+    ("pythonic", "[f(a=1, b=x)] y", [*call(0, "f", '{"a": 1', False), Content("b=x)] y")]),
+    (
+        "glm45",
+        f"<think>t</think>\nOk\n{GLM}\n<tool_call>get-it\n</tool_call>",
+        [Reasoning("t"), Content("Ok"), *call(0, "f", '{"a": 1, "b": "2", "c": [true]}'), *call(1, "get-it")],
+    ),
+    ("glm45", GLM.replace("\n", ""), call(0, "f", '{"a": 1, "b": "2", "c": [true]}')),
+    ("glm45", GLM.replace(">f\n", ">who\n"), [Content(GLM.replace(">f\n", ">who\n"))]),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>oh",
+        [*call(0, "f", '{"a": 1', False), Content("oh")],
+    ),
+    ("glm45", f"<tool_call>{ONE}</tool_call>", call(0, "f", GIVEN)),
+    (
+        "kimi_k2",
+        f"Ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{GIVEN}"
+        "<|tool_call_end|><|tool_call_begin|>functions.get-it:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [Content("Ok"), *call(0, "f", GIVEN), *call(1, "get-it")],
+    ),
+    (
+        "gemma4",
+        '<|channel>thought\nHm.<channel|>Ok<|tool_call>call:f{a:1,b:<|"|>x}\n"]<|"|>,c:[true,{d:null,"e":2.5}]}<tool_call|>',
+        [
+            Reasoning("Hm."),
+            Content("Ok"),
+            *call(0, "f", '{"a": 1, "b": "x}\\n\\"]", "c": [true, {"d": null, "e": 2.5}]}'),
+        ],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:get-it{}<tool_call|><|tool_call>call:f{b:word two,a: -1 }<tool_call|>",
+        [*call(0, "get-it"), *call(1, "f", '{"b": "word two", "a": -1}')],
+    ),
+    (
+        "gemma4",
+        "<start_function_call>call:f{b:<escape>x<escape>,c:[]}<end_function_call>",
+        call(0, "f", '{"b": "x", "c": []}'),
+    ),
+    ("gemma4", "<|tool_call>call:who{}<tool_call|>", [Content("<|tool_call>call:who{}<tool_call|>")]),
+    ("gemma4", "<|tool_call>call:f{a:1]", [*call(0, "f", '{"a": ', False), Content("1]")]),
+    ("harmony", "Plain. ", [Content("Plain. ")]),
+    ("harmony", f"[{ONE}]", call(0, "f", GIVEN)),
+    (
+        "harmony",
+        f"{ANALYSIS}Hm.<|end|>{TURN}<|channel|>final<|message|> Yes.\n<|return|>",
+        [Reasoning("Hm."), Content(" Yes.\n")],
+    ),
+    (
+        "harmony",
+        f"{ANALYSIS}Hm.<|end|>{TURN}<|channel|>commentary<|message|>I look.<|end|>{TURN}"
+        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{GIVEN}<|call|>",
+        [Reasoning("Hm."), Content("I look."), *call(0, "f", GIVEN)],
+    ),
+    ("harmony", f" to=functions.f<|channel|>commentary json<|message|>{GIVEN}", call(0, "f", GIVEN)),
+    (
+        "harmony",
+        f"{TURN} to=functions.get-it<|channel|>analysis<|message|><|call|>{TURN}{ANALYSIS}x<|start|>",
+        [*call(0, "get-it"), Reasoning("x"), Content("<|start|>")],
+    ),
+    (
+        "harmony",
+        f"{TO_WHO}<|message|>{{}}<|call|>{TURN}<|channel|>final<|message|>ok",
+        [Content(f"{TO_WHO}<|message|>{{}}<|call|>ok")],
+    ),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.f<|message|>{"a": 1x<|call|>',
+        [*call(0, "f", '{"a": 1', False), Content("x")],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary to=functions.f<|message|>no",
+        [Content("<|channel|>commentary to=functions.f<|message|>no")],
+    ),
+    ("harmony", "<|channel|>odd<|message|>x<|end|>", [Content("<|channel|>odd<|message|>x<|end|>")]),
     ("json", f" {ONE}\n", call(0, "f", GIVEN)),
     ("json", '{"name": "f"}', [Content('{"name": "f"}')]),
     ("none", ONE, [Content(ONE)]),
@@ -193,6 +279,8 @@ SCRAPS = [
     *("<function=f>", "<function=", "<parameter=a>", "<parameter=c>", "</parameter>", "</function>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function"),
     *("```tool_code\n", "```json\n", "```", "<|tool_call|>", "<|/tool_call|>", "functools"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>"),
+    *("<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a:", "b:"),
     *('{"name": "f", "arguments": ', '{"name": "f"', '"arguments": {', '"parameters": {"a": 1}', '"name": "get-it"'),
     *('"name": "who"', "f(", "a=1", "print(", ")", '"x', '{"a": 1}', "{}", "}}", "f", "word", "true", "nul", "None"),
     *"{}[],:\"'\\1-.e \n;<é",
@@ -271,6 +359,22 @@ def as_python(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
+def as_gemma(value: Any) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f"{as_gemma(key)}:{as_gemma(inner)}" for key, inner in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(as_gemma, value)) + "]"
+        case _:
+            return json.dumps(value)
+
+
+WRITERS = ["hermes", "qwen3", "llama3", "mistral", "phi4", "gemma", "lfm2", "pythonic", "json"]
+WRITERS += ["kimi_k2", "gemma4", "harmony"]
+
+
 def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     json_calls = [as_json(*each) for each in calls]
     python_calls = [as_python(*each) for each in calls]
@@ -289,13 +393,26 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             return f"<|tool_call_start|>[{', '.join(python_calls)}]<|tool_call_end|>"
         case "pythonic":
             return f"[{', '.join(python_calls)}]"
+        case "kimi_k2":
+            heads = [f"<|tool_call_begin|>functions.{name}:{i}" for i, (name, _) in enumerate(calls)]
+            bodies = [json.dumps(arguments, ensure_ascii=False) for _, arguments in calls]
+            each = zip(heads, bodies, strict=True)
+            made = "".join(f"{head}<|tool_call_argument_begin|>{body}<|tool_call_end|>" for head, body in each)
+            return f"<|tool_calls_section_begin|>{made}<|tool_calls_section_end|>"
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{name}{as_gemma(arguments)}<tool_call|>" for name, arguments in calls)
+        case "harmony":
+            to = [
+                (f"{TURN}<|channel|>commentary to=functions.{name} <|constrain|>json", given) for name, given in calls
+            ]
+            return "".join(f"{head}<|message|>{json.dumps(given, ensure_ascii=False)}<|call|>" for head, given in to)
         case _:
             return f"[{', '.join(json_calls)}]"
 
 
 @settings(max_examples=examples(300))
 @given(
-    name=st.sampled_from(["hermes", "qwen3", "llama3", "mistral", "phi4", "gemma", "lfm2", "pythonic", "json"]),
+    name=st.sampled_from(WRITERS),
     calls=st.lists(st.tuples(st.sampled_from(["f", "get-it"]), keywords), min_size=1, max_size=3),
     places=st.lists(st.integers(0, 300), max_size=5),
 )
@@ -317,9 +434,62 @@ def test_tags_give_strings_and_other_values_back(b: str, c: Any, places: list[in
     given_values = {"b": b, "c": json.dumps(c, ensure_ascii=False)}
     tags = "\n".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in given_values.items())
     text = f"<tool_call>\n<function=f>\n{tags}\n</function>\n</tool_call>"
-    start, arguments, end = read("hermes", cut(text, places))
-    assert (start, end) == (CallStart(0, "f"), CallEnd(0))
-    assert isinstance(arguments, CallArguments) and json.loads(arguments.text) == {"b": b, "c": c}
+    keyed = "\n".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in given_values.items()
+    )
+    for name, said in (("hermes", text), ("glm45", f"<tool_call>f\n{keyed}\n</tool_call>")):
+        start, arguments, end = read(name, cut(said, places))
+        assert (start, end) == (CallStart(0, "f"), CallEnd(0))
+        assert isinstance(arguments, CallArguments) and json.loads(arguments.text) == {"b": b, "c": c}
+
+
+SAID = "ŷ"  # no marker holds it
+HARMONY = [
+    *(ANALYSIS, TURN, TO_WHO, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", " to="),
+    *("<|channel|>final<|message|>", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "assistant"),
+    *('{"a": 1}', "{}", '{"a": "', "final", "functions.f", SAID, SAID, " ", "\n", "<|", "[", '[{"name": "f", "argum'),
+]
+
+
+@settings(max_examples=examples(600))
+@given(
+    text=st.lists(st.sampled_from(HARMONY), max_size=16).map("".join),
+    places=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_any_cut_of_channels_gives_the_same_and_loses_nothing(text: str, places: list[int]) -> None:
+    pieces = read("harmony", cut(text, places))
+    assert pieces == read("harmony", [text])
+    said = "".join(getattr(piece, "text", "") for piece in pieces)
+    assert said.count(SAID) == text.count(SAID)
+    ends = [piece for piece in pieces if isinstance(piece, CallEnd)]
+    assert len(ends) == sum(isinstance(piece, CallStart) for piece in pieces)
+
+
+def test_the_prompt_tells_which_message_is_open() -> None:
+    assert read("harmony", ["a<|end|>"], f"{TURN}{ANALYSIS}") == [Reasoning("a")]
+    assert read("harmony", ["a<|return|>"], f"{TURN}<|channel|>final<|message|>b") == [Content("a")]
+    assert read("harmony", [f"{ANALYSIS}a"], f"<|start|>user<|message|>b<|end|>{TURN}") == [Reasoning("a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("glm45", [KEYED.format("a", 1), "<arg_key>b</arg_key><arg_value>x</arg_value>", "</tool_call>"]),
+        ("pythonic", ["[f(a=1,", " b='x',", ")]"]),
+        ("lfm2", ["<|tool_call_start|>[f(a=1,", " b='x',", ")]<|tool_call_end|>"]),
+        ("gemma4", ['<|tool_call>call:f{a:1,', 'b:<|"|>x<|"|>', "}<tool_call|>"]),
+        ("harmony", ['<|channel|>commentary to=functions.f<|message|>{"a": 1', ', "b": "x"', "}<|call|>"]),
+        ("kimi_k2", ['<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1', ', "b": "x"', "}"]),
+        ("hermes", ["<tool_call><function=f><parameter=a>1</parameter>", "<parameter=b>x</parameter>", "</function>"]),
+    ],
+)  # fmt: skip
+def test_arguments_are_passed_on_one_by_one(name: str, pieces: list[str]) -> None:
+    reader = parser_named(name).new(TOOLS)
+    first, second, third = (reader.feed(piece) for piece in pieces)
+    assert first == [CallStart(0, "f"), CallArguments(0, '{"a": 1')]
+    assert second == [CallArguments(0, ', "b": "x"')]
+    assert third == [CallArguments(0, "}"), CallEnd(0)]
+    assert reader.finish() == []
 
 
 SCRAPS = [
@@ -357,6 +527,12 @@ TEMPLATES = [
     ("<start_of_turn>model", None, "gemma", "<start_of_turn>", False),
     ("<|tool_list_start|>", None, "lfm2", "<|tool_list_start|>", False),
     ("<｜tool▁calls▁begin｜>", None, "deepseek", "<｜tool▁calls▁begin｜>", False),
+    ("<tool_call>{{ f }}<arg_key>", None, "glm45", "<arg_key>", False),
+    ("<|tool_calls_section_begin|>", None, "kimi_k2", "<|tool_calls_section_begin|>", False),
+    ("<|turn>model\n<|tool_call>call:", None, "gemma4", "<|tool_call>", False),
+    ("<start_of_turn><start_function_call>", None, "gemma4", "<start_function_call>", False),
+    ("<|start|>assistant<|channel|>final<|message|>", None, "harmony", "channel analysis", False),
+    ("<|im_start|>", "gpt_oss", "harmony", "gpt_oss", False),
     ("<|im_start|>", "gemma3", "gemma", "gemma3", False),
     ("<|im_start|>", "qwen2", "hermes", "qwen2", False),
     (None, None, "json", "neither", False),
@@ -378,6 +554,8 @@ def test_markers_are_those_that_may_be_special_tokens() -> None:
     assert parser_named("qwen3").markers == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     assert parser_named("llama3").markers == ("<|python_tag|>",)
     assert "[ARGS]" in parser_named("mistral").markers
+    assert {"<|channel|>", "<|message|>", "<|end|>", "<|call|>"} <= {*parser_named("harmony").markers}
+    assert {"<|channel>", "<channel|>", '<|"|>', "<|tool_call>"} <= {*parser_named("gemma4").markers}
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:

@@ -40,6 +40,10 @@ CALLERS = [
     "phi4",
     "lfm2",
     "json",
+    "glm45",
+    "kimi_k2",
+    "gemma4",
+    "harmony",
 ]
 
 
