@@ -20,7 +20,6 @@ from ..sampling.sampler import TokenLogprobs
 from .progress import bars
 from .sampling import describe_params, given_params, repetition_hint, sampling_params, with_short_seed
 from .store import check_store_options, context_prefix, open_store
-from .template_options import read_template_options
 from .texts import read_text
 
 ADAPTER = "adapter"  # the name of the adapter that --lora gives
@@ -145,6 +144,8 @@ def _keywords(request: RunRequest) -> dict[str, Any]:
         raise ParamError("blend_ratio", "is for documents; give one with --document")
     own: dict[str, Any] = {"lora": ADAPTER, "lora_scale": request.lora_scale} if request.lora else {}
     if request.template_options:
+        from .template_options import read_template_options  # most runs have none
+
         own["chat_template_kwargs"] = read_template_options(request.template_options)
     if not request.documents:
         return own
