@@ -184,6 +184,42 @@ class KernelRunner:
     def act_mul(
         self, gate: F32Address, up: F32Address, count: int, activation: Activation, out: F32Address, /
     ) -> None: ...
+    def causal_conv(
+        self,
+        x: F32Address,
+        weight: F32Address,
+        bias: F32Address,  # 0: none
+        channels: int,
+        width: int,
+        silu: bool,
+        tails: F32Address,
+        starts: Sequence[int],
+        reads: I64Address,
+        writes: I64Address,
+        slots: int,
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def fold(
+        self,
+        mixed: F32Address,
+        step: F32Address,
+        beta: F32Address,  # 0: Mamba-2
+        log_rate: F32Address,
+        bias: F32Address,
+        skip: F32Address,  # 0: none
+        heads: Sequence[int],  # key heads, value heads, and the dims of both
+        least: float,
+        most: float,
+        memories: F32Address,
+        starts: Sequence[int],
+        reads: I64Address,
+        writes: I64Address,
+        slots: int,
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def sigmoid_mul(self, x: F32Address, gate: F32Address, count: int, out: F32Address, /) -> None: ...
     def embed(self, weight: Weight, ids: I64Address, count: int, scale: float, out: F32Address, /) -> None: ...
     def rms_norm(
         self, x: F32Address, weight: F32Address, eps: float, rows: int, columns: int, out: F32Address, /

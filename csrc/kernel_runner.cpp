@@ -17,7 +17,8 @@ constexpr int64_t kWorthSharing = 64;  // blocks of activations: fewer take less
 
 KernelRunner::KernelRunner(int threads, const std::string& isa)
     : pool_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(pool_, kernels_.pages),
-      reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora) {}
+      reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora),
+      recurrent_(pool_, kernels_.recurrent) {}
 
 QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
@@ -191,6 +192,21 @@ void KernelRunner::read_slots(const std::vector<SlotsArgs>& layers) {
 void KernelRunner::write_slots(const std::vector<SlotsArgs>& layers) {
   std::lock_guard<std::mutex> guard(lock_);
   attention_.write_slots(layers);
+}
+
+void KernelRunner::causal_conv(const ConvArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  recurrent_.causal_conv(args);
+}
+
+void KernelRunner::fold(const FoldArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  recurrent_.fold(args);
+}
+
+void KernelRunner::sigmoid_mul(const float* x, const float* gate, int64_t n, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  recurrent_.sigmoid_mul(x, gate, n, out);
 }
 
 void KernelRunner::argmax_with_values(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values) {

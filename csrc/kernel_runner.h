@@ -12,6 +12,7 @@
 #include "lora.h"
 #include "pack.h"
 #include "program.h"
+#include "recurrent.h"
 #include "reduce.h"
 #include "thread_pool.h"
 
@@ -74,6 +75,11 @@ class KernelRunner {
   void add_lora(const LoraArgs& args);
   void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out);
 
+  // Recurrent state (recurrent.h).
+  void causal_conv(const ConvArgs& args);
+  void fold(const FoldArgs& args);
+  void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out);
+
   // Moves each row one position on; its next slot is in the page that its table names.
   void advance(const DecodeState& state);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
@@ -97,6 +103,7 @@ class KernelRunner {
   Attention attention_;
   Reducer reducer_;
   Lora lora_;
+  Recurrent recurrent_;
   QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "lora.h"
 #include "pages.h"
+#include "recurrent.h"
 #include "reduce.h"
 
 namespace kvilt {
@@ -16,6 +17,7 @@ struct KernelTable {
   PageKernels pages;
   ReduceKernels reduce;
   LoraKernels lora;
+  RecurrentKernels recurrent;
 };
 
 extern const KernelTable kGenericKernels;

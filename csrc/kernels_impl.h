@@ -11,6 +11,7 @@
 #include "linear_impl.h"
 #include "lora_impl.h"
 #include "pages_impl.h"
+#include "recurrent_impl.h"
 #include "reduce_impl.h"
 
 namespace kvilt::KVILT_ISA {
@@ -23,6 +24,7 @@ constexpr KernelTable kernel_table(const char* isa) {
       {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
        draw},
       {shrink, expand, act_mul},
+      {conv, fold_memory, sigmoid_mul},
   };
 }
 

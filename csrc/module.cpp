@@ -74,4 +74,5 @@ NB_MODULE(_kvilt_native, m) {
   bind_pages(m, runner);
   bind_reduce(runner);
   bind_lora(runner);
+  bind_recurrent(runner);
 }

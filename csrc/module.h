@@ -49,5 +49,6 @@ void bind_steps(nb::class_<KernelRunner>& runner);
 void bind_pages(nb::module_& m, nb::class_<KernelRunner>& runner);
 void bind_reduce(nb::class_<KernelRunner>& runner);
 void bind_lora(nb::class_<KernelRunner>& runner);
+void bind_recurrent(nb::class_<KernelRunner>& runner);
 
 }  // namespace kvilt

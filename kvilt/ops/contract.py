@@ -20,11 +20,17 @@ from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
+from .recurrent import Decay as Decay
+from .recurrent import FoldHeads as FoldHeads
+from .recurrent import StatePlace as StatePlace
 from .routing import ExpertMaps as ExpertMaps
 from .routing import ExpertStack as ExpertStack
 from .routing import Routed as Routed
 from .routing import Routing as Routing
 from .routing import SharedExpert as SharedExpert
+from .states import StateShape as StateShape
+from .states import StateSlots as StateSlots
+from .states import StateStore as StateStore
 from .values import Activation as Activation
 from .values import AttentionMask as AttentionMask
 from .values import Interpolation as Interpolation
@@ -331,6 +337,26 @@ class Ops(Protocol):
 
         With `new` the query is not rotated yet, and comes after `rotate_and_write` into the slots of `paging`.
         """
+        ...
+
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
+        """A convolution of each channel over the last tokens of its row, [tokens, channels]; see `recurrent.py`."""
+        ...
+
+    def gated_delta(
+        self, mixed: Tensor, step: Tensor, beta: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        """The gated delta rule, token after token, [tokens, value_heads, value_dim]; see `recurrent.py`."""
+        ...
+
+    def mamba2(
+        self, mixed: Tensor, step: Tensor, skip: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        """Mamba-2, one token after the other, [tokens, value_heads, value_dim]; see `recurrent.py`."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` times the sigmoid of `gate`, both of one shape."""
         ...
 
     def key_mass(

@@ -17,12 +17,15 @@ from torch import Tensor
 from ..quant.formats import Format
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import dequantize
+from . import recurrent
 from . import routing as routing_module
 from .contract import (
     Activation,
     AttentionMask,
+    Decay,
     ExpertMaps,
     ExpertStack,
+    FoldHeads,
     HostCopies,
     HostCopy,
     Interpolation,
@@ -41,6 +44,7 @@ from .contract import (
     Routing,
     SamplingKernels,
     SharedExpert,
+    StatePlace,
 )
 from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
@@ -219,6 +223,22 @@ class ReferenceOps:
                     query[block], pages, layer, paging.tables[row], paging.positions[block], mask
                 )
         return out
+
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
+        return recurrent.causal_conv(x, weight, bias, silu, place)
+
+    def gated_delta(
+        self, mixed: Tensor, step: Tensor, beta: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.gated_delta(mixed, step, beta, decay, heads, place)
+
+    def mamba2(
+        self, mixed: Tensor, step: Tensor, skip: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.mamba2(mixed, step, skip, decay, heads, place)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
     def key_mass(
         self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask

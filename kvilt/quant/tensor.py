@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..errors import Unsupported
 from .float8 import BLOCK, CODES, SCALES
 from .formats import Format, float8_format
 from .ggml_blocks import BLOCKS
@@ -75,6 +76,13 @@ class QuantTensor:
             assert whole or start // plane.rows == (stop - 1) // plane.rows
             parts[plane.name] = self.planes[plane.name][start // plane.rows : -(-stop // plane.rows)]
         return QuantTensor(self.format, (stop - start, self.shape[-1]), parts)
+
+    def take(self, rows: torch.Tensor) -> QuantTensor:
+        """Rows of a matrix in another order; no block may lie over several of them."""
+        if any(plane.rows != 1 for plane in self.format.planes):
+            raise Unsupported(f"{self.format.name} has blocks of several rows, whose order cannot be changed")
+        parts = {name: plane[rows] for name, plane in self.planes.items()}
+        return QuantTensor(self.format, (len(rows), self.shape[1]), parts)
 
 
 Weight: TypeAlias = torch.Tensor | QuantTensor

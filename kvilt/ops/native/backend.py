@@ -15,8 +15,10 @@ from ...quant.tensor import Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    Decay,
     ExpertMaps,
     ExpertStack,
+    FoldHeads,
     HostCopy,
     Interpolation,
     KeysValues,
@@ -33,12 +35,13 @@ from ..contract import (
     Routed,
     Routing,
     SharedExpert,
+    StatePlace,
 )
 from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..routing import route, sum_experts
-from . import lora
+from . import lora, recurrent
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
 from .memory import Buffers, Slabs
@@ -251,6 +254,22 @@ class NativeOps:
         if new is not None:
             query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
         return paged.attention(self._runner, self.buffers, query, store, layer, paging, mask)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
+        return recurrent.causal_conv(self._runner, self.buffers, x, weight, bias, silu, place)
+
+    def gated_delta(
+        self, mixed: Tensor, step: Tensor, beta: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.gated_delta(self._runner, self.buffers, mixed, step, beta, decay, heads, place)
+
+    def mamba2(
+        self, mixed: Tensor, step: Tensor, skip: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.mamba2(self._runner, self.buffers, mixed, step, skip, decay, heads, place)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return recurrent.sigmoid_mul(self._runner, self.buffers, x, gate)
 
     def key_mass(
         self, query: Tensor, store: PageStore, layer: int, table: Tensor, positions: Tensor, mask: AttentionMask
