@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..kv.pool import PagePool
 from ..kv.row import CacheRow
+from ..kv.row_states import RowStates, StateFold, check_fold
 from .row import (
     WHOLE,
     Embeds,
@@ -75,8 +76,8 @@ class Batch:
             if len({id(one) for one in own}) < len(rows):
                 raise InputError("two rows of a batch write to the same row of a cache")
             held = CacheSnapshots(tuple(own), tuple([one.version for one in own]))
-            starts = row_starts(rows)
-            return Batch(tuple(rows), starts, step_input(rows, starts, pool), pool, held)
+            starts, folds = row_starts(rows), None if pool.layout.recurrent is None else _folds(rows, own)
+            return Batch(tuple(rows), starts, step_input(rows, starts, pool, folds), pool, held)
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -89,6 +90,16 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.starts[-1]
+
+
+def _folds(rows: Sequence[Row], own: Sequence[CacheRow]) -> list[StateFold]:
+    """Where the recurrent state of each row comes from and goes to; one with drafts leaves a state after each."""
+    folds = []
+    for row, cache_row in zip(rows, own, strict=True):
+        assert cache_row.states is not None
+        last = row.want.k if isinstance(row.want, Last) else 1
+        folds.append(cache_row.states.fold(range(row.positions[0], row.positions[-1] + 1), last))
+    return folds
 
 
 _TOKENS = (Ids, SampledIds)
@@ -133,7 +144,10 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         _check_places(row.source, tokens)
     if tokens > 1 and any(b <= a for a, b in pairwise(row.positions)):
         raise InputError("the positions of a row must ascend")
-    if not row.cache.row(row.cache_row).writable(row.positions):
+    cache_row = row.cache.row(row.cache_row)
+    if cache_row.states is not None:
+        _check_fold(row, cache_row.states, cache_row.length)
+    elif not cache_row.writable(row.positions):
         raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
     if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
@@ -159,6 +173,17 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         _check_repair(repair, row, layers)
     for load in row.loads:
         _check_load(load, row, layers)
+
+
+def _check_fold(row: Row, states: RowStates, length: int) -> None:
+    """A row of a model with recurrent state begins where a state is, perhaps below its cache's length."""
+    check_fold(states, row.positions, length)
+    if row.repairs or row.loads:
+        raise InputError(
+            "a model with recurrent state computes every token; stored KV of documents is not placed in it"
+        )
+    if not row.cache.row(row.cache_row).writable([p for p in row.positions if p >= length]):
+        raise InputError("a row may write only in room that reserve() has made")
 
 
 def _check_places(source: Embeds, tokens: int) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kv.pool import PagePool
-from ..ops.contract import Interpolation, Paging, RowLengths, row_ends
+from ..kv.row_states import StateFold
+from ..ops.contract import Interpolation, Paging, RowLengths, StateSlots, row_ends
 from .row import Embeds, Hidden, Ids, KVLoad, Last, Repair, Row, SampledIds, UnrotatedKV
 
 
@@ -63,6 +64,7 @@ class Segment:
     repairs: tuple[PlacedRepair, ...] = ()
     rope_positions: Tensor | None = None  # [axes, n] int64, where some row rotates by several axes
     loads: tuple[PlacedLoad, ...] = ()
+    states: StateSlots | None = None  # of models with recurrent state
 
     @property
     def rotated_by(self) -> Tensor:
@@ -198,8 +200,13 @@ class _Numbers:
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> StepInput:
-    """Lay out a step; the caller holds the pool's lock, so that the page tables are those it has checked."""
+def step_input(
+    rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool, folds: Sequence[StateFold] | None = None
+) -> StepInput:
+    """Lay out a step; the caller holds the pool's lock, so that the page tables are those it has checked.
+
+    `folds`: for each row of a model with recurrent state, where that comes from and goes to.
+    """
     layers, device, numbers = pool.layout.num_layers, pool.device, _Numbers()
     ids, wanted = numbers.add(_plain_ids(rows)), _wanted(rows, starts, numbers)
     sampled = _sampled(rows, starts, numbers)
@@ -209,7 +216,7 @@ def step_input(rows: Sequence[Row], starts: tuple[int, ...], pool: PagePool) -> 
         # Between two cuts, where some row enters or leaves, the set of rows is fixed.
         inside = [i for i, (a, b) in enumerate(spans) if a <= start and stop <= b]
         if inside:
-            segments.append(_segment(start, stop, inside, rows, starts, pool, numbers))
+            segments.append(_segment(start, stop, inside, rows, starts, pool, numbers, folds))
     flat = numbers.to(device)
     for source, places, origins in sampled:
         flat[ids][flat[places]] = source[flat[origins]]
@@ -287,6 +294,7 @@ def _segment(
     offsets: tuple[int, ...],
     pool: PagePool,
     numbers: _Numbers,
+    folds: Sequence[StateFold] | None,
 ) -> Callable[[Tensor], Segment]:
     """Add the numbers of a segment; what is returned makes it, once they are on the device."""
     chosen, everyone = [rows[i] for i in inside], len(inside) == len(rows)
@@ -298,6 +306,7 @@ def _segment(
     groups = [_paging(g, chosen, pool, numbers) for g in range(len(pool.layout.groups))]
     repairs = tuple(_placed(one, row, at, pool) for row, at in zip(chosen, starts, strict=False) for one in row.repairs)
     loads = [_placed_load(one, row, pool, numbers) for row in chosen for one in row.loads]
+    states = None if folds is None else _state_slots(chosen, [folds[i] for i in inside], numbers)
 
     def build(flat: Tensor) -> Segment:
         lengths = RowLengths.of(starts, everywhere, (flat[own_starts], flat[own_lens]))
@@ -305,9 +314,16 @@ def _segment(
         paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
         own = None if tokens is None else flat[tokens]
         axes, placed = _rope_positions(chosen, pool.device), tuple(one(flat) for one in loads)
-        return Segment(start, stop, own, at, paging, repairs, axes, placed)
+        folded = None if states is None else StateSlots(flat[states[0]], flat[states[1]], starts)
+        return Segment(start, stop, own, at, paging, repairs, axes, placed, folded)
 
     return build
+
+
+def _state_slots(rows: Sequence[Row], folds: Sequence[StateFold], numbers: _Numbers) -> tuple[slice, slice]:
+    """Where the slots that states are read from and written to will be."""
+    writes = [fold.writes.get(p + 1, -1) for row, fold in zip(rows, folds, strict=True) for p in row.positions]
+    return numbers.add(fold.read for fold in folds), numbers.add(writes)
 
 
 def row_starts(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -329,14 +345,21 @@ def _rope_positions(rows: Sequence[Row], device: torch.device) -> Tensor | None:
 
 def _paging(group: int, rows: list[Row], pool: PagePool, numbers: _Numbers) -> tuple[slice, slice]:
     """Where the page tables and the slots of one group will be."""
-    tables, size = [row.cache.row(row.cache_row).tables[group] for row in rows], pool.layout.page_tokens
+    own, size = [row.cache.row(row.cache_row) for row in rows], pool.layout.page_tokens
+    tables = [one.tables[group] for one in own]
     width = max(len(table) for table in tables)
     padded: list[int] = []
     slots: list[int] = []
-    for row, table in zip(rows, tables, strict=True):
+    for row, one, table in zip(rows, own, tables, strict=True):
         padded += table
         padded += [-1] * (width - len(table))
-        slots += _slots(table, row.positions, size)
+        if one.states is not None and row.positions[0] < one.length:
+            # Tokens that are only folded into the state again: their KV is there, perhaps in pages that others share.
+            again = [p for p in row.positions if p < one.length]
+            slots += [pool.dummy_pages[group] * size + p % size for p in again]
+            slots += _slots(table, row.positions[len(again) :], size)
+        else:
+            slots += _slots(table, row.positions, size)
     return numbers.add(padded), numbers.add(slots)
 
 

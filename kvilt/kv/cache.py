@@ -22,6 +22,7 @@ from .codec import pack
 from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
+from .reserve import reserve_rows
 from .row import BASE, EXACT, CacheRow, RowImage, Token, held, rows_from_images
 from .saved import read_images
 
@@ -75,6 +76,11 @@ class KVCache:
     def lengths(self) -> tuple[int, ...]:
         """Committed tokens of each row."""
         return tuple(row.length for row in self.rows())
+
+    @property
+    def resumes_at(self) -> tuple[int, ...]:
+        """The position of each row's next token to compute: its length, or its newest recurrent state below that."""
+        return tuple(row.resumes_at for row in self.rows())
 
     @property
     def origin(self) -> str:
@@ -135,11 +141,19 @@ class KVCache:
             raise ContextOverflow(tokens, self._capacity, setting)
 
     @_one_event
-    def reserve(self, extra: int | Sequence[int], steps: Sequence[range] | None = None) -> None:
+    def reserve(
+        self,
+        extra: int | Sequence[int],
+        steps: Sequence[range] | None = None,
+        folds: Sequence[range] | None = None,
+        drafts: int = 0,
+    ) -> None:
         """Make room for `extra` more tokens in each row (or one number per row), or change nothing.
 
         `steps`: for each row, which of its new tokens the next step writes; earlier ones are written. A window group
         that has few pages then has room for these, and drops pages of earlier ones that no query sees any more.
+        `folds`: with recurrent state, the positions that the next step computes, where these are not the new tokens.
+        If there are slots, the state is kept after each of the last `drafts` tokens too.
         """
         rows = self.rows()
         counts = self._per_row(extra)
@@ -148,17 +162,13 @@ class KVCache:
         for row, count in zip(rows, counts, strict=True):
             self.check_fits(row.length + count)
         each: Sequence[range | None] = [None] * len(rows) if steps is None else steps
-        for row, step in zip(rows, each, strict=True):
-            if step is not None:
-                row.slide(step)
-        needs = [row.pages_needed(count, step) for row, count, step in zip(rows, counts, each, strict=True)]
-        if not any(map(any, needs)):
-            return  # most steps of a decode: there is room in its last page
-        spare = self._pool.take([sum(need) for need in zip(*needs, strict=True)], self.owner)
-        for row, count, step in zip(rows, counts, each, strict=True):
-            row.reserve(count, spare, step)
-        for group, pages in enumerate(spare):  # two rows shared a tail, and the first copy set the second free
-            self._pool.drop(group, pages)
+        reserve_rows(rows, counts, each, self.owner, folds, drafts)
+
+    @_one_event
+    def want_checkpoints(self, positions: Sequence[int], row: int = 0) -> None:
+        """Keep the recurrent state at these ends of pages when a step passes them, if there is a slot for it."""
+        if (states := self.row(row).states) is not None:
+            states.wanted.update(p for p in positions if p > 0 and p % self.layout.page_tokens == 0)
 
     @_one_event
     def commit(
@@ -388,4 +398,6 @@ def _forgotten(pool: PagePool, rows: list[CacheRow]) -> None:
     for row in rows:
         for group, table in enumerate(row.tables):
             pool.abandon(group, held(table)[::-1])
+        if row.states is not None:
+            pool.abandon(pool.layout.state_group, row.states.slots())
     warnings.warn("a KVCache was dropped without close(); its pages were released", ResourceWarning, stacklevel=2)

@@ -4,7 +4,8 @@
 
 Payload, row by row: token ids (int64), hashes of embedding rows (32 bytes each), then per layer group the keys and the
 values as [layer, token, head, dim] in the layout's dtype and, where that has scales, the scales of both as float32
-[layer, token, head], all little endian. Refuses to know pages and pools.
+[layer, token, head], all little endian. Recurrent states follow, each as one token of one head: the tails of its layers
+as keys, their memories as values, in float32. Refuses to know pages and pools.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor
 
 from ..errors import BlobError
-from ..ops.contract import KeysValues, PageShape
+from ..ops.contract import KeysValues, PageShape, StateShape
 from ..ops.kv_dtypes import KV_DTYPES
 from .identity import Identity
-from .layout import Full, KVLayout, Latent, LayerGroup, Reach, Window
+from .layout import Full, KVLayout, Latent, LayerGroup, Reach, RecurrentGroup, Window
 from .row import EMBEDDED, HASH_BYTES, RowImage, maker_parts
+from .row_states import RowStateImages
 
 MAGIC = b"KVILTKV\0"
 VERSION = 1
@@ -46,6 +48,7 @@ class RowFacts:
     embedded: int  # tokens that were embedding rows
     firsts: tuple[int, ...]  # per group, the oldest position held
     tokens: tuple[int, ...]  # the first few ids; -1 where an embedding row stood
+    states: tuple[int, ...] = ()  # where its recurrent states are
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,18 @@ class _RowHeader:
     length: int
     embeds: list[int]  # positions of embedding rows, ascending
     firsts: list[int]
+    states: list[int] | None = None  # positions of recurrent states, ascending; None: the layout has none
+
+    def fields(self) -> dict[str, Any]:
+        """As the header has it."""
+        fields = {"length": self.length, "embeds": self.embeds, "firsts": self.firsts}
+        return fields if self.states is None else {**fields, "states": self.states}
 
 
 def pack(images: Sequence[RowImage], layout: KVLayout, identity: Identity) -> bytes:
     """The bytes of these rows."""
-    rows = [_RowHeader(image.length, sorted(image.embeds), list(image.firsts)) for image in images]
-    fields = {"identity": asdict(identity), "layout": layout.describe(), "rows": [asdict(row) for row in rows]}
+    rows = [_header_of(image) for image in images]
+    fields = {"identity": asdict(identity), "layout": layout.describe(), "rows": [row.fields() for row in rows]}
     header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     parts = [_PREFIX.pack(MAGIC, VERSION, len(header)), header]
     for image in images:
@@ -76,10 +85,17 @@ def pack(images: Sequence[RowImage], layout: KVLayout, identity: Identity) -> by
         parts += [image.embeds[position] for position in sorted(image.embeds)]
         for kv in image.groups:
             parts += map(_to_bytes, (kv.keys, kv.values, kv.key_scales, kv.value_scales))
+        if image.states is not None:
+            parts += map(_to_bytes, (image.states.numbers.keys, image.states.numbers.values))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     return b"".join([*parts, digest.digest()])
+
+
+def _header_of(image: RowImage) -> _RowHeader:
+    states = None if image.states is None else list(image.states.positions)
+    return _RowHeader(image.length, sorted(image.embeds), list(image.firsts), states)
 
 
 def unpack(
@@ -114,7 +130,7 @@ def describe(data: bytes | memoryview, first_tokens: int = 16) -> Description:
     facts, at = [], 0
     for row in rows:
         ids = array("q", bytes(payload[at : at + 8 * min(row.length, first_tokens)]))
-        facts.append(RowFacts(row.length, len(row.embeds), tuple(row.firsts), tuple(ids)))
+        facts.append(RowFacts(row.length, len(row.embeds), tuple(row.firsts), tuple(ids), tuple(row.states or ())))
         at += _row_bytes(row, layout)
     return Description(identity, layout, tuple(facts), len(data))
 
@@ -185,10 +201,27 @@ def _read_layout(found: Any) -> KVLayout:
     groups = found.get("groups") if isinstance(found, dict) else None
     if not isinstance(groups, list) or not groups:
         raise BlobError("layout", "missing or without layer groups")
-    layout = KVLayout(tuple(map(_read_group, groups)))
-    if sorted(layer for group in layout.groups for layer in group.layers) != list(range(layout.num_layers)):
+    layout = KVLayout(tuple(map(_read_group, groups)), _read_recurrent(found.get("recurrent")))
+    layers = [layer for group in layout.groups for layer in group.layers]
+    layers += layout.recurrent.layers if layout.recurrent is not None else ()
+    if sorted(layers) != list(range(layout.num_layers)):
         raise BlobError("layout.layers", "not every layer of a model exactly once")
     return layout
+
+
+def _read_recurrent(found: Any) -> RecurrentGroup | None:
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise BlobError("layout.recurrent", "not an object")
+    layers, tail, memory = (_list(found, name, "layout.recurrent.") for name in ("layers", "tail", "memory"))
+    if not layers or not all(_count(one, _MAX_EXTENT) for one in (*layers, *tail, *memory)):
+        raise BlobError("layout.recurrent", "not made of layers and sizes")
+    match tail, memory:
+        case [channels, inputs], [heads, keys, values]:
+            return RecurrentGroup(tuple(layers), StateShape(len(layers), (channels, inputs), (heads, keys, values)))
+        case _:
+            raise BlobError("layout.recurrent", "a tail has two sizes, and a memory three")
 
 
 def _read_group(found: Any) -> LayerGroup:
@@ -230,7 +263,12 @@ def _row_header(entry: Any, layout: KVLayout, capacity: int) -> _RowHeader:
     for group, first in zip(layout.groups, firsts, strict=True):
         if first > group.first_needed(length):
             raise BlobError("rows.firsts", f"KV from position {first} on is too little for length {length}")
-    return _RowHeader(length, embeds, firsts)
+    states = None
+    if layout.recurrent is not None:
+        states = _list(entry, "states", "rows.")
+        if not all(_count(p, length) and p for p in states) or states != sorted(set(states)):
+            raise BlobError("rows.states", "not ascending positions inside the row")
+    return _RowHeader(length, embeds, firsts, states)
 
 
 def _row_fields(entry: Any, groups: int) -> tuple[int, list[int], list[int]]:
@@ -261,12 +299,18 @@ def _row_image(row: _RowHeader, layout: KVLayout, payload: memoryview, identity:
         size = sum(_part_bytes(group.shape, row.length - first))
         groups.append(_keys_values(payload[at : at + size], group.shape, row.length - first))
         at += size
-    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups), identity.origin, *maker_parts(identity.adapter))
+    made, states = (identity.origin, *maker_parts(identity.adapter)), None
+    if layout.recurrent is not None and row.states is not None:
+        numbers = _keys_values(payload[at:], layout.recurrent.shape.page, len(row.states))
+        states = RowStateImages(tuple(row.states), numbers)
+    return RowImage(ids, embeds, tuple(row.firsts), tuple(groups), *made, states)
 
 
 def _row_bytes(row: _RowHeader, layout: KVLayout) -> int:
     held = zip(layout.groups, row.firsts, strict=True)
     kv_bytes = sum(sum(_part_bytes(group.shape, row.length - first)) for group, first in held)
+    if layout.recurrent is not None and row.states is not None:
+        kv_bytes += sum(_part_bytes(layout.recurrent.shape.page, len(row.states)))
     return 8 * row.length + HASH_BYTES * len(row.embeds) + kv_bytes
 
 

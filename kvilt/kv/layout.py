@@ -1,4 +1,4 @@
-"""What KV looks like: groups of layers that share a reach and a page table.
+"""What KV looks like: groups of layers that share a reach and a page table, and layers that keep a state instead.
 
 Refuses to know why a layer reaches as far as it does; a model's spec decides that.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops.contract import PageShape
+from ..ops.contract import PageShape, StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,23 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentGroup:
+    """Layers that keep a state of fixed size instead of keys and values: recurrent state and tails of convolutions."""
+
+    layers: tuple[int, ...]
+    shape: StateShape
+
+    def describe(self) -> dict[str, Any]:
+        """The group as plain data: all that decides the meaning of its canonical bytes."""
+        return {"layers": list(self.layers), "tail": list(self.shape.tail), "memory": list(self.shape.memory)}
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """All layer groups of a model; pages of every group hold the same number of tokens."""
 
     groups: tuple[LayerGroup, ...]
+    recurrent: RecurrentGroup | None = None  # the layers that keep a state, if there are any
 
     @property
     def page_tokens(self) -> int:
@@ -114,7 +127,19 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        states = 0 if self.recurrent is None else len(self.recurrent.layers)
+        return sum(len(group.layers) for group in self.groups) + states
+
+    @property
+    def state_group(self) -> int:
+        """The number by which places, pools and records know the layers that keep a state."""
+        return len(self.groups)
+
+    def shape_of(self, group: int) -> PageShape:
+        """The shape of a group's pages; a state is one token of one head, with its tail as key."""
+        if self.recurrent is not None and group == self.state_group:
+            return self.recurrent.shape.page
+        return self.groups[group].shape
 
     @property
     def page_bytes(self) -> int:
@@ -123,7 +148,10 @@ class KVLayout:
 
     def places(self) -> tuple[LayerSlot, ...]:
         """For each layer of the model, where its KV lives."""
-        found = {layer: LayerSlot(g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        groups: list[LayerGroup | RecurrentGroup] = [*self.groups]
+        if self.recurrent is not None:
+            groups.append(self.recurrent)
+        found = {layer: LayerSlot(g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         return tuple(found[layer] for layer in range(self.num_layers))
 
     def pages_for(self, tokens: int) -> int:
@@ -131,4 +159,5 @@ class KVLayout:
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data; page size is left out, because canonical bytes do not depend on it."""
-        return {"groups": [group.describe() for group in self.groups]}
+        paged: dict[str, Any] = {"groups": [group.describe() for group in self.groups]}
+        return paged if self.recurrent is None else {**paged, "recurrent": self.recurrent.describe()}

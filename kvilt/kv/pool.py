@@ -1,4 +1,4 @@
-"""The page pool: page ids with reference counts, one set per layer group.
+"""The page pool: page ids with reference counts, one set per layer group, and slots for recurrent states likewise.
 
 Refuses to know sequences: it hands pages out, counts the handles that share them and takes them back.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError, ModelClosed, PoolExhausted
-from ..ops.contract import HostCopies, Ops
+from ..ops.contract import HostCopies, HostCopy, KeysValues, Ops, StateStore
 from .identity import Identity
 from .layout import KVLayout
 from .pages_by_owner import PagesByOwner
@@ -32,6 +32,8 @@ class PoolUsage:
     shared: int  # used by more than one handle, counted once
     used_bytes: int
     cached: int = 0  # held by no cache, kept for the next sequence with the same tokens; counted as free
+    states: int = 0  # slots for recurrent states
+    used_states: int = 0
 
     @property
     def free(self) -> int:
@@ -49,8 +51,14 @@ class PagePool:
         identity: Callable[[], Identity],
         device: torch.device | None = None,
         token_limit: int = 1 << 63,
+        states: int = 0,
+        state_every: int = 0,
     ) -> None:
-        """`pages` of each group, or one number for each; window groups may have fewer than the others."""
+        """`pages` of each group, or one number for each; window groups may have fewer than the others.
+
+        `states` is the number of slots for recurrent states, for layouts that have some. Rows keep a checkpoint of
+        their state every `state_every` tokens, a whole number of pages; 0: only where a caller asks for one.
+        """
         self.layout = layout
         self.group_pages = _checked_pages(layout, pages)
         self.pages = max(self.group_pages)  # of the groups that have the most: a sequence is no longer than they hold
@@ -68,17 +76,23 @@ class PagePool:
             for n, group in zip(self.group_pages, layout.groups, strict=True)
         )
         self.dummy_pages = self.group_pages
-        self._refs = [array("I", bytes(4 * n)) for n in self.group_pages]
+        self.state_slots, self.state_every = _checked_states(layout, states, state_every)
+        self.state_store: StateStore | None = None
+        if layout.recurrent is not None:
+            self.state_store = StateStore.empty(layout.recurrent.shape, states + 1, self.device)
+        # State slots are counted like the pages of one group more, `layout.state_group`.
+        self._totals = self.group_pages if layout.recurrent is None else (*self.group_pages, states)
+        self._refs = [array("I", bytes(4 * n)) for n in self._totals]
         # A stack with the lowest id on top: pages touched before are used again before fresh memory is.
-        self._free = [list(range(n - 1, -1, -1)) for n in self.group_pages]
+        self._free = [list(range(n - 1, -1, -1)) for n in self._totals]
         self.lock = threading.RLock()  # verbs of caches hold it too, so that each is one event to every thread
         # A finalizer may run inside any allocation, even ours, so it only leaves a note here.
         self._abandoned: deque[tuple[int, list[int]]] = deque()
         self._leases = self._shared = 0
         self._limbo: dict[tuple[int, int], None] = {}  # (group, page) freed while a step may still write to it
         # Pages that an index knows, and what it wants to be called with before one of them is freed.
-        self._kept: list[dict[int, OnEvict]] = [{} for _ in layout.groups]
-        self._holdings = [PagesByOwner() for _ in layout.groups]
+        self._kept: list[dict[int, OnEvict]] = [{} for _ in self._totals]
+        self._holdings = [PagesByOwner() for _ in self._totals]
 
     def identity(self) -> Identity:
         """What KV of this pool is known by outside of it; ModelClosed once the files it is hashed from are closed."""
@@ -102,8 +116,8 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(n * group.shape.page_bytes for n, group in zip(self.group_pages, self.layout.groups, strict=True))
+        """Bytes of all pages and states."""
+        return self._bytes(self._totals)
 
     @property
     def step_tokens(self) -> int | None:
@@ -115,11 +129,13 @@ class PagePool:
         spare = min((n - 2 * window for n, window in groups), default=None)
         return None if spare is None else spare * self.layout.page_tokens
 
-    def take(self, counts: Sequence[int], owner: str = "") -> list[list[int]]:
-        """`counts[g]` pages of each group g for an owner, all of them or none."""
+    def take(self, counts: Sequence[int], owner: str = "", states: int = 0) -> list[list[int]]:
+        """`counts[g]` pages of each group g for an owner, and state slots, all of them or none."""
+        if self.layout.recurrent is not None:
+            counts = [*counts, states]
         with self.lock:
             self._settle()
-            for count, there, total in zip(counts, self._takeable(), self.group_pages, strict=True):
+            for count, there, total in zip(counts, self._takeable(), self._totals, strict=True):
                 if count > there:
                     raise PoolExhausted(count, there, total)
             for holdings, count in zip(self._holdings, counts, strict=True):
@@ -254,21 +270,43 @@ class PagePool:
 
     def largest_share(self, counts: Iterable[int]) -> int:
         """The largest share of a group that so many pages of each are, in parts of `pages`."""
-        return max(n * self.pages // total for n, total in zip(counts, self.group_pages, strict=True))
+        return max(n * self.pages // total for n, total in zip(counts, self._totals, strict=False))
 
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that may be taken: empty ones, and those an index keeps and no cache holds."""
         with self.lock:
             self._settle()
-            return self._takeable()
+            return self._takeable()[: len(self.group_pages)]
+
+    def free_states(self) -> int:
+        """State slots that may be taken: empty ones, and those an index keeps and no cache holds."""
+        with self.lock:
+            self._settle()
+            return self._takeable()[-1] if self.layout.recurrent is not None else 0
+
+    def read_states(self, slots: Sequence[int]) -> HostCopy:
+        """Recurrent states in canonical order on the host, perhaps still arriving; the fields of `KeysValues`."""
+        assert self.state_store is not None
+        return self.state_store.read(torch.tensor(slots, dtype=torch.int64, device=self.device), self.host_copies)
+
+    def write_states(self, slots: Sequence[int], states: KeysValues) -> None:
+        """The inverse of `read_states`."""
+        assert self.state_store is not None
+        at = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        self.state_store.write(at, states, self.host_copies)
 
     def usage(self) -> PoolUsage:
         """How full the pool is."""
         with self.lock:
             self._settle()
-            used = [n - there for n, there in zip(self.group_pages, self._takeable(), strict=True)]
-            used_bytes = sum(n * group.shape.page_bytes for n, group in zip(used, self.layout.groups, strict=True))
-            return PoolUsage(sum(self.group_pages), sum(used), self._shared, used_bytes, sum(self._idle_pages()))
+            used = [n - there for n, there in zip(self._totals, self._takeable(), strict=True)]
+            groups, idle = len(self.group_pages), sum(self._idle_pages()[: len(self.group_pages)])
+            pages = (sum(self.group_pages), sum(used[:groups]), self._shared, self._bytes(used), idle)
+            return PoolUsage(*pages, self.state_slots, sum(used[groups:]))
+
+    def _bytes(self, counts: Sequence[int]) -> int:
+        """Bytes of so many pages of each group."""
+        return sum(n * self.layout.shape_of(group).page_bytes for group, n in enumerate(counts))
 
     def _idle_pages(self) -> list[int]:
         return [holdings.idle_pages for holdings in self._holdings]
@@ -296,6 +334,20 @@ class PagePool:
     def _settle(self) -> None:
         while self._abandoned:
             self.drop(*self._abandoned.popleft())
+
+
+def _checked_states(layout: KVLayout, states: int, every: int) -> tuple[int, int]:
+    """Slots for states and the distance of checkpoints. A row needs a slot to read and one to write."""
+    if layout.recurrent is None:
+        return 0, 0
+    if any(group.window_pages is not None for group in layout.groups):
+        raise InputError("a model with recurrent state and sliding windows is not supported: going back needs old keys")
+    if states < 2 or every % layout.page_tokens:
+        raise InputError(
+            f"{states} slots for recurrent states, with a checkpoint every {every} tokens, do not serve a sequence: "
+            f"it needs 2 slots, and checkpoints where pages of {layout.page_tokens} tokens end"
+        )
+    return states, every
 
 
 def _checked_pages(layout: KVLayout, pages: int | Sequence[int]) -> tuple[int, ...]:

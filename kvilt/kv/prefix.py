@@ -17,11 +17,13 @@ import torch
 from ..errors import PoolExhausted
 from ..ops.contract import HostCopy, KeysValues
 from .cache import KVCache
+from .evicted_page import EvictedPage as EvictedPage
 from .layout import Window
 from .pool import PagePool
 from .prefix_branches import PrefixBranch, PrefixRun, PrefixRuns, branch_of, find_runs
 from .prefix_keys import PrefixKeys, PrefixNode, PrefixScope, tokens_of
-from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, Token, maker_parts, rows_from_images
+from .prefix_states import PrefixStates
+from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, maker_parts, rows_from_images
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +34,6 @@ class PrefixMatch:
 
     tokens: int
     idle: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvictedPage:
-    """A page that is about to be lost: the tokens up to its end, where it starts, and its KV by layer group.
-
-    The KV may still be on its way to the host: its numbers may be read after `wait`.
-    """
-
-    scope: PrefixScope
-    tokens: tuple[Token, ...]
-    start: int
-    kv: tuple[KeysValues | None, ...]
-    copies: tuple[HostCopy, ...] = ()
-
-    def wait(self) -> None:
-        """The host waits until all of it is there."""
-        for one in self.copies:
-            one.wait()
 
 
 Sink = Callable[[EvictedPage], None]
@@ -65,6 +48,7 @@ class PrefixIndex:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
         self._owners: list[dict[int, PrefixNode]] = [{} for _ in pool.layout.groups]  # by page
+        self._states = PrefixStates(pool, self._state_evicted) if pool.layout.recurrent is not None else None
         self.evictions = 0
         self.hits = self.misses = self.saved_tokens = 0  # sequences that began with KV that was there, and without
 
@@ -97,6 +81,8 @@ class PrefixIndex:
             row = CacheRow.sharing(self._pool, ids, embeds, self._tables(nodes, length))
             row.adapter, row.adapted_from = maker_parts(prefix_keys.adapted_scope.adapter)
             row.owner = prefix_keys.scope.owner
+            if self._states is not None:
+                self._states.lend(row, nodes)
             self.count(length)
             return KVCache.of_row(row, capacity)
 
@@ -136,7 +122,7 @@ class PrefixIndex:
         length = max(0, min(len(nodes) * self._size, most))
         while length and not all(self._sees(nodes, g, length) for g in range(len(self._owners))):
             length = (length - 1) // self._size * self._size
-        return length
+        return length if self._states is None else self._states.usable(nodes, length)
 
     def _sees(self, nodes: list[PrefixNode], group: int, length: int) -> bool:
         first, stop = self._span(group, length)
@@ -159,7 +145,9 @@ class PrefixIndex:
             for at, node in enumerate(nodes):
                 if any(page == GONE and at >= first for page, first in zip(node.pages, firsts, strict=True)):
                     return at
-            return len(nodes)
+            # Pages after the last known state are of no use without one.
+            known = len(nodes) if self._states is None else self._states.usable(nodes, len(nodes) * self._size)
+            return known if self._states is None else known // self._size
 
     def leaving(self) -> Iterator[EvictedPage]:
         """Every page that is known, as if it were evicted: those that a cache holds first, then the latest used."""
@@ -194,6 +182,8 @@ class PrefixIndex:
                 if (node := self._place(row, prefix_keys, on_evict)) is None:
                     return
                 self._adopt(row, prefix_keys.placed, node)
+                if self._states is not None:
+                    self._states.place(row, prefix_keys.placed, node, prefix_keys)
                 prefix_keys.node, prefix_keys.placed = node, prefix_keys.placed + 1
 
     def restore(self, prefix_keys: PrefixKeys, images: Sequence[RowImage], on_evict: Sink | None = None) -> int:
@@ -246,6 +236,8 @@ class PrefixIndex:
             if node is None:
                 return False
             self._adopt(row, at, node)
+            if self._states is not None:
+                self._states.place(row, at, node, path)
             self._hold(held, at, node)
         finally:
             row.close()
@@ -324,6 +316,11 @@ class PrefixIndex:
         else:
             self._remove(node)  # every page after it needs this one
 
+    def _state_evicted(self, node: PrefixNode) -> None:
+        """The pool needs the room of a state that no cache holds; the page stays."""
+        self.evictions += 1
+        self._send(node)
+
     def _prune(self, node: PrefixNode | None) -> None:
         """Remove nodes that have neither pages nor children, from `node` up to its ancestors."""
         while node is not None and not node.children and all(page == GONE for page in node.pages):
@@ -332,7 +329,7 @@ class PrefixIndex:
             node = parent
 
     def _send(self, node: PrefixNode) -> None:
-        there = sum(page != GONE for page in node.pages)
+        there = sum(page != GONE for page in (*node.pages, node.state))
         if node.on_evict is None or there < node.sent:
             return  # the sink has a fuller version of it
         node.sent = there
@@ -346,9 +343,12 @@ class PrefixIndex:
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         copies = [None if page == GONE else self._copy_out(group, page) for group, page in enumerate(node.pages)]
-        kv = tuple(None if one is None else KeysValues(*one.tensors) for one in copies)
+        if self._states is not None:
+            copies.append(None if node.state == GONE else self._pool.read_states([node.state]))
+        kv = [None if one is None else KeysValues(*one.tensors) for one in copies]
+        state = None if self._states is None else kv.pop()
         tokens, start = tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size
-        return EvictedPage(node.scope, tokens, start, kv, tuple(one for one in copies if one is not None))
+        return EvictedPage(node.scope, tokens, start, tuple(kv), tuple(one for one in copies if one is not None), state)
 
     def _copy_out(self, group: int, page: int) -> HostCopy:
         pool = self._pool
@@ -364,6 +364,8 @@ class PrefixIndex:
             for group, page in enumerate(one.pages):
                 if page != GONE:
                     self._release(one, group)
+            if self._states is not None:
+                self._states.release(one)
             one.alive = False
             del self._nodes[one.key]
         if node.parent is not None:

@@ -15,7 +15,7 @@ from .owner import owner_of
 from .row import EMBEDDED, HASH_BYTES, Token, made_by
 
 if TYPE_CHECKING:
-    from .prefix import EvictedPage
+    from .evicted_page import EvictedPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class PrefixNode:
     hits: int = 0  # sequences that began with it
     alive: bool = True
     sent: int = 0  # groups whose pages were there when `on_evict` was last called
+    state: int = -1  # the slot of the recurrent state at its end; -1: there is none
 
 
 def tokens_of(nodes: Sequence[PrefixNode], page_tokens: int) -> list[Token]:
@@ -72,7 +73,7 @@ class PrefixKeys:
     tokens shares them. The keys of later pages include the position at which the adapter began.
     """
 
-    __slots__ = ("adapted_page", "adapted_scope", "contents", "keys", "node", "placed", "scope")
+    __slots__ = ("adapted_page", "adapted_scope", "contents", "keys", "node", "placed", "rolling", "scope")
 
     def __init__(self, scope: PrefixScope, begins: int = 0, page_tokens: int = 1) -> None:
         """`begins` is the position at which the scope's adapter does."""
@@ -83,6 +84,7 @@ class PrefixKeys:
         self.contents: list[bytes] = []
         self.node: PrefixNode | None = None
         self.placed = 0  # whole pages that the index has from this sequence, or gave to it
+        self.rolling: PrefixNode | None = None  # the last one that got a state from it which is no checkpoint
 
     def extend(self, tokens: Sequence[Token], page_tokens: int) -> None:
         """Make keys for the whole pages of `tokens` that have none yet."""

@@ -1,4 +1,4 @@
-"""One row of a cache: its length, its tokens and a page table per layer group.
+"""One row of a cache: its length, its tokens, a page table per layer group, and its recurrent states.
 
 All bookkeeping of pages is here, so that `KVCache` reads as verbs. Private to this room.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError, TruncateError
 from ..ops.contract import KeysValues
 from .pool import PagePool
+from .row_states import RowStateImages, RowStates
 
 # A token is its id, or the hash of its bytes where an embedding row stood in its place.
 Token = int | bytes
@@ -36,6 +37,7 @@ class RowImage:
     origin: str = EXACT
     adapter: str = BASE
     adapted_from: int = 0
+    states: RowStateImages | None = None  # of layouts that have some
 
     @property
     def length(self) -> int:
@@ -50,7 +52,10 @@ class RowImage:
 class CacheRow:
     """Only `length` says what is valid: bytes at or past it are undefined, pages past it are merely reserved."""
 
-    __slots__ = ("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids", "origin", "owner", "tables", "version")
+    __slots__ = (
+        *("_pool", "adapted_from", "adapter", "embeds", "firsts", "ids"),
+        *("origin", "owner", "states", "tables", "version"),
+    )
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -62,6 +67,7 @@ class CacheRow:
         self.adapter = BASE  # what it is made with, by content and scale, from position `adapted_from` on
         self.adapted_from = 0
         self.owner = ""  # its pages are counted for this owner
+        self.states = None if pool.layout.recurrent is None else RowStates(pool)
         self.version = 0  # grows whenever the tables change, so that a batch can tell that it is out of date
 
     @property
@@ -76,6 +82,11 @@ class CacheRow:
     def maker(self) -> str:
         """What made this KV: the base model, an adapter, or an adapter from some position on."""
         return _maker(self.adapter, self.adapted_from, self.length)
+
+    @property
+    def resumes_at(self) -> int:
+        """The position of the next token to compute: the length, or the newest state below it."""
+        return len(self.ids) if self.states is None else self.states.newest(len(self.ids))
 
     @property
     def reserved(self) -> int:
@@ -193,10 +204,14 @@ class CacheRow:
                 self.embeds[self.length] = token
                 token = EMBEDDED
             self.ids.append(token)
+        if self.states is not None:
+            self.states.commit(self.length)
         if filled is not None:
             filled(self)
         if self._pool.window_groups:
             self._give_back()
+        if self.states is not None:
+            self.states.prune(self.length)
 
     def _give_back(self) -> None:
         size = self._pool.page_tokens
@@ -241,6 +256,8 @@ class CacheRow:
         for position in [p for p in self.embeds if p >= length]:
             del self.embeds[position]
         del self.ids[length:]
+        if self.states is not None:
+            self.states.truncate(length)
 
     def fork(self) -> CacheRow:
         """A row that shares every page up to the length; costs page ids, not bytes."""
@@ -254,6 +271,8 @@ class CacheRow:
         for g, table in enumerate(self.tables):
             child.tables[g] = table[:keep]
             self._pool.share(g, held(child.tables[g]))
+        if self.states is not None and child.states is not None:
+            self.states.share_with(child.states)
         return child
 
     def close(self) -> None:
@@ -261,6 +280,8 @@ class CacheRow:
         for g, table in enumerate(self.tables):
             self._pool.drop(g, reversed(held(table)))  # the last first, so that an index evicts tails before beginnings
             table.clear()
+        if self.states is not None:
+            self.states.truncate(-1)
 
     # What an index knows of it.
 
@@ -298,7 +319,14 @@ class CacheRow:
             for g, first in enumerate(self.firsts)
         )
         made = (self.origin, self.adapter, self.adapted_from)
-        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, *made)
+        return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, *made, self._state_images())
+
+    def _state_images(self) -> RowStateImages | None:
+        if self.states is None:
+            return None
+        positions = self.states.positions()
+        copy = self._pool.read_states([self.states.committed[p] for p in positions])
+        return RowStateImages(positions, KeysValues(*copy.wait()))
 
 
 def made_by(adapter: str, start: int) -> str:
@@ -328,7 +356,7 @@ def rows_from_images(pool: PagePool, images: Sequence[RowImage], owner: str = ""
         sum(layout.pages_for(image.length) - image.firsts[g] // layout.page_tokens for image in images)
         for g in range(len(layout.groups))
     ]
-    spare = pool.take(counts, owner)
+    spare = pool.take(counts, owner, sum(len(image.states.positions) for image in images if image.states is not None))
     rows: list[CacheRow] = []
     try:
         for image in images:
@@ -354,3 +382,7 @@ def _fill(row: CacheRow, pool: PagePool, image: RowImage, spare: list[list[int]]
         row.tables[g] = [GONE] * gone + [spare[g].pop() for _ in range(count)]
         slots = row.slots(g, first, image.length).to(pool.device, non_blocking=True)
         pool.ops.write_slots(pool.stores[g], slots, image.groups[g])
+    if row.states is not None and image.states is not None and image.states.positions:
+        own = spare[pool.layout.state_group]
+        row.states.committed = {position: own.pop() for position in image.states.positions}
+        pool.write_states(list(row.states.committed.values()), image.states.numbers)

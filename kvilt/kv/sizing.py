@@ -14,9 +14,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from .layout import KVLayout, LayerGroup
+from .row_states import ROW_STATES
 
 SEQUENCE_TOKENS = 8192
 STEP_TOKENS = 512
+INDEXED_STATES = 4  # of each sequence, beside those of its row
+MOST_STATES = 1 << 14  # more than any number of sequences uses; where states are small, pages take the rest
 
 
 def split_memory(
@@ -42,6 +45,16 @@ def split_memory(
     each = [_needed(group, whole, STEP_TOKENS) for group in layout.groups]
     each_bytes = _bytes(layout, each)
     return tuple(n + more * left_bytes // each_bytes for n, more in zip(first_needed(whole), each, strict=True))
+
+
+def split_states(layout: KVLayout, memory_bytes: int, max_context: int) -> int:
+    """Slots for recurrent states: for each sequence what its row holds, and checkpoints that the prefix index keeps."""
+    if layout.recurrent is None:
+        return 0
+    slot_bytes, each = layout.recurrent.shape.slot_bytes, ROW_STATES + INDEXED_STATES
+    pages_bytes = layout.pages_for(min(max_context, SEQUENCE_TOKENS)) * layout.page_bytes
+    share = each * slot_bytes / (each * slot_bytes + pages_bytes)
+    return min(MOST_STATES, int(memory_bytes * share) // slot_bytes)
 
 
 def _bytes(layout: KVLayout, pages: Sequence[int]) -> int:

@@ -95,7 +95,7 @@ def tenant_of(salt: str) -> str:
 
 def form_of(layout: KVLayout, dtype: torch.dtype | None = None) -> Form:
     """The form of a model's KV layer by layer, in the layout's own dtype or another."""
-    shapes = [layout.groups[place.group].shape for place in layout.places()]
+    shapes = [layout.shape_of(place.group) for place in layout.places()]
     name = None if dtype is None else stored_dtype(dtype, scaled=False).name
     return tuple(LayerForm(s.kv_heads, s.key_dim, s.value_dim, name or s.dtype.name) for s in shapes)
 
@@ -116,7 +116,7 @@ def chunk_address(identity: Identity, tokens: Sequence[Token], form: Form) -> Ad
 
 def row_address(identity: Identity, tokens: Sequence[Token], layout: KVLayout) -> Address:
     """The address of a whole cache row; a match holds every position that the next query attends to."""
-    needed = [group.first_needed(len(tokens)) for group in layout.groups]
+    needed = [*(group.first_needed(len(tokens)) for group in layout.groups), len(tokens)]  # a state may be missing
     firsts = tuple(needed[place.group] for place in layout.places())
     return _address(Kind.HANDLE, identity, tokens, form_of(layout), firsts)
 
@@ -141,6 +141,7 @@ def page_addresses(
         if end <= start:
             continue
         needed = [end if group.first_needed(stop) >= end else end - page_tokens for group in layout.groups]
+        needed.append(end)  # few pages have a recurrent state at their end
         firsts = tuple(needed[place.group] for place in layout.places())
         yield Address(Kind.PREFIX, identity, content, end, form, firsts, state.copy().digest())
 

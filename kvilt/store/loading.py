@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import BlobError, InputError, ParamError, StoreError, StoreMiss, Unsupported
-from ..kv.layout import KVLayout
+from ..kv.layout import KVLayout, RecurrentGroup
 from ..kv.row import EMBEDDED, RowImage, maker_parts
+from ..kv.row_states import RowStateImages
 from ..metrics import Metrics
 from ..ops.contract import KeysValues
 from .address import Address, tokens_of
@@ -175,7 +176,16 @@ class Loading:
                 raise StoreMiss("firsts")
             firsts.append(starts.pop())
             groups.append(KeysValues(*map(stacked, zip(*(one.parts for one in own), strict=True))))
-        return _image(self.address, tuple(firsts), tuple(groups))
+        states = self._states(layout.recurrent, layers) if layout.recurrent is not None else None
+        return replace(_image(self.address, tuple(firsts), tuple(groups)), states=states)
+
+    def _states(self, group: RecurrentGroup, layers: Sequence[LayerKV]) -> RowStateImages:
+        """The recurrent state at the end, if the record has one."""
+        assert self._firsts is not None
+        own = [layers[index] for index in group.layers]
+        numbers = KeysValues(stacked([one.keys for one in own]), stacked([one.values for one in own]))
+        there = {self._firsts[index] for index in group.layers} == {self.address.tokens - 1}
+        return RowStateImages((self.address.tokens,) if there else (), numbers)
 
     def cancel(self) -> None:
         """Stop loading: the caller does not need the rest."""

@@ -23,7 +23,16 @@ def per_layer(layout: KVLayout, firsts: Iterable[int]) -> tuple[int, ...]:
 
 def row_layers(layout: KVLayout, image: RowImage) -> list[LayerKV]:
     """The layers of a cache row, in the model's order."""
-    return [LayerKV(*layer_slice(image.groups[place.group], place.layer)) for place in layout.places()]
+    groups = list(image.groups)
+    if image.states is not None:
+        numbers, first = image.states.numbers, len(image.states.positions) - state_tokens(image)
+        groups.append(KeysValues(numbers.keys[:, first:], numbers.values[:, first:]))
+    return [LayerKV(*layer_slice(groups[place.group], place.layer)) for place in layout.places()]
+
+
+def state_tokens(image: RowImage) -> int:
+    """1 where a row has a recurrent state at its length, which counts as its last token; otherwise 0."""
+    return int(image.states is not None and image.states.positions[-1:] == (image.length,))
 
 
 def layer_slice(kv: KeysValues, layer: int) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ from .loading import Loading, LookupContext
 from .memory import MemoryEntry, MemoryTier
 from .notes import HandleNotes
 from .record import RecordInfo, pack, read_header, read_tokens
-from .row_layers import empty_layer, layer_slice, per_layer, row_layers
+from .row_layers import empty_layer, layer_slice, per_layer, row_layers, state_tokens
 from .tier import Budget, Tier, TierUsage
 
 _MIN_SECRET_BYTES = 16
@@ -237,7 +237,8 @@ class Store:
         if image.origin != EXACT:
             identity = replace(identity, origin=image.origin)
         tokens = [image.embeds.get(at, token) for at, token in enumerate(image.ids)]
-        address = row_address(identity, tokens, layout).with_firsts(per_layer(layout, image.firsts))
+        firsts = (*image.firsts, image.length - state_tokens(image))
+        address = row_address(identity, tokens, layout).with_firsts(per_layer(layout, firsts))
         return self.put(address, row_layers(layout, image), retain)
 
     def open_row(self, identity: Identity, layout: KVLayout, tokens: Sequence[Token]) -> Loading:
@@ -249,10 +250,11 @@ class Store:
         own = replace(identity, adapter=page.scope.adapter, salt=page.scope.salt)
         end = len(page.tokens)
         address = page_address(own, page.tokens, layout, page.start)
-        firsts = tuple(end if kv is None else page.start for kv in page.kv)
+        groups = (*page.kv, page.state)
+        firsts = (*(end if kv is None else page.start for kv in page.kv), end if page.state is None else end - 1)
         layers = []
         for place, form in zip(layout.places(), address.form, strict=True):
-            kv = page.kv[place.group]
+            kv = groups[place.group]
             layers.append(empty_layer(form) if kv is None else LayerKV(*layer_slice(kv, place.layer)))
         return self.put(address.with_firsts(per_layer(layout, firsts)), layers, retain, page.wait)
 

@@ -12,10 +12,10 @@ import torch
 
 from kvilt.kv.cache import KVCache
 from kvilt.kv.identity import Identity
-from kvilt.kv.layout import Full, KVLayout, LayerGroup, Window
+from kvilt.kv.layout import Full, KVLayout, LayerGroup, RecurrentGroup, Window
 from kvilt.kv.pool import PagePool
-from kvilt.kv.row import Token, held
-from kvilt.ops.contract import KeysValues, PageShape
+from kvilt.kv.row import CacheRow, Token, held
+from kvilt.ops.contract import KeysValues, PageShape, StateShape
 from kvilt.ops.kv_dtypes import KV_DTYPES, KVDtype
 from kvilt.ops.reference import ReferenceOps
 
@@ -32,6 +32,9 @@ class Scribe:
     identity = IDENTITY
     window = WINDOW
 
+    def __init__(self) -> None:
+        self._before: dict[bytes, bytes] = {}  # by the seed of a cell, that of the cell before it
+
     def full(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
         """Two layers that see everything."""
         return KVLayout((LayerGroup(Full(), (0, 1), PageShape(2, page_tokens, 2, 4, 4, _named(dtype))),))
@@ -45,14 +48,28 @@ class Scribe:
             )
         )
 
+    def recurrent(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+        """One layer that sees everything between two that keep a state."""
+        paged = LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, _named(dtype)))
+        return KVLayout((paged,), RecurrentGroup((0, 2), StateShape(2, (3, 2), (2, 2, 3))))
+
     def layout(self, name: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
-        return {"full": self.full, "windowed": self.windowed}[name](dtype, page_tokens)
+        return {"full": self.full, "windowed": self.windowed, "recurrent": self.recurrent}[name](dtype, page_tokens)
 
     def pool(
-        self, layout: KVLayout | None = None, pages: int | Sequence[int] = 32, identity: Identity = IDENTITY
+        self,
+        layout: KVLayout | None = None,
+        pages: int | Sequence[int] = 32,
+        identity: Identity = IDENTITY,
+        states: int = 64,
     ) -> PagePool:
         """A pool full of NaN: whoever reads what nobody wrote is found out."""
-        pool = PagePool(layout or self.full(), pages, ReferenceOps(), lambda: identity)
+        layout = layout or self.full()
+        own = {} if layout.recurrent is None else {"states": states, "state_every": 2 * layout.page_tokens}
+        pool = PagePool(layout, pages, ReferenceOps(), lambda: identity, **own)
+        if pool.state_store is not None:
+            pool.state_store.tails.fill_(float("nan"))
+            pool.state_store.memories.fill_(float("nan"))
         for store in pool.stores:
             scaled = (store.key_scales, store.value_scales)
             for part in scaled if store.shape.scales else (store.keys, store.values):
@@ -63,7 +80,8 @@ class Scribe:
         """Cells for new tokens after `before`: like real KV, each depends on all tokens up to it (and on a salt)."""
         seed, made = before[-1][1] if before else b"start", []
         for token in tokens:
-            seed = hashlib.sha256(seed + repr(token).encode() + salt).digest()
+            before_it, seed = seed, hashlib.sha256(seed + repr(token).encode() + salt).digest()
+            self._before[seed] = before_it
             made.append((token, seed))
         return made
 
@@ -72,6 +90,15 @@ class Scribe:
 
         `steps`: which of the cells are written.
         """
+        self.write_pages(cache, cells, steps)
+        for row, new, step in zip(cache.rows(), cells, steps or [range(len(new)) for new in cells], strict=True):
+            if step and row.states is not None:
+                self._fold(row, new, step)
+
+    def write_pages(
+        self, cache: KVCache, cells: Sequence[Sequence[Cell]], steps: Sequence[range] | None = None
+    ) -> None:
+        """The same without states."""
         pool = cache.pool
         for row, new, step in zip(cache.rows(), cells, steps or [range(len(new)) for new in cells], strict=True):
             if not step:
@@ -82,6 +109,27 @@ class Scribe:
                 slots = row.slots(group, places.start, places.stop)
                 for layer in range(kv.keys.shape[0]):
                     pool.ops.write(pool.stores[group], layer, slots, kv.keys[layer].float(), kv.values[layer].float())
+
+    def _fold(self, row: CacheRow, new: Sequence[Cell], step: range) -> None:
+        """Write the states of a step the way a model does: from the newest state on, all tokens after it."""
+        assert row.states is not None
+        start = row.length + step.start if step.start else row.resumes_at
+        fold = row.states.fold(range(start, row.length + step.stop), 1)
+        for position, slot in fold.writes.items():
+            row.pool.write_states([slot], _state(self._seed(new, position - row.length), row.pool.layout))
+
+    def state(self, seed: bytes, layout: KVLayout) -> KeysValues:
+        """The state after the cell with this seed."""
+        return _state(seed, layout)
+
+    def _seed(self, new: Sequence[Cell], count: int) -> bytes:
+        """The seed after so many new cells; a negative number counts cells before them."""
+        if count > 0:
+            return new[count - 1][1]
+        seed = self._before[new[0][1]]
+        for _ in range(-count):
+            seed = self._before[seed]
+        return seed
 
     def extend(self, cache: KVCache, cells: Sequence[Sequence[Cell]]) -> None:
         """A step that succeeds: reserve, write, commit."""
@@ -135,6 +183,18 @@ class Scribe:
             expected = self.image(cells[first:], pool.layout)[g]
             assert torch.equal(found.keys, expected.keys), f"keys of row {index}, group {g}"
             assert torch.equal(found.values, expected.values), f"values of row {index}, group {g}"
+        if row.states is not None:
+            self._check_states(row, cells)
+
+    def _check_states(self, row: CacheRow, cells: Sequence[Cell]) -> None:
+        """Every state that is held is that of the tokens before it."""
+        assert row.states is not None
+        for position, slot in row.states.committed.items():
+            assert 0 < position <= len(cells)
+            found = row.pool.read_states([slot]).wait()
+            expected = _state(cells[position - 1][1], row.pool.layout)
+            assert torch.equal(found[0], expected.keys), f"the state at {position}"
+            assert torch.equal(found[1], expected.values), f"the state at {position}"
 
     def check_counts(self, pool: PagePool, caches: Sequence[KVCache]) -> None:
         """Each page is counted exactly as often as the tables of these caches name it, and the rest is free."""
@@ -146,6 +206,28 @@ class Scribe:
                 page: named[page] for page in range(pool.group_pages[g])
             }
             assert free[g] == pool.group_pages[g] - len(named)
+        if pool.layout.recurrent is not None:
+            self._check_state_counts(pool, [row for cache in caches if cache.pool is pool for row in cache.rows()])
+
+    def _check_state_counts(self, pool: PagePool, rows: Sequence[CacheRow]) -> None:
+        named = Counter(slot for row in rows if row.states is not None for slot in row.states.slots())
+        group, slots = pool.layout.state_group, range(pool.state_slots)
+        assert {slot: pool.holders(group, slot) for slot in slots} == {slot: named[slot] for slot in slots}
+        assert pool.free_states() == pool.state_slots - len(named)
+
+
+@lru_cache(maxsize=4096)
+def _state(seed: bytes, layout: KVLayout) -> KeysValues:
+    """The state after a cell, in canonical order: small whole numbers drawn from its seed."""
+    assert layout.recurrent is not None
+    shape = layout.recurrent.shape.page
+    raw = hashlib.shake_128(b"state" + seed).digest(shape.layers * (shape.key_dim + shape.value_dim))
+    tails, memories = (
+        torch.frombuffer(bytearray(raw), dtype=torch.int8)
+        .float()
+        .split([shape.layers * shape.key_dim, shape.layers * shape.value_dim])
+    )
+    return KeysValues(tails.view(shape.layers, 1, 1, -1), memories.view(shape.layers, 1, 1, -1))
 
 
 @lru_cache(maxsize=4096)

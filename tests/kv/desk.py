@@ -39,9 +39,10 @@ class Desk:
         layout: KVLayout,
         pages: int | Sequence[int],
         sink: Callable[[EvictedPage], None] | None = None,
+        states: int = 64,
     ):
         self.scribe = scribe
-        self.pool: PagePool = scribe.pool(layout, pages)
+        self.pool: PagePool = scribe.pool(layout, pages, states=states)
         self.index = PrefixIndex(self.pool)
         self.sink = sink
 
