@@ -87,3 +87,51 @@ def write_tiny_mixed(folder: Path, window: int, context: int = 512) -> Path:
             tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.linspace(-0.2, 0.2, size)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_tiny_hybrid(folder: Path, context: int = 512) -> Path:
+    """A model with two gated delta nets around a layer of attention."""
+    write_tiny(
+        folder,
+        architectures=["Qwen3NextForCausalLM"],
+        max_position_embeddings=context,
+        partial_rotary_factor=0.5,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_only_layers=[0, 1, 2],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    )
+    random, kept = torch.Generator().manual_seed(13), ("embed", "norm", "mlp")
+    tensors = {name: one for name, one in _tensors(VOCAB).items() if any(part in name for part in kept)}
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=random) * 0.35
+
+    for name in [name for name in tensors if "norm" in name]:
+        tensors[name] = torch.zeros(HIDDEN)  # these norms are stored as offsets from 1
+    at = "model.layers.1.self_attn"
+    tensors |= {
+        f"{at}.q_proj.weight": matrix(2 * HEADS * 8, HIDDEN),
+        f"{at}.k_proj.weight": matrix(KV_HEADS * 8, HIDDEN),
+        f"{at}.v_proj.weight": matrix(KV_HEADS * 8, HIDDEN),
+        f"{at}.o_proj.weight": matrix(HIDDEN, HEADS * 8),
+        f"{at}.q_norm.weight": torch.zeros(8),
+        f"{at}.k_norm.weight": torch.zeros(8),
+    }
+    for i in (0, 2):
+        at = f"model.layers.{i}.linear_attn"
+        tensors |= {
+            f"{at}.in_proj_qkvz.weight": matrix(2 * 16 + 2 * 32, HIDDEN),
+            f"{at}.in_proj_ba.weight": matrix(8, HIDDEN),
+            f"{at}.conv1d.weight": matrix(64, 4)[:, None].contiguous(),
+            f"{at}.dt_bias": torch.linspace(-1.0, 1.0, 4),
+            f"{at}.A_log": torch.linspace(-2.0, 0.5, 4),
+            f"{at}.norm.weight": torch.ones(8),
+            f"{at}.out_proj.weight": matrix(HIDDEN, 32),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    return folder

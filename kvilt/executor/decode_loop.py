@@ -66,6 +66,8 @@ class DecodeLoop:
     def _replayed(self, num_steps: int, pending: Sequence[RowInput], active: Sequence[int]) -> list[list[int]] | None:
         """Several tokens for each active row without Python between them; None where sampling needs more than that."""
         states, draws = [self.states[i] for i in active], self.executor.draws_in_replays
+        if self.kv.layout.recurrent is not None:  # a replay would have to move states on as well
+            return None
         if any(len(pending[i]) != 1 or pending[i].embeds for i in active):
             return None
         if not all(not state.edited if draws else is_argmax(state) for state in states):

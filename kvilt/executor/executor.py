@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -122,6 +123,7 @@ class ModelExecutor(StepExecutor):
                 raise InputError(f"scoring continues a cache of one row, this one has {own.batch_size}")
             start, parts = own.num_entries, []
             (adapter,) = self._adapters(lora_id, lora_scale, 1, lambda _: [*own.tokens(), *row.ids])
+            self._fold_again(own, [0], [adapter])
             reserve_all(own, [len(row) - 1])
             size = self._step_tokens(1)
             for first in range(0, len(row) - 1, size):
@@ -236,6 +238,7 @@ class ModelExecutor(StepExecutor):
         A long input runs in several steps, but positions are explicit, so nothing needs to be committed in between
         and a failure half way leaves the cache as it was.
         """
+        self._fold_again(kv, [i for i, row in enumerate(rows) if row], adapters)
         lengths, done = kv.lengths, [0] * len(rows)
         logits: dict[int, Tensor] = {}
         while waiting := [i for i, row in enumerate(rows) if done[i] < len(row)]:
@@ -257,10 +260,36 @@ class ModelExecutor(StepExecutor):
             logits |= {i: result.of_row(n) for n, i in enumerate(waiting) if done[i] == len(rows[i])}
         return torch.cat([logits[i] for i in sorted(logits)]) if logits else torch.empty(0, self.spec.vocab_size)
 
+    def _fold_again(self, kv: KVCache, rows: Sequence[int], adapters: Sequence[Adapter]) -> None:
+        """Compute tokens again that rows hold past their newest recurrent state, so that the next ones can follow.
+
+        They only change the state: their keys and values are there.
+        """
+        while behind := [i for i in rows if kv.resumes_at[i] < kv.lengths[i]]:
+            share, folds = self._step_tokens(len(behind)), [range(0)] * kv.batch_size
+            for i in behind:
+                folds[i] = range(kv.resumes_at[i], min(kv.resumes_at[i] + share, kv.lengths[i]))
+            with self._pool.lock:
+                kv.reserve(0, folds=folds)
+                step = [Row(_ids_again(kv, i, folds[i]), folds[i], kv, i, want=Nothing()) for i in behind]
+                batch = Batch.of([replace(row, adapter=adapters[row.cache_row]) for row in step])
+            self.run(batch)
+            kv.commit([[] for _ in range(kv.batch_size)])
+
     def _step_tokens(self, rows: int) -> int:
         """Tokens of each of so many rows in a step."""
         most = STEP_TOKENS if self._pool.device.type == "cpu" else GPU_STEP_TOKENS
         return min(max(1, most // rows), self._pool.step_tokens or most)
+
+
+def _ids_again(kv: KVCache, row: int, positions: range) -> Ids:
+    tokens = kv.tokens(row)[positions.start : positions.stop]
+    if not all(isinstance(token, int) for token in tokens):
+        raise InputError(
+            "no recurrent state follows the embedding rows of this cache, which cannot be computed again; "
+            "go back to before them, or give the whole input again"
+        )
+    return Ids([token for token in tokens if isinstance(token, int)])
 
 
 def in_their_rows(logits: Tensor, rows: Sequence[RowInput]) -> Tensor:

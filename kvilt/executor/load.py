@@ -12,7 +12,8 @@ from ..config import STEP_SIZES, RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
-from ..kv.sizing import split_memory
+from ..kv.row_states import ROW_STATES
+from ..kv.sizing import split_memory, split_states
 from ..models.assemble import Progress, assemble, read_spec
 from ..models.spec import ModelSpec, at_context, kv_layout
 from ..ops.contract import Ops
@@ -54,13 +55,18 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
     with device_memory("loading the weights", ops.device):
         decoder = assemble(checkpoint, spec, layout, ops, progress)
     budget_bytes = config.kv_memory or _kv_budget(ops.device, config)
-    pages = split_memory(layout, budget_bytes, max_context, STEP_SIZES[ops.device.type].step_tokens)
+    states = split_states(layout, budget_bytes, max_context)
+    states_bytes = 0 if layout.recurrent is None else states * layout.recurrent.shape.slot_bytes
+    pages = split_memory(layout, budget_bytes - states_bytes, max_context, STEP_SIZES[ops.device.type].step_tokens)
+    if layout.recurrent is not None and states < ROW_STATES:
+        least = ROW_STATES * layout.recurrent.shape.slot_bytes
+        raise ParamError("kv_memory", f"{budget_bytes} bytes hold no recurrent state; states alone take {least} bytes")
     if min(pages) < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     try:
         with device_memory("KV pages", ops.device):
-            pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size)
+            pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size, states, _state_every(config))
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
     return ModelExecutor(
@@ -71,6 +77,11 @@ def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress
         lora_memory=config.lora_memory,
         expanded_formats=_expanded_formats(checkpoint.tensors, ops),
     )
+
+
+def _state_every(config: RunConfig) -> int:
+    """The distance of checkpoints of recurrent state, a whole number of pages."""
+    return -(-config.state_every // PAGE_TOKENS) * PAGE_TOKENS
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -33,6 +33,8 @@ class KVPlacement:
     ) -> None:
         if kv.pool is not pool:
             raise InputError("this KV cache belongs to another executor")
+        if pool.layout.recurrent is not None:
+            raise InputError("stored KV is not placed in a model with recurrent state, which computes every token")
         row = kv.row(0)
         at = torch.cat([torch.arange(one.start, one.stop) for one in spans])
         if not row.writable(at.tolist()):

@@ -51,7 +51,9 @@ class Replay:
         self._pool = pool
         self._width = pool.layout.pages_for(max_context)
         captured = pool.device.type != "cpu"  # by a device, which does not wait for what the host decides
-        self._recorder: Recorder | None = None if captured and decoder.asks_the_host else decoder.ops.recorder()
+        # Steps with recurrent state are not recorded: each of them reads and writes other slots.
+        unfit = (captured and decoder.asks_the_host) or pool.layout.recurrent is not None
+        self._recorder: Recorder | None = None if unfit else decoder.ops.recorder()
         self._steps: dict[Shape, Recording] = {}
         self._loops: dict[Shape, Recording] = {}
 

@@ -6,7 +6,7 @@ Nothing is half fitted: every name, shape and number is checked before the first
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -60,6 +60,11 @@ class _Target:
     maps: tuple[str, ...]
     outputs: tuple[int, ...]
     inputs: int
+    order: Sequence[int] | None = None  # of the module's outputs, where they are not in the order of its maps
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """A row for each output, in the order of the maps."""
+        return rows if self.order is None else rows[torch.tensor(self.order)]
 
 
 def linears_of(decoder: Decoder) -> dict[str, Linear]:
@@ -97,6 +102,7 @@ def fit(adapter: OpenAdapter, decoder: Decoder, alone: Alone | None = None) -> F
             embedded = EmbeddedRows(rows_first.to(device), up.T.clone().to(device), scale)
             continue
         target, start = targets[module], 0
+        up, sizes = target.ordered(up), None if sizes is None else target.ordered(sizes)
         for name, outputs in zip(target.maps, target.outputs, strict=True):
             rows = slice(start, start + outputs)
             product = LowRank(down, _reordered(name, up[rows], decoder.spec, adapter.kind), scale)
@@ -140,7 +146,8 @@ def _targets(decoder: Decoder, adapter: OpenAdapter) -> Iterator[tuple[str, _Tar
     shapes = map_shapes(decoder)
     for dialect in _dialects(decoder.spec, adapter):
         for module, maps in _named(dialect, shapes, len(decoder.spec.layers)):
-            yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1])
+            order = _order(dialect, module, maps, decoder.spec)
+            yield module, _Target(maps, tuple(shapes[name][0] for name in maps), shapes[maps[0]][1], order)
         vocabulary = decoder.spec.vocab_size
         yield _bare(dialect.names[EMBEDDING]), _Target((EMBEDDING,), (decoder.spec.hidden_size,), vocabulary)
         yield _bare(dialect.names[HEAD]), _Target((HEAD,), (vocabulary,), decoder.spec.hidden_size)
@@ -160,14 +167,25 @@ def _dialects(spec: ModelSpec, adapter: OpenAdapter) -> list[CheckpointDialect]:
 
 def _named(dialect: CheckpointDialect, maps: Iterable[str], layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What checkpoints call the maps of the layers; one of them may be several of ours."""
-    inside = {part for parts in dialect.fused.values() for part in parts}
+    known, inside = {*maps}, {part for parts in dialect.fused.values() for part in parts}
     for name in maps:
         layer, _, part = name.partition(".")
         if part and part not in inside and expert_part(part) not in dialect.stacks:
             yield _bare(dialect.name_of(int(layer), part)), (name,)
     for i in range(layers):
         for whole, parts in dialect.fused.items():
-            yield _bare(dialect.names[whole].format(i=i)), tuple(f"{i}.{part}" for part in parts)
+            own = tuple(f"{i}.{part}" for part in parts)
+            if known.issuperset(own):
+                yield _bare(dialect.names[whole].format(i=i)), own
+
+
+def _order(dialect: CheckpointDialect, module: str, maps: tuple[str, ...], spec: ModelSpec) -> Sequence[int] | None:
+    """The outputs of a fused module in the order of its maps, where a checkpoint has them in another one."""
+    layer = int(maps[0].partition(".")[0])
+    for whole, order in dialect.row_orders.items():
+        if len(maps) > 1 and module == _bare(dialect.names[whole].format(i=layer)):
+            return order(spec.layers[layer])
+    return None
 
 
 def _bare(name: str) -> str:

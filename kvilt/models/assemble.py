@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,9 @@ from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
 from .layers import DenseFeedForward, Linear, Norm
+from .recurrent import Recurrent
+from .recurrent_loading import recurrent_block
+from .recurrent_spec import recurrent_shapes
 from .rope import frequencies
 from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -83,8 +86,9 @@ def _needed(
     for i, layer in enumerate(spec.layers):
         shapes = _layer_shapes(layer, width)
         for whole, parts in dialect.fused.items():
-            rows = sum(shapes.pop(part)[0] for part in parts)
-            shapes[whole] = (rows, width)
+            if shapes.keys() >= set(parts):
+                rows = sum(shapes.pop(part)[0] for part in parts)
+                shapes[whole] = (rows, width)
         for name, shape in shapes.items():
             if expert_part(name) not in dialect.stacks:
                 yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), shape, loose=name in LOOSE)
@@ -99,6 +103,7 @@ class FusedSlice:
     whole: str
     start: int
     stop: int
+    order: Sequence[int] | None = None  # the rows of the whole, where they are not in the order of its parts
     last: bool = True  # the whole is not needed after it; the others read the file again
 
     @property
@@ -107,6 +112,9 @@ class FusedSlice:
 
     def take(self, whole: Weight) -> Weight:
         """These rows, packed or not; blocks never cross rows."""
+        if self.order is not None:
+            rows = torch.tensor(self.order[self.start : self.stop])
+            return whole.take(rows) if isinstance(whole, QuantTensor) else whole[rows]
         return whole.rows(self.start, self.stop) if isinstance(whole, QuantTensor) else whole[self.start : self.stop]
 
 
@@ -117,10 +125,13 @@ def _slices(
     for i, layer in enumerate(spec.layers):
         shapes = _layer_shapes(layer, spec.hidden_size)
         for whole, parts in dialect.fused.items():
+            if not shapes.keys() >= set(parts):
+                continue
+            order = dialect.row_orders[whole](layer) if whole in dialect.row_orders else None
             start = 0
             for part in parts:
                 stop = start + shapes[part][0]
-                yield f"{i}.{part}", FusedSlice(f"{i}.{whole}", start, stop)
+                yield f"{i}.{part}", FusedSlice(f"{i}.{whole}", start, stop, order)
                 start = stop
         for name, expert in expert_slices(i, layer, shapes, dialect, present).items():
             yield f"{i}.{name}", expert
@@ -133,9 +144,14 @@ def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
         norms += ["post_attention_norm", "post_feed_forward_norm"]
     return {
         **dict.fromkeys(norms, (width,)),
-        **_attention_shapes(layer.attention, width),
+        **(_attention_shapes(layer.attention, width) if layer.recurrent is None else _recurrent(layer, width)),
         **_feed_forward_shapes(layer.feed_forward, width),
     }
+
+
+def _recurrent(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
+    assert layer.recurrent is not None
+    return recurrent_shapes(layer.recurrent, width)
 
 
 def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, ...]]:
@@ -149,6 +165,8 @@ def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, .
         shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
     if spec.sinks:
         shapes |= {"sinks": (spec.heads,)}
+    if spec.output_gate:
+        shapes |= {"q_gate": (q, width)}
     return shapes
 
 
@@ -234,17 +252,11 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
     def at(name: str) -> str:
         return f"{index}.{name}"
 
-    attention = Attention(
-        spec.attention,
-        place,
-        q=loader.linear(at("q")),
-        k=loader.linear(at("k")),
-        v=loader.linear(at("v")),
-        out=loader.linear(at("out")),
-        q_norm=loader.maybe_norm(at("q_norm")),
-        k_norm=loader.maybe_norm(at("k_norm")),
-        sinks=loader.vector(at("sinks"), torch.float32) if spec.attention.sinks else None,
-    )
+    attention: Attention | Recurrent
+    if spec.recurrent is not None:
+        attention = recurrent_block(loader, index, spec.recurrent, place)
+    else:
+        attention = _attention(loader, index, spec.attention, place)
     return Layer(
         loader.norm(at("attention_norm")),
         attention,
@@ -252,6 +264,24 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
         _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
         loader.maybe_norm(at("post_feed_forward_norm")),
+    )
+
+
+def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention:
+    def at(name: str) -> str:
+        return f"{index}.{name}"
+
+    return Attention(
+        spec,
+        place,
+        q=loader.linear(at("q")),
+        k=loader.linear(at("k")),
+        v=loader.linear(at("v")),
+        out=loader.linear(at("out")),
+        q_norm=loader.maybe_norm(at("q_norm")),
+        k_norm=loader.maybe_norm(at("k_norm")),
+        sinks=loader.vector(at("sinks"), torch.float32) if spec.sinks else None,
+        gate=loader.linear(at("q_gate")) if spec.output_gate else None,
     )
 
 

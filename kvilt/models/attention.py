@@ -29,6 +29,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: Tensor | None = None  # float32 [heads]: a logit of each head that joins its softmax and has no value
+    gate: Linear | None = None  # of what the heads read
 
     def __call__(
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
@@ -36,7 +37,9 @@ class Attention:
         """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        parts = context.linears(x, (self.q, self.k, self.v), norm)
+        maps = (self.q, self.k, self.v) if self.gate is None else (self.q, self.k, self.v, self.gate)
+        parts = context.linears(x, maps, norm)
+        gate = None if self.gate is None else parts.pop()
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, ops), self.k_norm(k, ops)
@@ -44,7 +47,7 @@ class Attention:
         if rotation is not None and context.tap is None and not context.repairs:
             new = NewKV(k, v, rotation)
             mixed = ops.attention(q, store, self.place.layer, paging, self.mask(), new)
-            return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
+            return self._project(mixed, gate, context, residual)
         if rotation is None:
             ops.write(store, self.place.layer, paging.slots, k, v)
         else:
@@ -56,7 +59,12 @@ class Attention:
         if context.tap is not None:
             context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
         mixed = ops.attention(q, store, self.place.layer, paging, self.mask())
-        return context.linear(mixed.view(-1, spec.heads * spec.head_dim), self.out, residual)
+        return self._project(mixed, gate, context, residual)
+
+    def _project(self, mixed: Tensor, gate: Tensor | None, context: LayerContext, residual: Tensor | None) -> Tensor:
+        mixed = mixed.view(-1, self.spec.heads * self.spec.head_dim)
+        mixed = mixed if gate is None else context.ops.sigmoid_mul(mixed, gate)
+        return context.linear(mixed, self.out, residual)
 
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend takes it."""

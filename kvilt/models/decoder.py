@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, HiddenOut, Last, Logits, PlacedLoad, PlacedRepair, Score, Scores, Segment, StepInput
-from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs
+from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, StateStore
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
 from .experts import Experts, FeedForward
 from .layers import LayerContext, LayerRepair, Linear, Norm, linears_in
+from .recurrent import Recurrent
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import StepAdapters
@@ -35,7 +36,7 @@ class Layer:
     """Attention, then feed-forward, each added to the stream it reads."""
 
     attention_norm: Norm
-    attention: Attention
+    attention: Attention | Recurrent
     feed_forward_norm: Norm
     feed_forward: FeedForward
     post_attention_norm: Norm | None = None
@@ -57,7 +58,11 @@ def _nbytes(linear: Linear) -> int:
 
 
 def _added(
-    block: Attention | FeedForward, norm: Norm, context: LayerContext, stream: Tensor, post_norm: Norm | None
+    block: Attention | Recurrent | FeedForward,
+    norm: Norm,
+    context: LayerContext,
+    stream: Tensor,
+    post_norm: Norm | None,
 ) -> Tensor:
     """The stream with what a block makes of it, normalized before the block and in some families again after it."""
     if post_norm is None:
@@ -83,7 +88,8 @@ class Decoder:
         """Run every row through its span. `before_layer` may raise to stop between two layers."""
         seen = TapResults()
         taps = layer_taps(batch, len(self.layers), seen)
-        states = self.forward(batch.step, batch.pool.stores, before_layer, taps, step_adapters)
+        pool = batch.pool
+        states = self.forward(batch.step, pool.stores, before_layer, taps, step_adapters, pool.state_store)
         return self._outputs(batch, states, seen, step_adapters)
 
     def forward(
@@ -93,13 +99,15 @@ class Decoder:
         before_layer: Callable[[int], None],
         taps: Sequence[Mapping[int, LayerTap]] = (),
         step_adapters: StepAdapters | None = None,
+        state_store: StateStore | None = None,
     ) -> Tensor:
         """The hidden states of all tokens after their last layers [tokens, hidden]; writes their KV."""
         x = self._embed(step, step_adapters)
         for index, segment in enumerate(step.segments):
             part = x if segment.tokens is None else x[segment.tokens]
             own = step_adapters.of(segment.tokens) if step_adapters is not None else None
-            part = self._through(part, segment, stores, before_layer, taps[index] if taps else NO_TAPS, own)
+            tapped = taps[index] if taps else NO_TAPS
+            part = self._through(part, segment, stores, before_layer, tapped, own, state_store)
             if segment.tokens is None:
                 x = part
             else:
@@ -133,10 +141,17 @@ class Decoder:
         before_layer: Callable[[int], None],
         taps: Mapping[int, LayerTap] = NO_TAPS,
         step_adapters: StepAdapters | None = None,
+        state_store: StateStore | None = None,
     ) -> Tensor:
         """The layers of a segment."""
         context = LayerContext(
-            self.ops, stores, segment.paging, self._rotations(segment.rotated_by), step_adapters=step_adapters
+            self.ops,
+            stores,
+            segment.paging,
+            self._rotations(segment.rotated_by),
+            step_adapters=step_adapters,
+            state_store=state_store,
+            states=segment.states,
         )
         repairs = [(one, self._rotations(one.positions)) for one in segment.repairs]
         loads = [(one, self._rotations(one.positions)) for one in segment.loads]
@@ -157,7 +172,9 @@ class Decoder:
         self, index: int, loads: Sequence[tuple[PlacedLoad, Rotations]], stored: StoredLayers, stores: Stores
     ) -> None:
         """Stored KV of one layer into its pages."""
-        place, rope = self.layers[index].attention.place, self.layers[index].attention.spec.rope
+        attention = self.layers[index].attention
+        assert isinstance(attention, Attention), "a batch places no stored KV in a model with recurrent state"
+        place, rope = attention.place, attention.spec.rope
         for load, rotations in loads:
             here = [stored.on_device(one) for one in load.stored.get(index, ())]
             rotated = rotations[rope] if isinstance(rope, RopeSpec) else None

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from ..batch import PlacedRepair, UnrotatedKV
 from ..kv.layout import LayerSlot
-from ..ops.contract import AttentionMask, LinearMap, Ops, PageStore, Paging, Prepared, RmsNorm, Rotation
+from ..ops.contract import (
+    AttentionMask,
+    LinearMap,
+    Ops,
+    PageStore,
+    Paging,
+    Prepared,
+    RmsNorm,
+    Rotation,
+    StateSlots,
+    StateStore,
+)
 from .spec import FeedForwardSpec, NoRope, RopeSpec
 from .step_adapters import StepAdapters
 
@@ -67,6 +78,8 @@ class LayerContext:
     tap: AttentionTap | None = None  # set where a row wants to see this layer's attention
     step_adapters: StepAdapters | None = None  # some rows run on adapters
     repairs: tuple[LayerRepair, ...] = ()  # KV of tokens that some rows repair in this layer
+    state_store: StateStore | None = None  # of models with recurrent state
+    states: StateSlots | None = None
 
     def linears(self, x: Tensor, maps: Sequence[Linear], norm: Norm | None = None) -> list[Tensor]:
         """Several linear maps of the same input, normalized first, each token's adapter included."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
-from ..errors import WeightError
-from ..kv.layout import Full, KVLayout, LayerGroup, Reach
-from ..ops.contract import Activation, PageShape, Pairing, Routing
+from ..errors import Unsupported, WeightError
+from ..kv.layout import Full, KVLayout, LayerGroup, Reach, RecurrentGroup
+from ..ops.contract import Activation, PageShape, Pairing, Routing, StateShape
 from ..ops.kv_dtypes import KVDtype
 from ..ops.routing import GroupScore, RouterScores
+from .recurrent_spec import RecurrentSpec
 
 # How rope frequencies are stretched.
 
@@ -129,10 +130,12 @@ class AttentionSpec:
     # Each head has a learned logit that joins its softmax and has no value. Part of what a spec shows of itself only
     # where there are sinks, since the identity of saved KV is made of that.
     sinks: bool = field(default=False, repr=False)
+    output_gate: bool = field(default=False, repr=False)  # what heads read is multiplied by a sigmoid; shown likewise
 
     def __repr__(self) -> str:
         shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
-        return f"AttentionSpec({', '.join([*shown, 'sinks=True'] if self.sinks else shown)})"
+        shown += [f"{name}=True" for name in ("sinks", "output_gate") if getattr(self, name)]
+        return f"AttentionSpec({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,13 @@ class LayerSpec:
     attention: AttentionSpec
     feed_forward: FeedForwardSpec | ExpertsSpec
     post_norms: bool = False
+    # What stands in the place of attention, which then only says what other layers have. Shown where it is set.
+    recurrent: RecurrentSpec | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
+        shown += [f"recurrent={self.recurrent!r}"] if self.recurrent is not None else []
+        return f"LayerSpec({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +273,28 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
     """The KV layout of a model: layers with the same reach and shape form a group."""
     kinds: dict[tuple[Reach, int, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
+        if layer.recurrent is not None:
+            continue
         attention = layer.attention
         kinds.setdefault((attention.reach, attention.kv_heads, attention.head_dim), []).append(index)
     return KVLayout(
         tuple(
             LayerGroup(reach, tuple(layers), PageShape(len(layers), page_tokens, heads, dim, dim, dtype))
             for (reach, heads, dim), layers in kinds.items()
-        )
+        ),
+        _recurrent_group(spec),
     )
+
+
+def _recurrent_group(spec: ModelSpec) -> RecurrentGroup | None:
+    """The layers that keep a state; all of them keep one of the same shape."""
+    kept = {index: layer.recurrent for index, layer in enumerate(spec.layers) if layer.recurrent is not None}
+    if not kept:
+        return None
+    if len(kept) == len(spec.layers):
+        raise Unsupported("a model of recurrent layers alone is not supported; kvilt runs those with attention between")
+    shapes = {(one.tail, one.memory) for one in kept.values()}
+    if len(shapes) > 1:
+        raise Unsupported("recurrent layers whose states differ in shape are not supported")
+    ((tail, memory),) = shapes
+    return RecurrentGroup(tuple(kept), StateShape(len(kept), tail, memory))

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -30,10 +32,18 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -105,6 +115,48 @@ def _ernie4_5_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**SMALL | SPECIALS | own | changes))
 
 
+HYBRID_KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "initializer_range": 0.15,  # a state sums over all tokens, and so does the rounding of transformers' chunks
+    "layer_types": HYBRID_KINDS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def _qwen3_next(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = DELTA | {"mlp_only_layers": [0, 1, 2, 3]}
+    return lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL | SPECIALS | own | changes))
+
+
+def _qwen3_5(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL | SPECIALS | DELTA | changes))
+
+
+def _qwen3_5_with_images() -> PreTrainedModel:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    text = SMALL | SPECIALS | DELTA | {"rope_parameters": rope}
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+
+
+def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]}
+    return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
+
+
 def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
 
@@ -145,6 +197,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4-moe": _glm4_moe(use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
     "glm4-moe-groups": _glm4_moe(n_group=3, topk_group=2, n_shared_experts=2, norm_topk_prob=False),
     "ernie4-5-moe": _ernie4_5_moe(),
+    "qwen3.5": _qwen3_5(),
+    "qwen3.5-images": _qwen3_5_with_images,
+    "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL | SPECIALS | DELTA | EXPERTS)),
+    "lfm2": _lfm2(),
+    "lfm2-untied": _lfm2(tie_word_embeddings=False, conv_L_cache=5, block_auto_adjust_ff_dim=False),
+    "qwen3-next": _qwen3_next(),
+    "qwen3-next-moe": _qwen3_next(**EXPERTS, mlp_only_layers=[1]),
+    "qwen3-next-odd": _qwen3_next(
+        linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=3, linear_conv_kernel_dim=3
+    ),
     "llama-yarn-tuned": _llama(
         rope_parameters={
             "rope_type": "yarn",

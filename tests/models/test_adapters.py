@@ -31,6 +31,13 @@ IDS = [3, 17, 41, 5, 5, 60, 22, 9, 77, 31, 2, 64, 18, 18, 90, 11, 7]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
+# Of families with recurrent layers, the maps of these too.
+RECURRENT = {
+    "qwen3-next": [*SEVEN[:4], "in_proj_qkvz", "in_proj_ba", "out_proj"],
+    "qwen3.5": [*SEVEN, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
+    "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"],
+}
+
 KINDS: dict[str, dict[str, Any]] = {
     "q and v": {"target_modules": ["q_proj", "v_proj"]},
     "rslora": {"use_rslora": True, "r": 9},
@@ -64,6 +71,7 @@ def tuned(folder: Path, family: str, **changes: Any) -> Tuned:
     base = write_checkpoint(model, folder / "base")
     # peft trains experts as whole parameters of three dimensions, which are refused by name.
     targets = FUSED if family.startswith("phi3") else SEVEN[:4] if "moe" in family else SEVEN
+    targets = next((own for name, own in RECURRENT.items() if family.startswith(name) and "moe" not in family), targets)
     fields = {"r": 5, "lora_alpha": 7, "target_modules": targets} | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's advice about targets that are fine

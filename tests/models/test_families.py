@@ -7,6 +7,7 @@ import torch
 from families import Pair
 
 from kvilt.batch import Batch, Hidden, HiddenOut, Ids, Last, LayerSpan, Row, Score
+from kvilt.errors import InputError
 from kvilt.executor import executor as executor_module
 
 IDS = [int(i) for i in torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(7))]
@@ -136,6 +137,10 @@ def test_a_sparse_row_sees_exactly_the_keys_below_it(pair: Pair) -> None:
         kv.reserve(30)
         executor.run(Batch.of([Row(Ids(ids), range(30), kv)]))
         sparse = Row(Ids([ids[i] for i in chosen]), chosen, kv, want=Last(len(chosen)))
+        if executor.layout.recurrent is not None:  # a state is made of all tokens
+            with pytest.raises(InputError, match="recurrent state computes every token"):
+                Batch.of([sparse])
+            return
         close(executor.run(Batch.of([sparse])).values, whole[chosen])
 
 
@@ -145,3 +150,24 @@ def test_a_sparse_row_over_all_positions_equals_dense_prefill(pair: Pair) -> Non
         kv.reserve(30)
         row = Row(Ids(ids), [*range(30)], kv, want=Last(30))
         assert torch.equal(pair.executor.run(Batch.of([row])).values, every_position(pair, ids))
+
+
+def test_serialized_and_loaded(pair: Pair) -> None:
+    executor = pair.executor
+    with executor.create_kv_cache() as kv, executor.create_kv_cache() as other:
+        executor.prefill(IDS[:40], kv)
+        other.load(kv.serialize())
+        close(executor.step(IDS[40:45], other)[0], pair.logits(IDS[:45])[-1])
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 45, 63])
+def test_going_back_and_on_again(pair: Pair, length: int) -> None:
+    """To any length, whatever of the way a recurrent state is folded again."""
+    executor = pair.executor
+    with executor.create_kv_cache() as kv:
+        executor.prefill(IDS[:64], kv)
+        if kv.row(0).floor > length:
+            pytest.skip("a sliding window gave that part back")
+        kv.truncate(length)
+        close(executor.step([7, 9], kv)[0], pair.logits([*IDS[:length], 7, 9])[-1])
+        assert kv.resumes_at == kv.lengths == (length + 2,)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import WeightError
 from ...weights.source import Checkpoint
-from ..spec import ModelSpec
+from ..spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,10 @@ class CheckpointDialect:
     spec: Callable[[Checkpoint], ModelSpec]
     names: Mapping[str, str]  # our tensor name to the checkpoint's, with {i} for the layer and {e} for the expert
     ignored: tuple[str, ...] = ()  # patterns of tensors that may be there without being used
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor, and the parts that it holds
+    # One tensor, and the parts that it holds; layers that lack these parts do not have it.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # The rows of a fused tensor in the order of its parts, where the checkpoint has them in another one.
+    row_orders: Mapping[str, Callable[[LayerSpec], Sequence[int]]] = field(default_factory=dict)
     stacks: Mapping[str, StackedTensor] = field(default_factory=dict)  # parts of experts that lie in one tensor
     extra_layers: bool = False  # layers behind the last one may be there unused: they predict further tokens
     pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, as llama.cpp's converter writes some families

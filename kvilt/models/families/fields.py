@@ -112,7 +112,7 @@ def layer_kinds(config: Fields, layers: int) -> tuple[str, ...] | None:
     return tuple(kinds)
 
 
-def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> RopeFields:
+def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0, partial: float = 1.0) -> RopeFields:
     """The rope of config.json: `rope_parameters` (perhaps one per layer kind), or the older separate fields."""
     values = config.get("rope_parameters") or config.get("rope_scaling")
     values = dict(values) if isinstance(values, Mapping) else {}
@@ -123,7 +123,7 @@ def hf_rope(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -
             values.setdefault(name, config.get(name))
     fields = Fields(values)
     return RopeFields(
-        fields.number("rope_theta", theta), _hf_scaling(config, fields), fields.number("partial_rotary_factor", 1.0)
+        fields.number("rope_theta", theta), _hf_scaling(config, fields), fields.number("partial_rotary_factor", partial)
     )
 
 

@@ -113,14 +113,16 @@ def gguf_spec(checkpoint: Checkpoint, family: str, *, interleaved: bool = False)
     )
 
 
-def hf_spec(checkpoint: Checkpoint, family: str, *, theta: float = 10000.0, tied: bool = False) -> ModelSpec:
-    """The spec of a config.json; `theta` and `tied` are what it means by leaving them out."""
+def hf_spec(
+    checkpoint: Checkpoint, family: str, *, theta: float = 10000.0, tied: bool = False, partial: float = 1.0
+) -> ModelSpec:
+    """The spec of a config.json; `theta`, `tied` and `partial` are what it means by leaving them out."""
     config = Fields(checkpoint.config)
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads", high=1 << 12)
     kv_heads = config.integer("num_key_value_heads", heads)
     whole_heads(heads, kv_heads)
     head_dim = config.integer("head_dim", max(1, hidden // heads), high=1 << 12)
-    rope = hf_rope(checkpoint.config, theta=theta)
+    rope = hf_rope(checkpoint.config, theta=theta, partial=partial)
     rope_spec = RopeSpec(rope.theta, even_dims(int(head_dim * rope.partial), head_dim), "half", rope.scaling)
     bias = config.flag("attention_bias")
     attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope_spec, qkv_bias=bias, out_bias=bias)

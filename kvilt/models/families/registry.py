@@ -10,17 +10,21 @@ from .ernie4_5_moe import ERNIE4_5_MOE
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
 from .glm4_moe import GLM4_MOE
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .mixtral import MIXTRAL
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE,
+    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2,
 )  # fmt: skip
 
 

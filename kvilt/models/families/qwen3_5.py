@@ -1,0 +1,86 @@
+"""Qwen 3.5 (text, dense and experts): Qwen3-Next with separate projections, alone or as part of a larger model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from ...errors import WeightError
+from ...weights.source import Checkpoint
+from ..spec import ModelSpec
+from .expert_fields import with_experts
+from .family import CheckpointDialect, Family
+from .fields import Fields
+from .plain import HF_IGNORED, hf_spec
+from .qwen2_moe import HF_NAMES as EXPERT_NAMES
+from .qwen3_next import hybrid_experts, hybrid_spec, q_gate_order
+
+NAMES = MappingProxyType(
+    {
+        **EXPERT_NAMES,
+        "q_and_gate": "model.layers.{i}.self_attn.q_proj.weight",
+        "qkv": "model.layers.{i}.linear_attn.in_proj_qkv.weight",
+        "z": "model.layers.{i}.linear_attn.in_proj_z.weight",
+        "b": "model.layers.{i}.linear_attn.in_proj_b.weight",
+        "a": "model.layers.{i}.linear_attn.in_proj_a.weight",
+        "conv": "model.layers.{i}.linear_attn.conv1d.weight",
+        "dt_bias": "model.layers.{i}.linear_attn.dt_bias",
+        "a_log": "model.layers.{i}.linear_attn.A_log",
+        "memory_norm": "model.layers.{i}.linear_attn.norm.weight",
+        "memory_out": "model.layers.{i}.linear_attn.out_proj.weight",
+    }
+)
+
+
+def inside(names: Mapping[str, str]) -> Mapping[str, str]:
+    """What a text model's tensors are called where it is part of one that sees images."""
+    return MappingProxyType({ours: name.replace("model.", "model.language_model.", 1) for ours, name in names.items()})
+
+
+def text_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the configuration of its text model."""
+    config = checkpoint.config.get("text_config")
+    if not isinstance(config, Mapping):
+        raise WeightError("text_config", "missing from the model's configuration")
+    tied = config.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))
+    return replace(checkpoint, config={**config, "tie_word_embeddings": tied})
+
+
+def from_hf(checkpoint: Checkpoint) -> ModelSpec:
+    return hybrid_spec(hf_spec(checkpoint, "qwen3_5", partial=0.25), Fields(checkpoint.config))
+
+
+def moe_from_hf(checkpoint: Checkpoint) -> ModelSpec:
+    config = Fields(checkpoint.config)
+    # Every layer has experts, so configs may leave out how wide a dense one would be.
+    dense = {"intermediate_size": config.integer("moe_intermediate_size", 512), **checkpoint.config}
+    spec = hf_spec(replace(checkpoint, config=dense), "qwen3_5_moe", partial=0.25)
+    experts = hybrid_experts(Fields({**config.values, "norm_topk_prob": True}))
+    return with_experts(hybrid_spec(spec, config), experts, lambda _layer: True)
+
+
+def _dialect(
+    architecture: str, spec: Callable[[Checkpoint], ModelSpec], names: Mapping[str, str] = NAMES
+) -> CheckpointDialect:
+    return CheckpointDialect("hf", (architecture,), spec, names, IGNORED, FUSED, row_orders=ORDERS, norm_shift=1.0)
+
+
+FUSED = MappingProxyType({"q_and_gate": ("q", "q_gate")})
+ORDERS = MappingProxyType({"q_and_gate": q_gate_order})
+IGNORED = (*HF_IGNORED, "mtp.*", "model.visual.*")  # a drafting layer, and what sees images
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    (
+        _dialect("Qwen3_5ForCausalLM", from_hf),
+        _dialect("Qwen3_5ForConditionalGeneration", lambda one: from_hf(text_part(one)), inside(NAMES)),
+    ),
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe",
+    (
+        _dialect("Qwen3_5MoeForCausalLM", moe_from_hf),
+        _dialect("Qwen3_5MoeForConditionalGeneration", lambda one: moe_from_hf(text_part(one)), inside(NAMES)),
+    ),
+)

@@ -1,0 +1,110 @@
+"""Recurrent layers as data: what stands in a layer in the place of attention, and the state it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import WeightError
+from ..ops.contract import FoldHeads
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """A gated delta net: a causal convolution of queries, keys and values, then the gated delta rule."""
+
+    heads: FoldHeads
+    width: int  # of the convolution
+
+    def __post_init__(self) -> None:
+        _check_heads(self.heads)
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        """[channels, inputs] that its state keeps of the convolution."""
+        return self.heads.channels, self.width - 1
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """[heads, key_dim, value_dim] that its state keeps of all tokens."""
+        return self.heads.value_heads, self.heads.key_dim, self.heads.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Mamba-2: a causal convolution of values, keys (B) and queries (C), then a decaying sum."""
+
+    heads: FoldHeads
+    width: int
+    conv_bias: bool = True
+    least_step: float = 0.0
+    most_step: float = float("inf")
+
+    def __post_init__(self) -> None:
+        _check_heads(self.heads)
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        return self.heads.channels, self.width - 1
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        return self.heads.value_heads, self.heads.key_dim, self.heads.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution over the last few tokens (LFM2); its state is the tail alone."""
+
+    channels: int
+    width: int
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        return self.channels, self.width - 1
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+RecurrentSpec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec
+
+
+def _check_heads(heads: FoldHeads) -> None:
+    if heads.value_heads % heads.key_heads:
+        raise WeightError("heads", f"{heads.value_heads} value heads cannot share {heads.key_heads} key heads evenly")
+
+
+def recurrent_shapes(spec: RecurrentSpec, width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a recurrent block by our names."""
+    match spec:
+        case GatedDeltaSpec(heads, kernel):
+            values = heads.value_heads * heads.value_dim
+            return {
+                "qkv": (heads.channels, width),
+                "z": (values, width),
+                "b": (heads.value_heads, width),
+                "a": (heads.value_heads, width),
+                "conv": (heads.channels, 1, kernel),
+                "dt_bias": (heads.value_heads,),
+                "a_log": (heads.value_heads,),
+                "memory_norm": (heads.value_dim,),
+                "memory_out": (width, values),
+            }
+        case Mamba2Spec(heads, kernel):
+            values = heads.value_heads * heads.value_dim
+            shapes: dict[str, tuple[int, ...]] = {
+                "z": (values, width),
+                "qkv": (heads.channels, width),
+                "a": (heads.value_heads, width),
+                "conv": (heads.channels, 1, kernel),
+                "dt_bias": (heads.value_heads,),
+                "a_log": (heads.value_heads,),
+                "skip": (heads.value_heads,),
+                "memory_norm": (values,),
+                "memory_out": (width, values),
+            }
+            return shapes | ({"conv_bias": (heads.channels,)} if spec.conv_bias else {})
+        case ShortConvSpec(channels, kernel):
+            parts = dict.fromkeys(("conv_b", "conv_c", "conv_x"), (channels, width))
+            return {**parts, "conv": (channels, 1, kernel), "memory_out": (width, channels)}
