@@ -27,6 +27,11 @@ class ChunkCache:
 
     def __init__(self, executor: Executor, store: Store, context_prefix: Sequence[int] = ()) -> None:
         """`context_prefix` are tokens before every document while it is computed, such as a model's first one."""
+        if executor.layout.recurrent is not None:
+            raise InputError(
+                "documents of models with recurrent state cannot be blended: a state depends on all tokens before it; "
+                "leave out the documents, and give their text in the prompt"
+            )
         if any(group.shape.value_dim == 0 for group in executor.layout.groups):
             raise InputError("documents of models with latent attention cannot be blended")
         self.context_prefix = tuple(context_prefix)

@@ -76,7 +76,10 @@ class Planner:
     def _begin(self, seq: SequenceState, new: Admission) -> None:
         """Give a sample the cache it starts with."""
         seq.kv = cache_for(seq, new.hit.tokens, self._executor)
-        found = seq.kv.num_entries
+        found = seq.kv.row(0).resumes_at
+        page_tokens = self._executor.layout.page_tokens
+        # The next turn, or another answer to this prompt, begins here.
+        seq.kv.want_checkpoints([(new.sample.prompt - 1) // page_tokens * page_tokens])
         self._scheduler.set_cached(new.sample, found)  # another thread may have taken pages since they were counted
         self._features.begin(seq)
         if seq.cached is None:

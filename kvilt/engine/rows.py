@@ -19,9 +19,11 @@ ONE = Last()  # logits to draw one token from
 def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowTask | None:
     """A planned row, with drafts after its tokens; None where another thread has taken the pages for it."""
     start, stop = work.start, work.start + work.count
-    if not _reserve(seq, work, stop + len(drafts)):
+    if not _reserve(seq, work, stop + len(drafts), len(drafts)):
         return None
     assert seq.kv is not None
+    if drafts and (states := seq.kv.row(0).states) is not None:
+        drafts = drafts[: max(0, len(states.spare) - 1)]  # each that may be accepted leaves a state
     source = _source(seq, start, stop, drafts)
     want = _want(seq, work, len(drafts))
     row = Row(source, range(start, stop + len(drafts)), seq.kv, want=want, adapter=seq.job.request.adapter)
@@ -56,11 +58,14 @@ def with_watcher(
     return on_result
 
 
-def _reserve(seq: SequenceState, work: Work, stop: int) -> bool:
+def _reserve(seq: SequenceState, work: Work, stop: int, drafts: int = 0) -> bool:
     """Reserve pages for a row up to `stop`; False if another thread has taken them, so that the row waits."""
     assert seq.kv is not None
     try:
-        if work.sample.shared_tail or stop > seq.kv.row(0).reserved:  # most decodes have their room already
+        if seq.kv.layout.recurrent is not None:  # each step writes another state
+            more = max(0, stop - seq.kv.num_entries)
+            seq.kv.reserve(more, folds=[range(work.start, stop)], drafts=drafts)
+        elif work.sample.shared_tail or stop > seq.kv.row(0).reserved:  # most decodes have their room already
             seq.kv.reserve(stop - work.start)
     except PoolExhausted:
         return False

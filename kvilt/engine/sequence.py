@@ -15,6 +15,7 @@ from ..executor.protocol import Executor
 from ..kv.cache import KVCache
 from ..kv.prefix_keys import PrefixKeys
 from ..kv.row import Token
+from ..kv.row_states import ROW_STATES
 from ..sampling.sampler import SamplingState
 from .event import DraftCounts, Listener
 from .features.blend_decision import BlendDecision, OnLogits
@@ -133,7 +134,7 @@ class PoolAccounting:
 
     def _found(self, seq: SequenceState, sample: Sample, most: int) -> PrefixHit:
         if seq.job.base is not None:
-            return PrefixHit(seq.job.base.num_entries)
+            return PrefixHit(seq.job.base.row(0).resumes_at)
         if seq.prefix_keys is None:
             return PrefixHit()
         if (scoring := seq.scoring) is not None and not scoring.over:
@@ -143,6 +144,23 @@ class PoolAccounting:
         seq.prefix_keys.extend(seq.tokens(0, known), self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(seq.prefix_keys, most)
         return PrefixHit(found.tokens, found.idle)
+
+    def startable(self) -> int | None:
+        """How many more samples have slots for their recurrent states; None: there is no such limit."""
+        pool = self.executor.pool
+        if pool.layout.recurrent is None:
+            return None
+        held = [0 if (states := kv.row(0).states) is None else len(states.slots()) for kv in self._caches()]
+        return max(0, pool.free_states() - sum(max(0, ROW_STATES - n) for n in held)) // ROW_STATES
+
+    def lacks_states(self) -> bool:
+        """Whether a running sample cannot write its next recurrent state, because caches hold all slots."""
+        if self.executor.pool.layout.recurrent is None or self.executor.pool.free_states():
+            return False
+        return any((states := kv.row(0).states) is not None and not states.spare for kv in self._caches())
+
+    def _caches(self) -> list[KVCache]:
+        return [seq.kv for seq in self.seqs.values() if seq.kv is not None]
 
     def shares_tail(self, sample: Sample) -> bool:
         """Whether another cache, or the index, shares the last page of a sample."""

@@ -133,11 +133,11 @@ class StepRunner:
     def _grow(self, seq: SequenceState, work: Work, stop: int, accepted: Sequence[int] = ()) -> None:
         """The positions of a row up to `stop` are computed, the last of them from accepted drafts."""
         assert seq.kv is not None
-        start = work.start
+        start = max(work.start, seq.kv.num_entries)  # tokens before it were only folded into a recurrent state again
         filled, fills = None, start // self._page_tokens < stop // self._page_tokens
         if fills and (keys := seq.prefix_keys) is not None and not seq.job.request.background:
             filled = partial(self._executor.prefixes.insert, prefix_keys=keys, on_evict=self._on_evict)
-        tokens = seq.tokens(start, stop)
+        tokens = seq.tokens(start, max(start, stop))
         seq.kv.commit([[*tokens, *accepted] if accepted else tokens], filled=filled)
         if start < work.sample.prompt:
             self._active.prompt_progress(seq, min(stop, work.sample.prompt))

@@ -235,6 +235,12 @@ class Kitchen:
     def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
+    def startable(self) -> int | None:
+        return None
+
+    def lacks_states(self) -> bool:
+        return False
+
     def shares_tail(self, sample: Sample) -> bool:
         page = self.pages.tables[sample][-1]
         return self.pages.refs[page] > 1 or page in self.pages.names

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiny import VOCAB, write_tiny, write_tiny_mixed
+from tiny import VOCAB, write_tiny, write_tiny_hybrid, write_tiny_mixed
 
 from kvilt.config import EngineConfig, RunConfig
 from kvilt.engine.admission import BorrowedKV
@@ -42,6 +42,17 @@ def load_mixed(folder: Path, pages: Sequence[int], context: int = CONTEXT, backe
     return ModelExecutor(
         loaded._decoder, PagePool(pool.layout, pages, pool.ops, pool.identity, token_limit=VOCAB), context
     )
+
+
+def load_hybrid(
+    folder: Path, pages: int, states: int, every: int = 64, context: int = CONTEXT, backend: str = "auto"
+) -> ModelExecutor:
+    """An executor of a model with recurrent state whose pool has so many pages, and slots for states."""
+    config = RunConfig(kv_memory=1 << 22, backend=backend, threads=1)
+    loaded = load_executor(write_tiny_hybrid(folder, context), config)
+    old = loaded.pool
+    pool = PagePool(old.layout, pages, old.ops, old.identity, token_limit=VOCAB, states=states, state_every=every)
+    return ModelExecutor(loaded._decoder, pool, context)
 
 
 @dataclass(eq=False)

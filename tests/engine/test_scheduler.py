@@ -355,6 +355,12 @@ class Some:
     def loads_prefix(self, sample: Sample, hit: PrefixHit) -> bool:
         return False
 
+    def startable(self) -> int | None:
+        return None
+
+    def lacks_states(self) -> bool:
+        return False
+
     def shares_tail(self, sample: Sample) -> bool:
         return True
 

@@ -30,6 +30,7 @@ class _Round:
     room: Pages  # free pages that are not promised
     held: dict[str, int]  # shares of pages, by owner
     rights: dict[str, int]  # shares of pages, by owner
+    startable: int | None  # samples that have slots for recurrent states; None: no limit
     tight: bool = False  # a sample did not fit: from here on no owner gets more than its share
     loads_prefix: bool = False  # an admitted sample waits for its prefix from a store
 
@@ -49,7 +50,7 @@ class AdmissionPolicy:
         if not queues:
             return
         held, rights = state.held_pages(), state.owners.rights(state.counts.largest)
-        left = _Round(state.unpromised_pages(builder), held, rights)
+        left = _Round(state.unpromised_pages(builder), held, rights, state.pages.startable())
         while queues:
             owner = min(queues, key=lambda one: self._order(queues[one][0], held[one]))
             sample, share = queues[owner].popleft(), builder.shares[owner]
@@ -69,6 +70,8 @@ class AdmissionPolicy:
     def _try_start(self, builder: PlanBuilder, sample: Sample, left: _Round) -> Outcome:
         """Start a sample if its pages fit."""
         state, owner = self._state, sample.owner
+        if left.startable is not None and not self._has_states(builder, sample, left):
+            return "preempted" if builder.starved is not None else "full"
         hit = self._hit(sample, left.room)
         if self._awaits_page(sample):
             return "done"
@@ -86,11 +89,24 @@ class AdmissionPolicy:
             return "full"
         left.room = [*map(sub, left.room, need)]
         left.held[owner] += share
+        left.startable = None if left.startable is None else left.startable - sample.width
         if state.pages.loads_prefix(sample, hit):
             left.loads_prefix = sample.waits_for_store = True
         else:
             self._start(builder, sample, hit)
         return "done"
+
+    def _has_states(self, builder: PlanBuilder, sample: Sample, left: _Round) -> bool:
+        """Whether there are slots for the recurrent states of a sample and its forks; a sample alone shares some."""
+        state = self._state
+        needed = sample.width if state.running else 1
+        while left.startable is not None and left.startable < needed and state.pages.reclaim():
+            left.startable = state.pages.startable()
+        if left.startable is None or left.startable >= needed:
+            return True
+        if not state.running:
+            builder.starved = sample
+        return False
 
     def cannot_start(self, sample: Sample) -> bool:
         """Whether a waiting sample waits for something other than room."""

@@ -112,6 +112,14 @@ class PageAccounting(Protocol):
         """Whether a sample that could start waits for more of its prefix from a store."""
         ...
 
+    def startable(self) -> int | None:
+        """How many more samples have slots for their recurrent states; None: there is no such limit."""
+        ...
+
+    def lacks_states(self) -> bool:
+        """Whether a running sample has no slot for its next recurrent state."""
+        ...
+
     def shares_tail(self, sample: Sample) -> bool:
         """Whether the last page of a running sample is still shared."""
         ...

@@ -116,6 +116,8 @@ class Scheduler:
         shares = state.owners.shares(rows, tokens, self._demands)
         builder = PlanBuilder(tokens, rows, list(state.pages.free()), shares)
         self._continue_running(builder)
+        if builder.short is None and builder.work and state.pages.lacks_states() and not state.pages.reclaim():
+            builder.short = builder.work[-1].sample
         if builder.short is not None:
             self._preempt_one(builder, builder.short)
         else:
