@@ -66,7 +66,7 @@ class Parser:
         """Whether the answer to a prompt begins inside reasoning."""
         if self.thinking is None or prompt is None:
             return self.thinking is not None and self.thinking.opened
-        return prompt.rstrip().endswith(self.thinking.open)
+        return prompt.rstrip().endswith(self.thinking.open.rstrip())
 
     def tool_grammar(
         self, tools: Tools, names: Sequence[str] | None, parallel: bool, prompt: str | None = None

@@ -271,6 +271,8 @@ def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     assert read("qwen3", ["a</think>b"], "<assistant>\n<think>\n") == [Reasoning("a"), Content("b")]
     assert read("qwen3", ["a</think>b"], "<assistant>\n<think>\n\n</think>\n\n") == [Content("a</think>b")]
     assert read("deepseek_r1", ["a</think>b"], "<assistant>") == [Content("a</think>b")]
+    assert read("gemma4", ["a<channel|>b"], "<|turn>model\n<|channel>thought\n") == [Reasoning("a"), Content("b")]
+    assert read("gemma4", ["b"], "<|turn>model\n<|channel>thought\n<channel|>") == [Content("b")]
 
 
 # Texts made of what parsers look for, so that they get deep into every state.
