@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import Ask, Ear, asks, finish, load_hybrid, start, together
+import torch
+from drafters import Free, Oracle
+from safetensors.torch import save_file
+from small import Ask, Ear, asks, finish, load_hybrid, run, start, together
 from tiny import VOCAB
 
+from kvilt.batch import Adapted
+from kvilt.blend.chunk import ChunkCache
 from kvilt.config import EngineConfig
 from kvilt.engine.admission import BorrowedKV
+from kvilt.engine.counters import ACCEPTED
 from kvilt.engine.engine import Engine
+from kvilt.engine.features.drafting import Drafting
+from kvilt.errors import InputError
 from kvilt.executor.counters import TOKENS
 from kvilt.executor.executor import ModelExecutor
 from kvilt.executor.load import PAGE_TOKENS
 from kvilt.sampling.params import SamplingParams
+from kvilt.store.disk import Disk
+from kvilt.store.store import Store, StoreLimits
+from kvilt.store.tier import Budget
 
 EVERY = 64  # tokens between two checkpoints
 
@@ -181,3 +193,86 @@ def test_prompt_logprobs_are_those_of_the_executor(executor: ModelExecutor) -> N
 def test_all_at_once_equals_each_alone(executor: ModelExecutor, crowd: list[tuple[Ask, list[int]]]) -> None:
     ears = together(executor, [ask for ask, _ in crowd])
     assert [ear.tokens[0] for ear in ears] == [said for _, said in crowd]
+
+
+# Drafts, adapters, stores.
+
+
+@pytest.mark.parametrize("truth", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("states", [40, 12], ids=["many slots", "few slots"])
+def test_drafts_change_no_token(
+    executor: ModelExecutor, crowd: list[tuple[Ask, list[int]]], truth: float, states: int
+) -> None:
+    """A rejected draft leaves the state after the last token that was accepted."""
+    answers = {ask.prompt: said for ask, said in crowd[:8]}
+    executor.prefixes.clear()
+    drafting = Drafting(Oracle(answers, truth, VOCAB), VOCAB, Free())
+    engine = Engine(executor, features=[drafting])
+    taken = executor.pool.take([0], states=executor.pool.state_slots - states)
+    ears = [start(engine, ask) for ask, _ in crowd[:8]]
+    finish(engine)
+    for group, each in enumerate(taken):
+        executor.pool.drop(group, each)
+    assert [ear.tokens[0] for ear in ears] == [said for _, said in crowd[:8]]
+    accepted = sum(point["value"] for point in engine.metrics.snapshot()[ACCEPTED.name]["series"])
+    assert (accepted > 0) == (truth > 0)
+    assert is_clean(executor)
+
+
+def test_an_adapter_has_states_of_its_own(executor: ModelExecutor, tmp_path: Path) -> None:
+    rank, at = 2, "base_model.model.model.layers.0.linear_attn.out_proj"
+    tensors = {f"{at}.lora_A.weight": torch.ones(rank, 32) * 0.3, f"{at}.lora_B.weight": torch.ones(24, rank) * 0.2}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["out_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    lora_id = executor.load_lora(tmp_path)
+    executor.prefixes.clear()
+    ask = greedy(words(130, seed=12), 12)
+    base, _ = say(executor, ask)
+    adapted, tokens = say(executor, ask, adapter=Adapted(lora_id))
+    assert tokens >= 130  # nothing of the base model's was taken
+    again, tokens = say(executor, ask, adapter=Adapted(lora_id))
+    assert tokens <= PAGE_TOKENS + 12
+    assert adapted == again != base
+    executor.unload_lora(lora_id)
+
+
+def test_prefixes_come_back_from_a_store_with_their_states(executor: ModelExecutor, tmp_path: Path) -> None:
+    executor.prefixes.clear()
+    ask = greedy(words(150, seed=13), 6)
+    expected = ask.alone(executor)
+    with Store(
+        None, [Disk(tmp_path, Budget(1 << 28))], limits=StoreLimits(lookup_s=300, layer_s=300, close_s=300)
+    ) as store:
+        engine = Engine(executor, store=store)
+        ear = start(engine, ask)
+        run(engine, lambda: ear.over)
+        engine.close()
+        assert store.flush(300)
+        executor.prefixes.clear()
+        before = computed(executor)
+        engine = Engine(executor, store=store)
+        ear = start(engine, ask)
+        run(engine, lambda: ear.over)
+        assert ear.tokens[0] == expected
+        assert computed(executor) - before <= PAGE_TOKENS + 6
+        engine.close()
+    executor.prefixes.clear()
+    assert is_clean(executor)
+
+
+def test_a_saved_cache_goes_on_where_it_was(executor: ModelExecutor, tmp_path: Path) -> None:
+    prompt = words(100, seed=14)
+    with executor.create_kv_cache() as kv:
+        executor.prefill(prompt, kv)
+        kv.save(tmp_path / "kv")
+        expected = executor.step([3], kv)
+    before = computed(executor)
+    with executor.open_kv_cache(tmp_path / "kv") as again:
+        assert torch.equal(executor.step([3], again), expected)
+    assert computed(executor) - before == 1
+
+
+def test_documents_are_refused_by_name(executor: ModelExecutor, tmp_path: Path) -> None:
+    with Store(None, [Disk(tmp_path, Budget(1 << 20))]) as store, pytest.raises(InputError, match="recurrent state"):
+        ChunkCache(executor, store)
