@@ -314,7 +314,7 @@ def _segment(
         paging = tuple(Paging(flat[t].view(table_rows, -1), flat[slots], lengths, at) for t, slots in groups)
         own = None if tokens is None else flat[tokens]
         axes, placed = _rope_positions(chosen, pool.device), tuple(one(flat) for one in loads)
-        folded = None if states is None else StateSlots(flat[states[0]], flat[states[1]], starts)
+        folded = None if states is None else StateSlots(flat[states[0]], flat[states[1]], starts, flat[own_starts])
         return Segment(start, stop, own, at, paging, repairs, axes, placed, folded)
 
     return build

@@ -23,18 +23,28 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         kv_dtype=dtypes[0],
         max_context=executor.max_context,
         page_tokens=pool.layout.page_tokens,
-        layer_groups=tuple(type(group.reach).__name__.lower() for group in groups),
+        layer_groups=(
+            *(type(group.reach).__name__.lower() for group in groups),
+            *(("recurrent",) if pool.layout.recurrent is not None else ()),
+        ),
         max_rows=min(pool.group_pages) if is_open else 0,
         expanded_formats=executor.expanded_formats,
         devices=(str(pool.device),),
         kv_dtypes=dtypes,
         lora=is_open,
         drafts=is_open,
-        blending=is_open and all(group.shape.value_dim for group in groups),  # chunks keep values beside keys
+        # Chunks keep values beside keys, and a recurrent state depends on all tokens before it.
+        blending=is_open and all(group.shape.value_dim for group in groups) and pool.layout.recurrent is None,
         deterministic=executor.deterministic,
         closed=not is_open,
-        notes=tuple(filter(None, [pool.host_copies.note()])),
+        notes=tuple(filter(None, [pool.host_copies.note(), _recurrent_note(executor)])),
     )
+
+
+def _recurrent_note(executor: Executor) -> str:
+    if executor.layout.recurrent is None:
+        return ""
+    return "steps of a model with recurrent state are not recorded: each launches its operations one by one"
 
 
 def model_capabilities(info: ModelInfo, config: LlmRuntimeConfig) -> ExecutorCapabilities:

@@ -69,3 +69,4 @@ class StateSlots:
     reads: Tensor  # [rows] int64: the slot that a row starts from; -1: it starts at position 0, from zeros
     writes: Tensor  # [tokens] int64: the slot that the state after this token goes to; -1: it is not kept
     starts: tuple[int, ...]  # rows + 1 offsets: the tokens of row r are starts[r]:starts[r + 1]
+    cu_seqlens: Tensor | None = None  # [rows + 1] int64, the same on the device, where it is there already

@@ -16,6 +16,8 @@ from ...quant.tensor import QuantTensor, Weight
 from ..contract import (
     Activation,
     AttentionMask,
+    Decay,
+    FoldHeads,
     Interpolation,
     LinearMap,
     NewKV,
@@ -26,13 +28,14 @@ from ..contract import (
     Prepared,
     RmsNorm,
     Rotation,
+    StatePlace,
 )
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
-from . import lora, pages, products, quantized, repair, vectors
+from . import lora, pages, products, quantized, recurrent, repair, vectors
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
@@ -155,6 +158,19 @@ class TritonOps(ReferenceOps):
         self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
     ) -> None:
         lora.adapt(x, tables, outs, adapter_slots)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
+        return recurrent.causal_conv(x, weight, bias, silu, place)
+
+    def gated_delta(
+        self, mixed: Tensor, step: Tensor, beta: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.gated_delta(mixed, step, beta, decay, heads, place)
+
+    def mamba2(
+        self, mixed: Tensor, step: Tensor, skip: Tensor, decay: Decay, heads: FoldHeads, place: StatePlace
+    ) -> Tensor:
+        return recurrent.mamba2(mixed, step, skip, decay, heads, place)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return vectors.rms_norm(x, weight, eps)
