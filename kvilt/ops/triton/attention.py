@@ -140,7 +140,7 @@ def _splits(programs: int, most_keys: int, narrow: bool) -> int:
     """Enough programs for a card, and at least a few tiles of keys for each."""
     if programs >= MANY:
         return 2 if narrow and programs < 4 * MANY and most_keys >= 1024 else 1
-    return max(1, min(MAX_SHARES.value, -(-264 // programs), -(-most_keys // 128)))
+    return max(1, min(int(MAX_SHARES.value), -(-264 // programs), -(-most_keys // 128)))
 
 
 def _words(pages: ReferencePages, layer: int) -> tuple[Tensor, Tensor]:
