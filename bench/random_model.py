@@ -125,12 +125,20 @@ def _put_half(blocks: Tensor, at: int, numbers: Tensor) -> None:
     blocks[..., at : at + 2] = numbers.half().view(torch.uint8)
 
 
+def _gated(at: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """The maps of a gated feed-forward."""
+    wide, back = (inner, width), (width, inner)
+    return {f"{at}gate_proj.weight": wide, f"{at}up_proj.weight": wide, f"{at}down_proj.weight": back}
+
+
 def random_checkpoint(
     shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, format_: str = ""
 ) -> Checkpoint:
-    """A Llama of this shape; `format_` packs its matrices."""
+    """A Llama of this shape, or a Qwen3 with experts; `format_` packs its matrices."""
+    experts = shape.get("num_experts", 0)
     config = {
-        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, **shape,
     }  # fmt: skip
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -143,8 +151,13 @@ def random_checkpoint(
             f"{at}input_layernorm.weight": (width,), f"{at}post_attention_layernorm.weight": (width,),
             f"{at}self_attn.q_proj.weight": (queries, width), f"{at}self_attn.k_proj.weight": (kv, width),
             f"{at}self_attn.v_proj.weight": (kv, width), f"{at}self_attn.o_proj.weight": (width, queries),
-            f"{at}mlp.gate_proj.weight": (inner, width), f"{at}mlp.up_proj.weight": (inner, width),
-            f"{at}mlp.down_proj.weight": (width, inner),
         }  # fmt: skip
+        if not experts:
+            shapes |= _gated(f"{at}mlp.", width, inner)
+            continue
+        shapes |= {f"{at}self_attn.{name}_norm.weight": (head,) for name in "qk"}
+        shapes[f"{at}mlp.gate.weight"] = (experts, width)
+        for e in range(experts):
+            shapes |= _gated(f"{at}mlp.experts.{e}.", width, config["moe_intermediate_size"])
     shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
     return Checkpoint(Path("random"), HF, config, {}, RandomTensors(shapes, torch.device(device), dtype, format_))

@@ -9,7 +9,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from kvilt.ops.native.border import F32Address, FloatsAddress, I64Address, TableAddress
+from kvilt.ops.native.border import F32Address, FloatsAddress, I32Address, I64Address, TableAddress
 
 REVISION: int  # of the arithmetic: counts up with every change of a result's bits
 
@@ -17,6 +17,7 @@ class Activation(Enum):
     silu = 0
     gelu_tanh = 1
     gelu = 2
+    swiglu_oai = 3
 
 class KVDtype(Enum):
     float32 = 0
@@ -36,6 +37,12 @@ class WeightKind(Enum):
     q4_k = 8
     q5_k = 9
     q6_k = 10
+    fp4 = 11
+
+class RouterScores(Enum):
+    softmax = 0
+    sigmoid = 1
+    chosen_softmax = 2
 
 def available_isas() -> list[str]:
     """The instruction sets this machine can run, best first."""
@@ -70,6 +77,20 @@ class PageLayer:
         value_dim: int,
         layers: int,
         layer: int,
+        /,
+    ) -> None: ...
+
+class ExpertStack:
+    """The maps of all experts of a block, which have one shape. The caller keeps them, and the biases (0: none)."""
+
+    def __init__(
+        self,
+        gates: Sequence[Weight],
+        ups: Sequence[Weight],
+        downs: Sequence[Weight],
+        gate_biases: Sequence[F32Address],
+        up_biases: Sequence[F32Address],
+        down_biases: Sequence[F32Address],
         /,
     ) -> None: ...
 
@@ -298,6 +319,53 @@ class KernelRunner:
         window: int,
         soft_cap: float,
         sinks: F32Address,  # 0: none
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def route(
+        self,
+        logits: F32Address,
+        bias: F32Address,  # 0: none
+        tokens: int,
+        experts: int,
+        scores: RouterScores,
+        top_k: int,
+        normalized: bool,
+        epsilon: float,
+        floor: float,
+        scale: float,
+        groups: int,
+        top_groups: int,
+        top_two: bool,
+        chosen: I32Address,
+        weights: F32Address,
+        /,
+    ) -> None: ...
+    def experts(
+        self,
+        stack: ExpertStack,
+        x: F32Address,
+        tokens: int,
+        chosen: I32Address,
+        weights: F32Address,
+        top_k: int,
+        activation: Activation,
+        residual: F32Address,  # 0: none
+        shared: F32Address,  # 0: none
+        shared_gate: F32Address,  # 0: none
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def sum_experts(
+        self,
+        made: F32Address,
+        weights: F32Address,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        residual: F32Address,  # 0: none
+        shared: F32Address,  # 0: none
+        shared_gate: F32Address,  # 0: none
         out: F32Address,
         /,
     ) -> None: ...

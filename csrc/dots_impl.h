@@ -22,12 +22,12 @@ constexpr int kUnrolled = 8;  // rows: their sums stay in registers
 using Part = f32x16;
 
 // The eight steps of a block as bytes that dpbusd takes.
-template <int Bits>
+template <int Coding>
 struct Codes {
   __m512i v[8];
 
   Codes(const uint8_t* w, int) {
-    if constexpr (Bits == 8) {  // as unsigned: 128 more than they are; kByteOffset takes it away again
+    if constexpr (Coding == 8) {  // as unsigned: 128 more than they are; kByteOffset takes it away again
       for (int j = 0; j < 8; ++j) v[j] = _mm512_xor_si512(_mm512_loadu_si512(w + 64 * j), _mm512_set1_epi8(char(0x80)));
       return;
     }
@@ -37,12 +37,17 @@ struct Codes {
       v[j] = _mm512_and_si512(both, nibble);
       v[4 + j] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
     }
-    if constexpr (Bits == 5) {
+    if constexpr (Coding == kFp4Coding) {
+      const __m512i numbers =
+          _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
+      for (int j = 0; j < 8; ++j) v[j] = _mm512_shuffle_epi8(numbers, v[j]);
+    }
+    if constexpr (Coding == 5) {
       const __m512i plane = _mm512_loadu_si512(w + 256), bit = _mm512_set1_epi8(16);
       for (int j = 0; j < 4; ++j) v[j] = merge(v[j], _mm512_slli_epi16(plane, 4 - j), bit);
       for (int j = 4; j < 8; ++j) v[j] = merge(v[j], _mm512_srli_epi16(plane, j - 4), bit);
     }
-    if constexpr (Bits == 6) {
+    if constexpr (Coding == 6) {
       const __m512i bits = _mm512_set1_epi8(48);
       for (int p = 0; p < 2; ++p) {
         const __m512i plane = _mm512_loadu_si512(w + 256 + 64 * p);
@@ -58,8 +63,8 @@ struct Codes {
   }
 };
 
-template <int First, int Count, int Bits>
-inline i32x16 dots(const Codes<Bits>& w, const int8_t* x) {
+template <int First, int Count, int Coding>
+inline i32x16 dots(const Codes<Coding>& w, const int8_t* x) {
   __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
   for (int j = First; j < First + Count; j += 2) {
     a = _mm512_dpbusd_epi32(a, w.v[j], four(x + 4 * j));
@@ -93,7 +98,7 @@ inline Part to_float(Ints a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline Part part_of(f32x16 v, int part) { return {part ? v.b : v.a}; }
 inline f32x16 joined(const Part* parts, int stride) { return {parts[0].v, parts[stride].v}; }
 
-template <int Bits>
+template <int Coding>
 struct Codes {
   __m256i v[8];
 
@@ -101,7 +106,7 @@ struct Codes {
     const auto at = [&](int byte) {
       return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + byte + 32 * part));
     };
-    if constexpr (Bits == 8) {
+    if constexpr (Coding == 8) {
       for (int j = 0; j < 8; ++j) v[j] = at(64 * j);
       return;
     }
@@ -111,12 +116,17 @@ struct Codes {
       v[j] = _mm256_and_si256(both, nibble);
       v[4 + j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
     }
-    if constexpr (Bits == 5) {
+    if constexpr (Coding == kFp4Coding) {
+      const __m256i numbers =
+          _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
+      for (int j = 0; j < 8; ++j) v[j] = _mm256_shuffle_epi8(numbers, v[j]);
+    }
+    if constexpr (Coding == 5) {
       const __m256i plane = at(256), bit = _mm256_set1_epi8(16);
       for (int j = 0; j < 4; ++j) v[j] = merge(v[j], _mm256_slli_epi16(plane, 4 - j), bit);
       for (int j = 4; j < 8; ++j) v[j] = merge(v[j], _mm256_srli_epi16(plane, j - 4), bit);
     }
-    if constexpr (Bits == 6) {
+    if constexpr (Coding == 6) {
       const __m256i bits = _mm256_set1_epi8(48);
       for (int p = 0; p < 2; ++p) {
         const __m256i plane = at(256 + 64 * p);
@@ -132,32 +142,32 @@ struct Codes {
   }
 };
 
-// Products of two codes and two activations are at most 2 * 127 * (2^Bits - 1), so sixteen bits hold the sum of this
+// Products of two codes and two activations are at most 2 * 127 * (2^bits - 1), 2 * 127 * 24 for MXFP4, so sixteen bits hold the sum of this
 // many steps before it is widened.
-template <int Bits>
-constexpr int kNarrow = Bits == 4   ? 8
-                        : Bits == 5 ? 4
-                        : Bits == 6 ? 2
-                                    : 1;
+template <int Coding>
+constexpr int kNarrow = Coding == 4                           ? 8
+                        : Coding == 5 || Coding == kFp4Coding ? 4
+                        : Coding == 6                         ? 2
+                                                              : 1;
 
 // Eight bits are signed: the magnitude goes in as unsigned and the sign to the activation.
-template <int Bits>
+template <int Coding>
 inline __m256i pairs(__m256i code, __m256i act) {
-  if constexpr (Bits == 8) return _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(act, code));
+  if constexpr (Coding == 8) return _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(act, code));
   return _mm256_maddubs_epi16(code, act);
 }
 
-template <int First, int Count, int Bits>
-inline Ints dots(const Codes<Bits>& w, const int8_t* x) {
-  constexpr int run = kNarrow<Bits> < Count ? kNarrow<Bits> : Count;
+template <int First, int Count, int Coding>
+inline Ints dots(const Codes<Coding>& w, const int8_t* x) {
+  constexpr int run = kNarrow<Coding> < Count ? kNarrow<Coding> : Count;
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i sum;
 #pragma GCC unroll 8
   for (int start = First; start < First + Count; start += run) {
-    __m256i narrow = pairs<Bits>(w.v[start], four(x + 4 * start));
+    __m256i narrow = pairs<Coding>(w.v[start], four(x + 4 * start));
 #pragma GCC unroll 8
     for (int j = start + 1; j < start + run; ++j)
-      narrow = _mm256_add_epi16(narrow, pairs<Bits>(w.v[j], four(x + 4 * j)));
+      narrow = _mm256_add_epi16(narrow, pairs<Coding>(w.v[j], four(x + 4 * j)));
     const __m256i wide = _mm256_madd_epi16(narrow, ones);
     sum = start == First ? wide : _mm256_add_epi32(sum, wide);
   }
@@ -172,18 +182,18 @@ constexpr int kParts = 1;
 constexpr int kUnrolled = 1;
 using Part = f32x16;
 
-template <int Bits>
+template <int Coding>
 struct Codes {
   const uint8_t* w;
   Codes(const uint8_t* p, int) : w(p) {}
 };
 
-template <int First, int Count, int Bits>
-inline i32x16 dots(const Codes<Bits>& w, const int8_t* x) {
+template <int First, int Count, int Coding>
+inline i32x16 dots(const Codes<Coding>& w, const int8_t* x) {
   i32x16 out = {};
   for (int j = First; j < First + Count; ++j)
     for (int o = 0; o < kTile; ++o)
-      for (int t = 0; t < 4; ++t) out.v[o] += code_at<Bits>(w.w, j, 4 * o + t) * x[4 * j + t];
+      for (int t = 0; t < 4; ++t) out.v[o] += code_at<Coding>(w.w, j, 4 * o + t) * x[4 * j + t];
   return out;
 }
 

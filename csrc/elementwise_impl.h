@@ -34,6 +34,16 @@ inline f32x16 activated(f32x16 x, Activation activation) {
   return x / (exp16(f32x16{} - u) + 1.0f);
 }
 
+constexpr float kSwigluAlpha = 1.702f, kSwigluLimit = 7.0f;  // of gpt-oss
+
+// activation(gate) * up. The order of the operands of min and max lets what is not a number through.
+inline f32x16 gated(f32x16 gate, f32x16 up, Activation activation) {
+  if (activation != Activation::kSwigluOai) return activated(gate, activation) * up;
+  gate = min(splat(kSwigluLimit), gate);
+  up = min(splat(kSwigluLimit), max(splat(-kSwigluLimit), up));
+  return gate / (exp16(gate * -kSwigluAlpha) + 1.0f) * (up + 1.0f);
+}
+
 inline void add(const float* a, const float* b, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, load(a + i) + load(b + i));

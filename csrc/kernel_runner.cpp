@@ -17,8 +17,8 @@ constexpr int64_t kWorthSharing = 64;  // blocks of activations: fewer take less
 
 KernelRunner::KernelRunner(int threads, const std::string& isa)
     : pool_(std::max(1, threads)), kernels_(find_kernels(isa)), attention_(pool_, kernels_.pages),
-      reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora),
-      recurrent_(pool_, kernels_.recurrent) {}
+      reducer_(pool_, kernels_.reduce), lora_(pool_, kernels_.lora), recurrent_(pool_, kernels_.recurrent),
+      experts_(pool_, kernels_.linear, kernels_.lora) {}
 
 QuantizedRows KernelRunner::quantize(const float* x, int64_t rows, int64_t inputs, bool packed) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock;
@@ -228,6 +228,21 @@ void KernelRunner::logprobs(const float* x, int64_t n, const std::vector<int64_t
 void KernelRunner::add_lora(const LoraArgs& args) {
   std::lock_guard<std::mutex> guard(lock_);
   lora_.add_lora(args);
+}
+
+void KernelRunner::route(const RouteArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  experts_.route(args);
+}
+
+void KernelRunner::experts(const ExpertsArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  experts_.experts(args);
+}
+
+void KernelRunner::sum_experts(const ExpertSumArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  experts_.sum_experts(args);
 }
 
 void KernelRunner::act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {

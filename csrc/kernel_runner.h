@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "kernel_table.h"
 #include "lora.h"
 #include "pack.h"
@@ -80,6 +81,11 @@ class KernelRunner {
   void fold(const FoldArgs& args);
   void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out);
 
+  // Experts (experts.h).
+  void route(const RouteArgs& args);
+  void experts(const ExpertsArgs& args);
+  void sum_experts(const ExpertSumArgs& args);
+
   // Moves each row one position on; its next slot is in the page that its table names.
   void advance(const DecodeState& state);
   // A file's rows as packed weights; `out` has tiles * tile_bytes bytes.
@@ -104,6 +110,7 @@ class KernelRunner {
   Reducer reducer_;
   Lora lora_;
   Recurrent recurrent_;
+  ExpertRunner experts_;
   QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
   void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);

@@ -12,13 +12,26 @@ constexpr int kBlock = 32;      // inputs that share an activation scale
 constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
 constexpr int kRowGroup = 8;    // rows that go through a tile together
 
-// Of a feed-forward gate.
-enum class Activation : int { kSilu, kGeluTanh, kGelu };
+// Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second.
+enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai };
 
 // How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
-// formats are the k-formats of GGML.
-enum class WeightKind : int { kFloat32, kFloat16, kBfloat16, kQ4, kQ4Min, kQ5, kQ5Min, kQ8, kQ4K, kQ5K, kQ6K };
-constexpr int kWeightKinds = 11;
+// formats are the k-formats of GGML, kFp4 is MXFP4.
+enum class WeightKind : int {
+  kFloat32,
+  kFloat16,
+  kBfloat16,
+  kQ4,
+  kQ4Min,
+  kQ5,
+  kQ5Min,
+  kQ8,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kFp4
+};
+constexpr int kWeightKinds = 12;
 
 struct PackedWeight {
   WeightKind kind;
@@ -58,6 +71,17 @@ struct LinearOutput {
   float* out;             // [rows][outputs]
 };
 
+// A token's sum over its experts: out = start + sum of weights[i] * rows[i] + shared_weight * shared, in this order.
+struct ExpertSum {
+  const float* start;   // [n], or null
+  const float* made;    // [rows][n]
+  const int32_t* rows;  // [count]: where the token's experts are in `made`
+  const float* weights;  // [count]
+  int64_t count;
+  const float* shared;  // [n], or null
+  float shared_weight;
+};
+
 struct LinearKernels {
   void (*quantize)(const QuantizedRows& x, int64_t group);
   // One tile of outputs for the rows of groups [first, last).
@@ -70,6 +94,7 @@ struct LinearKernels {
   void (*embed)(const PackedWeight& w, int64_t row, float scale, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   void (*add)(const float* a, const float* b, int64_t n, float* out);
+  void (*expert_sum)(const ExpertSum& sum, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
 };
 

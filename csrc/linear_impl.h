@@ -95,7 +95,8 @@ inline TileScales scales_of(const uint8_t* at, f32x16 factor, f32x16 low_factor)
   } else if constexpr (F::k) {
     return {{load_unsigned(at) * factor}, {load_unsigned(at + F::scales) * low_factor}};
   } else {
-    const f32x16 scale = load_half(reinterpret_cast<const uint16_t*>(at));
+    const auto* bits = reinterpret_cast<const uint16_t*>(at);
+    const f32x16 scale = K == WeightKind::kFp4 ? load_bfloat(bits) : load_half(bits);
     if constexpr (F::minimum) return {{scale}, {load_half(reinterpret_cast<const uint16_t*>(at + F::scales))}};
     return {{scale}, {scale * -offset}};
   }
@@ -104,7 +105,7 @@ inline TileScales scales_of(const uint8_t* at, f32x16 factor, f32x16 low_factor)
 // A row's block with a part of a tile. `floats` are the row's scale and sums, `kStride` apart; `scales` gives the
 // tile's.
 template <WeightKind K, int kStride, typename ReadScales>
-inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<PackedFormat<K>::bits>& codes, int part,
+inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<PackedFormat<K>::coding>& codes, int part,
                                                      const int8_t* values, const float* floats, ReadScales scales) {
   if constexpr (PackedFormat<K>::halves) {
     const Part first = to_float(dots<0, 4>(codes, values)), second = to_float(dots<4, 4>(codes, values));
@@ -143,7 +144,7 @@ void packed_rows(const uint8_t* w, const QuantizedRows& x, int64_t group, f32x16
     if constexpr (R > 1)
       for (int line = 0; line < F::block; line += 64) __builtin_prefetch(w + kAhead + line);
     const auto through = [&](int part, auto scales) __attribute__((always_inline)) {
-      const Codes<F::bits> codes(w, part);
+      const Codes<F::coding> codes(w, part);
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g)
 #pragma GCC unroll kUnrolled
@@ -185,7 +186,7 @@ void add_remainders(const uint8_t* w, const QuantizedRows& x, int64_t group, f32
     if constexpr (F::k && F::minimum) low_factor = load_half(reinterpret_cast<const uint16_t*>(super + 2 * kTile));
     const TileScales once = scales_of<K>(at + F::codes, factor, low_factor);
     for (int part = 0; part < kParts; ++part) {
-      const Codes<F::bits> codes(at, part);
+      const Codes<F::coding> codes(at, part);
       for (int32_t i = first; i < last; ++i) {
         Part& sum = sums[part * kRowGroup + remainders[i] % kRowGroup];
         sum = add_block<K, 1>(sum, codes, part, values + i * kBlock, floats + i * 4,
@@ -305,9 +306,20 @@ inline void gate_up_tile(const PackedWeight& gate, const PackedWeight& up, int64
     product(up, tile, x, group, groups, b);
     const int64_t rows = groups == 2 ? kRowsAtOnce : x.count(group);
     for (int64_t r = 0; r < rows; ++r) {
-      const f32x16 opened = activated(gate_bias ? a[r] + gate_add : a[r], activation);
-      store_lanes(out + (group * kRowGroup + r) * gate.outputs + at, opened * (up_bias ? b[r] + up_add : b[r]), lanes);
+      const f32x16 value = gated(gate_bias ? a[r] + gate_add : a[r], up_bias ? b[r] + up_add : b[r], activation);
+      store_lanes(out + (group * kRowGroup + r) * gate.outputs + at, value, lanes);
     }
+  }
+}
+
+inline void expert_sum(const ExpertSum& sum, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kTile) {
+    const int64_t lanes = n - i;
+    f32x16 total = sum.start ? load_lanes(sum.start + i, lanes) : f32x16{};
+    for (int64_t e = 0; e < sum.count; ++e)
+      total = fma(load_lanes(sum.made + sum.rows[e] * n + i, lanes), sum.weights[e], total);
+    if (sum.shared) total = fma(load_lanes(sum.shared + i, lanes), sum.shared_weight, total);
+    store_lanes(out + i, total, lanes);
   }
 }
 
@@ -330,12 +342,14 @@ void embed_packed(const PackedWeight& w, int64_t row, float scale, float* out) {
       }
     const uint8_t* scales = at + F::codes;
     for (int i = 0; i < kBlock && b * kBlock + i < w.inputs; ++i) {
-      const int code = code_at<F::bits>(at, i / 4, 4 * lane + i % 4) - F::offset;
+      const int code = code_at<F::coding>(at, i / 4, 4 * lane + i % 4) - F::offset;
       float value;
       if constexpr (F::halves) {
         value = float(int8_t(scales[i / 16 * F::scales + lane])) * factor * float(code);
       } else {
-        const float scale = F::k ? float(scales[lane]) * factor : half(scales);
+        const float scale = F::k                    ? float(scales[lane]) * factor
+                            : K == WeightKind::kFp4 ? bfloat_to_float(reinterpret_cast<const uint16_t*>(scales)[lane])
+                                                    : half(scales);
         value = scale * float(code);
         if constexpr (F::k && F::minimum) value = value + float(scales[F::scales + lane]) * low_factor;
         else if constexpr (F::minimum) value = value + half(scales + F::scales);
@@ -371,6 +385,7 @@ inline void embed(const PackedWeight& w, int64_t row, float scale, float* out) {
     case WeightKind::kQ4K: return embed_packed<WeightKind::kQ4K>(w, row, scale, out);
     case WeightKind::kQ5K: return embed_packed<WeightKind::kQ5K>(w, row, scale, out);
     case WeightKind::kQ6K: return embed_packed<WeightKind::kQ6K>(w, row, scale, out);
+    case WeightKind::kFp4: return embed_packed<WeightKind::kFp4>(w, row, scale, out);
   }
 }
 

@@ -156,10 +156,10 @@ inline void expand(const LoraChunk& chunk, const LoraArgs& args, int64_t first, 
 
 inline void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store(out + i, activated(load(gate + i), activation) * load(up + i));
+  for (; i + 16 <= n; i += 16) store(out + i, gated(load(gate + i), load(up + i), activation));
   if (i == n) return;
   float last[16];
-  store(last, activated(some_lanes(gate + i, n - i), activation) * some_lanes(up + i, n - i));
+  store(last, gated(some_lanes(gate + i, n - i), some_lanes(up + i, n - i), activation));
   std::memcpy(out + i, last, (n - i) * sizeof(float));
 }
 

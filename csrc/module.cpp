@@ -16,7 +16,8 @@ void bind_enums(nb::module_& m) {
   nb::enum_<Activation>(m, "Activation")
       .value("silu", Activation::kSilu)
       .value("gelu_tanh", Activation::kGeluTanh)
-      .value("gelu", Activation::kGelu);
+      .value("gelu", Activation::kGelu)
+      .value("swiglu_oai", Activation::kSwigluOai);
   nb::enum_<KVDtype>(m, "KVDtype")
       .value("float32", KVDtype::kFloat32)
       .value("float16", KVDtype::kFloat16)
@@ -33,7 +34,8 @@ void bind_enums(nb::module_& m) {
       .value("q8", WeightKind::kQ8)
       .value("q4_k", WeightKind::kQ4K)
       .value("q5_k", WeightKind::kQ5K)
-      .value("q6_k", WeightKind::kQ6K);
+      .value("q6_k", WeightKind::kQ6K)
+      .value("fp4", WeightKind::kFp4);
 }
 
 int64_t loop(const Program& program, int64_t steps, const Array<const int64_t, 1>& ids,
@@ -75,4 +77,5 @@ NB_MODULE(_kvilt_native, m) {
   bind_reduce(runner);
   bind_lora(runner);
   bind_recurrent(runner);
+  bind_experts(m, runner);
 }

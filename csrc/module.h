@@ -50,5 +50,6 @@ void bind_pages(nb::module_& m, nb::class_<KernelRunner>& runner);
 void bind_reduce(nb::class_<KernelRunner>& runner);
 void bind_lora(nb::class_<KernelRunner>& runner);
 void bind_recurrent(nb::class_<KernelRunner>& runner);
+void bind_experts(nb::module_& m, nb::class_<KernelRunner>& runner);
 
 }  // namespace kvilt

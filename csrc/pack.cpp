@@ -81,6 +81,16 @@ struct Q8_0 {
     std::memcpy(out.codes, p + 2, kBlock);
   }
 };
+struct MXFP4 {  // four bits that stand for sixteen numbers, and the exponent of a power of two
+  static constexpr WeightKind kind = WeightKind::kFp4;
+  static constexpr int elements = 32, bytes = 17;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b * bytes;
+    // The numbers are halves, so the scale is half of 2^(p[0] - 127): exact in bfloat16, whose exponent has eight bits.
+    out.scale = p[0] > 1 ? uint16_t((p[0] - 1) << 7) : uint16_t(p[0] == 1 ? 0x40 : 0x20);
+    nibbles(p + 1, out);
+  }
+};
 struct IQ4_NL {  // four bits that stand for sixteen fixed bytes
   static constexpr WeightKind kind = WeightKind::kQ8;
   static constexpr int elements = 32, bytes = 18;
@@ -211,6 +221,7 @@ const struct {
     {"Q5_1", packing<Q5_1>()},
     {"Q8_0", packing<Q8_0>()},
     {"IQ4_NL", packing<IQ4_NL>()},
+    {"MXFP4", packing<MXFP4>()},
     {"Q4_K", packing<Q4_K>()},
     {"Q5_K", packing<Q5_K>()},
     {"Q6_K", packing<Q6_K>()},

@@ -4,6 +4,7 @@
 //   low nibbles   256 bytes: byte (step, output, input) has step j in its low and step j + 4 in its high half
 //   fifth bits     64 bytes: byte (output, input) has the bit of step j in bit j
 //   bits 5 and 6  128 bytes: two planes; byte (output, input) of plane p has step 4p + j in bits 2j and 2j + 1
+//   MXFP4         as low nibbles; they stand for sixteen numbers, kFp4Numbers
 //   whole bytes   512 bytes: byte (step, output, input), signed
 // Then come the scales of sixteen outputs. The k-formats have small whole scales in each block and, before each eight
 // blocks, a header of float16 factors. A weight is scale * (code - offset) + minimum.
@@ -11,6 +12,12 @@
 #include "kernels.h"
 
 namespace kvilt {
+
+// How codes are read: by their bits, or as the four bits of MXFP4. Those are unsigned here, kFp4Offset more than the
+// number they stand for.
+constexpr int kFp4Coding = 104;
+constexpr int kFp4Offset = 12;
+constexpr uint8_t kFp4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <WeightKind K>
 struct PackedFormat {
@@ -22,7 +29,12 @@ struct PackedFormat {
                               : K == WeightKind::kQ6K                                                    ? 6
                               : K == WeightKind::kQ5 || K == WeightKind::kQ5Min || K == WeightKind::kQ5K ? 5
                                                                                                          : 4;
-  static constexpr int offset = K == WeightKind::kQ4 ? 8 : K == WeightKind::kQ5 ? 16 : K == WeightKind::kQ6K ? 32 : 0;
+  static constexpr int coding = K == WeightKind::kFp4 ? kFp4Coding : bits;
+  static constexpr int offset = K == WeightKind::kQ4    ? 8
+                                : K == WeightKind::kQ5  ? 16
+                                : K == WeightKind::kQ6K ? 32
+                                : K == WeightKind::kFp4 ? kFp4Offset
+                                                        : 0;
   static constexpr int codes = bits * 64;             // bytes
   static constexpr int scales = (k ? 1 : 2) * kTile;  // bytes of one row of scales
   static constexpr int block = codes + scales * (halves || minimum ? 2 : 1);
@@ -34,12 +46,13 @@ struct PackedFormat {
 };
 
 // One code of a block, read alone.
-template <int Bits>
+template <int Coding>
 inline int code_at(const uint8_t* w, int step, int byte) {
-  if constexpr (Bits == 8) return int8_t(w[64 * step + byte]);
+  if constexpr (Coding == 8) return int8_t(w[64 * step + byte]);
   int code = (w[64 * (step % 4) + byte] >> (step < 4 ? 0 : 4)) & 15;
-  if constexpr (Bits == 5) code |= ((w[256 + byte] >> step) & 1) << 4;
-  if constexpr (Bits == 6) code |= ((w[256 + 64 * (step / 4) + byte] >> (2 * (step % 4))) & 3) << 4;
+  if constexpr (Coding == kFp4Coding) return kFp4Numbers[code];
+  if constexpr (Coding == 5) code |= ((w[256 + byte] >> step) & 1) << 4;
+  if constexpr (Coding == 6) code |= ((w[256 + 64 * (step / 4) + byte] >> (2 * (step % 4))) & 3) << 4;
   return code;
 }
 
@@ -57,6 +70,7 @@ inline int64_t tile_bytes(WeightKind kind, int64_t inputs) {
     case WeightKind::kQ4K: return PackedFormat<WeightKind::kQ4K>::tile_bytes(blocks);
     case WeightKind::kQ5K: return PackedFormat<WeightKind::kQ5K>::tile_bytes(blocks);
     case WeightKind::kQ6K: return PackedFormat<WeightKind::kQ6K>::tile_bytes(blocks);
+    case WeightKind::kFp4: return PackedFormat<WeightKind::kFp4>::tile_bytes(blocks);
   }
   return 0;
 }

@@ -36,4 +36,6 @@ def test_the_families_whose_queries_and_keys_are_paired() -> None:
     assert {(one.name, kind) for one in FAMILIES for kind in ("gguf", "hf") if pairs_qk(one.name, kind)} == {
         ("llama", "gguf"),
         ("smollm3", "gguf"),
+        ("ernie4_5_moe", "gguf"),
+        ("ernie4_5_moe", "hf"),
     }

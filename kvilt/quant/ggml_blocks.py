@@ -118,7 +118,7 @@ def _mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
     levels = torch.tensor(_FP4_LEVELS, dtype=torch.float32)
     packed = blocks[:, 1:].int()
     out.copy_(levels[torch.cat((packed & 15, packed >> 4), dim=-1)])
-    out.mul_(torch.ldexp(torch.tensor(1.0, dtype=torch.float64), blocks[:, :1].int() - 128).float())
+    out.mul_(torch.exp2(blocks[:, :1].double() - 128).float())
 
 
 def _crumbs(packed: torch.Tensor, out: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ MAX_DIMS = 64
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+# The planes of experts in MXFP4, by which this module knows bytes that are no tensor of their own.
+_BYTE_SUFFIXES = ("_blocks", "_scales")
 # How the scales of a weight of 8-bit floats are called: both multiply, whatever their name says.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Bytes per element of every type whose size is certain, so that a header can be checked before it is refused.
@@ -117,10 +119,13 @@ class SafetensorsFiles:
     def storage(self, name: str) -> TensorStorage:
         """The tensor's type and size, from the header alone."""
         entry = self._entry(name)
-        return TensorStorage(entry.dtype, sum(one.stop - one.start for one in self._parts(name)))
+        kind = "MXFP4" if entry.dtype == "U8" and name.endswith(_BYTE_SUFFIXES) else entry.dtype
+        return TensorStorage(kind, sum(one.stop - one.start for one in self._parts(name)))
 
     def tensor(self, name: str) -> Weight:
-        """The tensor as a view of the file; only floating types are served, those of 8 bits with their scales."""
+        """A view of the file: floats, those of 8 bits with their scales, or the planes of experts in MXFP4."""
+        if self._entry(name).dtype == "U8" and name.endswith(_BYTE_SUFFIXES):
+            return self._view(name, torch.uint8)
         scales = self._scales.get(name)
         if scales is None:
             return self.floats(name)

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -157,6 +159,14 @@ def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
 
 
+def gpt_oss(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+    own |= {"rope_parameters": rope, "attn_implementation": "eager"}
+    return lambda: GptOssForCausalLM(GptOssConfig(**SMALL | SPECIALS | own | changes))
+
+
 def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
 
@@ -191,6 +201,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe-some-dense": _qwen3_moe(mlp_only_layers=[2], decoder_sparse_step=2, num_hidden_layers=4),
     "qwen3-moe-window": _qwen3_moe(use_sliding_window=True, sliding_window=7),
     "qwen2-moe": _qwen2_moe(norm_topk_prob=True),
+    "qwen2-moe-plain": _qwen2_moe(),
     "qwen2-moe-windows": _qwen2_moe(use_sliding_window=True, sliding_window=7, mlp_only_layers=[1]),
     "mixtral": _mixtral(),
     "mixtral-window": _mixtral(sliding_window=9),
@@ -207,6 +218,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-next-odd": _qwen3_next(
         linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=3, linear_conv_kernel_dim=3
     ),
+    "gpt-oss": gpt_oss(),
     "llama-yarn-tuned": _llama(
         rope_parameters={
             "rope_type": "yarn",
@@ -233,7 +245,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 # Variants whose kind of attention or of routing other entries cover: they wait for --slow.
-SLOW = {"qwen3-moe-window", "qwen2-moe-windows", "mixtral-window"}
+SLOW = {"qwen3-moe-window", "qwen2-moe-plain", "qwen2-moe-windows", "mixtral-window"}
 
 
 def random_model(name: str) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from .ernie4_5_moe import ERNIE4_5_MOE
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
 from .glm4_moe import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .lfm2 import LFM2
 from .llama import LLAMA
 from .mixtral import MIXTRAL
@@ -24,7 +25,7 @@ from .smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE,
-    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2,
+    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, GPT_OSS,
 )  # fmt: skip
 
 

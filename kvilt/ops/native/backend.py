@@ -40,7 +40,7 @@ from ..contract import (
 from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
-from ..routing import route, sum_experts
+from . import experts as experts_of
 from . import lora, recurrent
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
@@ -168,10 +168,10 @@ class NativeOps:
         return out
 
     def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
-        return ExpertStack(tuple(experts))
+        return experts_of.stack(experts)
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return route(logits, routing, bias)
+        return experts_of.route(self._runner, self.buffers, logits, routing, bias)
 
     def experts(
         self,
@@ -182,17 +182,13 @@ class NativeOps:
         residual: Tensor | None = None,
         shared: SharedExpert | None = None,
     ) -> Tensor:
-        made = x.new_empty((*routed.chosen.shape, x.shape[1]))
-        for index in sorted(set(routed.chosen.flatten().tolist())):
-            tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
-            gate, up, down = stack.maps[index]
-            made[tokens, place] = self.linear(self.gate_up(x[tokens], gate, up, activation), *down)
-        return self.sum_experts(made, routed, residual, shared)
+        how = self._activations[activation]
+        return experts_of.experts(self._runner, self.buffers, x, routed, stack, how, residual, shared)
 
     def sum_experts(
         self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
     ) -> Tensor:
-        return sum_experts(made, routed.weights, residual, shared)
+        return experts_of.sum_experts(self._runner, self.buffers, made, routed, residual, shared)
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
         return lora.prepare(product)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...errors import InputError
 
-F32, I64 = torch.float32, torch.int64
+F32, I32, I64 = torch.float32, torch.int32, torch.int64
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 F32Address = NewType("F32Address", int)  # of float32 numbers without gaps on the CPU; 0: none
 I64Address = NewType("I64Address", int)  # of int64 numbers, likewise
+I32Address = NewType("I32Address", int)  # of int32 numbers, likewise
 FloatsAddress = NewType("FloatsAddress", int)  # of numbers of any of FLOATS, likewise
 TableAddress = NewType("TableAddress", int)  # of the entries of a table of adapters (lora.py)
 
@@ -60,6 +61,11 @@ def i64(tensor: Tensor) -> I64Address:
     if tensor.dtype is not I64 or not tensor.is_cpu or not tensor.is_contiguous():
         checked("tensor", tensor, tensor.shape, I64)
     return tensor.data_ptr()  # type: ignore[return-value]
+
+
+def i32(tensor: Tensor) -> I32Address:
+    """Where the numbers of an int32 tensor lie."""
+    return I32Address(checked("tensor", tensor, tensor.shape, I32).data_ptr())
 
 
 def floats(tensor: Tensor) -> FloatsAddress:

@@ -24,7 +24,15 @@ _log = logging.getLogger(__name__)
 
 # Operations of torch that only look at memory differently, and so need not be repeated.
 _VIEWS = frozenset(
-    {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::slice.Tensor"}
+    {
+        "aten::view",
+        "aten::view.dtype",
+        "aten::_unsafe_view",
+        "aten::reshape",
+        "aten::alias",
+        "aten::detach",
+        "aten::slice.Tensor",
+    }
 )
 
 

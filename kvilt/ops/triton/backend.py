@@ -17,6 +17,8 @@ from ..contract import (
     Activation,
     AttentionMask,
     Decay,
+    ExpertMaps,
+    ExpertStack,
     FoldHeads,
     Interpolation,
     LinearMap,
@@ -28,6 +30,8 @@ from ..contract import (
     Prepared,
     RmsNorm,
     Rotation,
+    Routed,
+    SharedExpert,
     StatePlace,
 )
 from ..kv_dtypes import BFLOAT16, FLOAT32
@@ -35,6 +39,7 @@ from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
+from . import experts as experts_of
 from . import lora, pages, products, quantized, recurrent, repair, vectors
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
@@ -147,6 +152,28 @@ class TritonOps(ReferenceOps):
 
     def act_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return vectors.act_mul(gate, up, activation)
+
+    def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
+        tensors = experts_of.gather(experts, self.dtype)
+        return ExpertStack(tuple(experts), tensors, asks_the_host=tensors is None)
+
+    def experts(
+        self,
+        x: Tensor,
+        routed: Routed,
+        stack: ExpertStack,
+        activation: Activation,
+        residual: Tensor | None = None,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
+        if not isinstance(stack.handle, experts_of.ExpertTensors):
+            return super().experts(x, routed, stack, activation, residual, shared)
+        return experts_of.experts(x, routed, stack.handle, activation, residual, shared)
+
+    def sum_experts(
+        self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
+    ) -> Tensor:
+        return experts_of.sum_experts(made, routed, residual, shared, made.dtype)
 
     def prepare_low_rank(self, product: LowRank) -> LowRank:
         return lora.prepare(product, self.device, self.dtype)

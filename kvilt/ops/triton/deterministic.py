@@ -17,6 +17,8 @@ from ...quant.formats import FLOAT8, Format
 from ..contract import (
     Activation,
     AttentionMask,
+    ExpertMaps,
+    ExpertStack,
     LinearMap,
     NewKV,
     PackedWeight,
@@ -79,6 +81,10 @@ class DeterministicTritonOps(TritonOps):
     ) -> Tensor:
         opened, passed = self.linears(x, [gate, up], norm)
         return vectors.act_mul(opened, passed, activation)
+
+    def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
+        """One expert after the other, by products whose bits do not depend on the number of rows."""
+        return ExpertStack(tuple(experts))
 
     def adapt(
         self, x: Tensor, tables: Sequence[LowRankTable], outs: Sequence[Tensor], adapter_slots: AdapterSlots
