@@ -14,6 +14,7 @@ from kvilt.batch import Batch, HiddenOut, Ids, Row
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import BlendPrompt, Recipe
 from kvilt.config import RunConfig
+from kvilt.errors import InputError
 from kvilt.executor.load import load_executor
 from kvilt.executor.placement import rotations
 from kvilt.executor.protocol import Executor
@@ -25,7 +26,11 @@ QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True,
 STRATEGIES = ("deviation", "head", "query", "deviation+query+head")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+# Families with recurrent state, whose documents are refused.
+RECURRENT = sorted(name for name in FAMILIES if name.startswith(("lfm2", "qwen3-next", "qwen3.5")))
+
+
+@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - set(RECURRENT)))
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     folder: Path = write_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     made = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
@@ -44,6 +49,15 @@ def test_everything_computed_again_equals_a_whole_prefill_to_the_bit(executor: E
             assert kv.tokens() == whole.tokens()
             assert all(map(torch.equal, content(kv), content(whole)))
         assert blending.report().recomputed == QUILT.reused
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_documents_of_models_with_recurrent_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder, recipe = write_checkpoint(random_model(name), tmp_path), Recipe(ratio=1.0, strategy="head", min_gain=0.0)
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
+    with memory_store() as store, pytest.raises(InputError, match="recurrent state"):
+        blended(executor, ChunkCache(executor, store), QUILT, recipe)
+    executor.close()
 
 
 def test_nothing_computed_again_equals_plain_reuse(executor: Executor) -> None:
