@@ -38,8 +38,7 @@ struct Codes {
       v[4 + j] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
     }
     if constexpr (Coding == kFp4Coding) {
-      const __m512i numbers =
-          _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
+      const __m512i numbers = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
       for (int j = 0; j < 8; ++j) v[j] = _mm512_shuffle_epi8(numbers, v[j]);
     }
     if constexpr (Coding == 5) {

@@ -9,7 +9,7 @@
 namespace kvilt {
 namespace {
 
-constexpr int64_t kGroupsAtOnce = 8;       // of rows, that one thread takes through a tile before another tile
+constexpr int64_t kGroupsAtOnce = 8;        // of rows, that one thread takes through a tile before another tile
 constexpr int64_t kWorthSharing = 1 << 15;  // products of a sum: fewer take less time than waking a thread
 
 bool is_packed(const PackedWeight& weight) { return weight.kind > WeightKind::kBfloat16; }

@@ -17,10 +17,10 @@ enum class RouterScores : int { kSoftmax, kSigmoid, kChosenSoftmax };
 struct Routing {
   RouterScores scores;
   int64_t top_k;
-  bool normalized;        // the weights are divided by their sum
-  float epsilon, floor;   // added to that sum; the least that the sum counts as
-  float scale;            // of the weights, at last
-  int64_t groups;         // experts stand in groups, of which only the best `top_groups` are chosen from
+  bool normalized;       // the weights are divided by their sum
+  float epsilon, floor;  // added to that sum; the least that the sum counts as
+  float scale;           // of the weights, at last
+  int64_t groups;        // experts stand in groups, of which only the best `top_groups` are chosen from
   int64_t top_groups;
   bool top_two;  // a group counts by its two best experts together; else by its best
 };
@@ -109,7 +109,7 @@ class ExpertRunner {
   const LinearKernels& kernels_;
   const LoraKernels& gates_;
   std::vector<Segment> segments_;
-  std::vector<int64_t> starts_;        // [experts + 1]
+  std::vector<int64_t> starts_;         // [experts + 1]
   std::vector<int32_t> token_, place_;  // of each row; and of each token's experts, the row
   std::vector<Item> items_, groups_;
   RowScratch in_, inner_;

@@ -17,20 +17,7 @@ enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai };
 
 // How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
 // formats are the k-formats of GGML, kFp4 is MXFP4.
-enum class WeightKind : int {
-  kFloat32,
-  kFloat16,
-  kBfloat16,
-  kQ4,
-  kQ4Min,
-  kQ5,
-  kQ5Min,
-  kQ8,
-  kQ4K,
-  kQ5K,
-  kQ6K,
-  kFp4
-};
+enum class WeightKind : int { kFloat32, kFloat16, kBfloat16, kQ4, kQ4Min, kQ5, kQ5Min, kQ8, kQ4K, kQ5K, kQ6K, kFp4 };
 constexpr int kWeightKinds = 12;
 
 struct PackedWeight {
@@ -73,9 +60,9 @@ struct LinearOutput {
 
 // A token's sum over its experts: out = start + sum of weights[i] * rows[i] + shared_weight * shared, in this order.
 struct ExpertSum {
-  const float* start;   // [n], or null
-  const float* made;    // [rows][n]
-  const int32_t* rows;  // [count]: where the token's experts are in `made`
+  const float* start;    // [n], or null
+  const float* made;     // [rows][n]
+  const int32_t* rows;   // [count]: where the token's experts are in `made`
   const float* weights;  // [count]
   int64_t count;
   const float* shared;  // [n], or null

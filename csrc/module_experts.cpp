@@ -38,9 +38,8 @@ void route(KernelRunner& r, Address logits, Address bias, int64_t tokens, int64_
                         experts % groups == 0 && top_k <= experts / groups * top_groups;
   check(possible, "so many experts cannot be chosen");
   const Routing how{scores, top_k, normalized, epsilon, floor, scale, groups, top_groups, top_two};
-  const RouteArgs args{at<const float>(logits), at<const float>(bias), tokens,
-                       experts,                 how,                   at<int32_t>(chosen),
-                       at<float>(weights)};
+  const RouteArgs args{at<const float>(logits), at<const float>(bias), tokens, experts, how,
+                       at<int32_t>(chosen),     at<float>(weights)};
   r.run_and_record([=, &r] { r.route(args); });
 }
 
@@ -87,7 +86,8 @@ void bind_experts(nb::module_& m, nb::class_<KernelRunner>& runner) {
       .def(nb::init<const std::vector<const Weight*>&, const std::vector<const Weight*>&,
                     const std::vector<const Weight*>&, const std::vector<Address>&, const std::vector<Address>&,
                     const std::vector<Address>&>());
-  runner.def("route", &route, Release()).def("experts", &experts, Release())
+  runner.def("route", &route, Release())
+      .def("experts", &experts, Release())
       .def("sum_experts", &sum_experts, Release());
 }
 

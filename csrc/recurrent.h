@@ -43,7 +43,7 @@ struct FoldArgs {
   float* memories;        // [slots][value_heads][key_dim][value_dim]
   float* out;             // [tokens][value_heads][value_dim]
   int64_t key_heads, value_heads, key_dim, value_dim;
-  float least, most;      // of a step size
+  float least, most;  // of a step size
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
