@@ -203,7 +203,13 @@ class KernelRunner:
         /,
     ) -> None: ...
     def act_mul(
-        self, gate: F32Address, up: F32Address, count: int, activation: Activation, out: F32Address, /
+        self,
+        gate: F32Address,
+        up: F32Address,  # 0: the activation alone
+        count: int,
+        activation: Activation,
+        out: F32Address,
+        /,
     ) -> None: ...
     def causal_conv(
         self,
@@ -244,6 +250,30 @@ class KernelRunner:
     def embed(self, weight: Weight, ids: I64Address, count: int, scale: float, out: F32Address, /) -> None: ...
     def rms_norm(
         self, x: F32Address, weight: F32Address, eps: float, rows: int, columns: int, out: F32Address, /
+    ) -> None: ...
+    def layer_norm(
+        self,
+        x: F32Address,
+        weight: F32Address,
+        bias: F32Address,  # 0: none
+        eps: float,
+        rows: int,
+        columns: int,
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def add_scaled(self, a: F32Address, b: F32Address, scale: float, count: int, out: F32Address, /) -> None: ...
+    def scale_queries(
+        self,
+        x: F32Address,
+        positions: I64Address,
+        tokens: int,
+        columns: int,
+        beta: float,
+        length: int,
+        offset: int,
+        out: F32Address,
+        /,
     ) -> None: ...
     def add(self, a: F32Address, b: F32Address, count: int, out: F32Address, /) -> None: ...
     def soft_cap(self, x: F32Address, count: int, cap: float, /) -> None: ...

@@ -21,6 +21,25 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, 
   for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
+// Two passes: the mean first, so that a large mean does not cost the variance its digits.
+inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+  f32x16 sums = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) sums = sums + load(x + i);
+  float sum = reduce_add(sums);
+  for (; i < n; ++i) sum += x[i];
+  const float mean = sum / float(n);
+  f32x16 squares = {};
+  for (i = 0; i + 16 <= n; i += 16) {
+    const f32x16 v = load(x + i) - splat(mean);
+    squares = fma(v, v, squares);
+  }
+  float square = reduce_add(squares);
+  for (; i < n; ++i) square += (x[i] - mean) * (x[i] - mean);
+  const float scale = 1.0f / std::sqrt(square / float(n) + eps);
+  for (i = 0; i < n; ++i) out[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
 inline f32x16 activated(f32x16 x, Activation activation) {
   if (activation == Activation::kGelu) {
     float lanes[16];
@@ -48,6 +67,12 @@ inline void add(const float* a, const float* b, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, load(a + i) + load(b + i));
   for (; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+inline void add_scaled(const float* a, const float* b, float scale, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, load(a + i) + load(b + i) * scale);
+  for (; i < n; ++i) out[i] = a[i] + b[i] * scale;
 }
 
 inline int64_t argmax(const float* x, int64_t n) {

@@ -108,6 +108,17 @@ void KernelRunner::rms_norm(const float* x, const float* weight, float eps, int6
   else pool_.run(rows, one);
 }
 
+void KernelRunner::layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t rows,
+                              int64_t n, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto one = [&](int64_t row, int) {
+    kernels_.linear.layer_norm(x + row * n, weight, bias, eps, n, out + row * n);
+  };
+  if (rows * n < kWorthSharing * kBlock)
+    for (int64_t row = 0; row < rows; ++row) one(row, 0);
+  else pool_.run(rows, one);
+}
+
 void KernelRunner::pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work) {
   std::lock_guard<std::mutex> guard(lock_);
   constexpr int64_t kPiece = 4096;
@@ -117,6 +128,20 @@ void KernelRunner::pieces(int64_t n, const std::function<void(int64_t at, int64_
 
 void KernelRunner::add(const float* a, const float* b, int64_t n, float* out) {
   pieces(n, [&](int64_t at, int64_t count) { kernels_.linear.add(a + at, b + at, count, out + at); });
+}
+
+void KernelRunner::add_scaled(const float* a, const float* b, float scale, int64_t n, float* out) {
+  pieces(n, [&](int64_t at, int64_t count) { kernels_.linear.add_scaled(a + at, b + at, scale, count, out + at); });
+}
+
+void KernelRunner::scale_queries(const float* x, const int64_t* positions, int64_t tokens, int64_t n, float beta,
+                                 int64_t length, int64_t offset, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const double steps = double((positions[t] + offset) / length);  // positions are not negative: this is the floor
+    const float factor = float(1.0 + double(beta) * std::log1p(steps));
+    for (int64_t i = t * n; i < (t + 1) * n; ++i) out[i] = x[i] * factor;
+  }
 }
 
 void KernelRunner::soft_cap(float* x, int64_t n, float cap) {

@@ -50,7 +50,13 @@ class KernelRunner {
                float* out);
   void embed(const PackedWeight& w, const int64_t* ids, int64_t count, float scale, float* out);
   void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out);
+  void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t rows, int64_t n,
+                  float* out);
   void add(const float* a, const float* b, int64_t n, float* out);
+  void add_scaled(const float* a, const float* b, float scale, int64_t n, float* out);
+  // Rows of `n` numbers times 1 + beta * log(1 + floor((position + offset) / length)).
+  void scale_queries(const float* x, const int64_t* positions, int64_t tokens, int64_t n, float beta, int64_t length,
+                     int64_t offset, float* out);
   void soft_cap(float* x, int64_t n, float cap);
   // The likeliest token of each row, -1 where a logit is not a number.
   void argmax(const float* x, int64_t rows, int64_t n, int64_t* out);

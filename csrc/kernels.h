@@ -80,7 +80,9 @@ struct LinearKernels {
                        float* out);
   void (*embed)(const PackedWeight& w, int64_t row, float scale, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
   void (*add)(const float* a, const float* b, int64_t n, float* out);
+  void (*add_scaled)(const float* a, const float* b, float scale, int64_t n, float* out);  // a + scale * b
   void (*expert_sum)(const ExpertSum& sum, int64_t n, float* out);
   int64_t (*argmax)(const float* x, int64_t n);  // the first of the largest; -1 if any is not a number
 };

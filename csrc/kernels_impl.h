@@ -19,7 +19,7 @@ namespace kvilt::KVILT_ISA {
 constexpr KernelTable kernel_table(const char* isa) {
   return {
       isa,
-      {quantize, linear_tile, gate_up_tile, embed, rms_norm, add, expert_sum, argmax},
+      {quantize, linear_tile, gate_up_tile, embed, rms_norm, layer_norm, add, add_scaled, expert_sum, argmax},
       {rotate, write_token, interpolate, attention_tiles, attention_scratch, merge_partials, write_means},
       {peak, scale_logits, exp_sum, exp_weights, kth_largest, collect_at_least, weight_below, keep_from, count_ahead,
        draw},

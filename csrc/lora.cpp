@@ -71,7 +71,7 @@ void Lora::act_mul(const float* gate, const float* up, int64_t n, Activation act
   constexpr int64_t kPiece = 4096;
   pool_.run((n + kPiece - 1) / kPiece, [&](int64_t item, int) {
     const int64_t at = item * kPiece;
-    kernels_.act_mul(gate + at, up + at, std::min(kPiece, n - at), activation, out + at);
+    kernels_.act_mul(gate + at, up ? up + at : nullptr, std::min(kPiece, n - at), activation, out + at);
   });
 }
 

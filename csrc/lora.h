@@ -50,7 +50,7 @@ struct LoraKernels {
   // is computed beside it.
   void (*shrink)(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last);
   void (*expand)(const LoraChunk& chunk, const LoraArgs& args, int64_t first, int64_t last);
-  // activation(gate) * up.
+  // activation(gate) * up; without `up`, activation(gate).
   void (*act_mul)(const float* gate, const float* up, int64_t n, Activation activation, float* out);
 };
 

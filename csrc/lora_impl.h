@@ -154,7 +154,18 @@ inline void expand(const LoraChunk& chunk, const LoraArgs& args, int64_t first, 
   }
 }
 
+inline void activate(const float* x, int64_t n, Activation activation, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, activated(load(x + i), activation));
+  if (i == n) return;
+  float last[16];
+  store(last, activated(some_lanes(x + i, n - i), activation));
+  std::memcpy(out + i, last, (n - i) * sizeof(float));
+}
+
+// activation(gate) * up; without `up`, activation(gate).
 inline void act_mul(const float* gate, const float* up, int64_t n, Activation activation, float* out) {
+  if (!up) return activate(gate, n, activation, out);
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, gated(load(gate + i), load(up + i), activation));
   if (i == n) return;

@@ -34,6 +34,25 @@ void rms_norm(KernelRunner& r, Address x, Address weight, float eps, int64_t row
   r.run_and_record([=, &r] { r.rms_norm(at<const float>(x), at<const float>(weight), eps, rows, n, at<float>(out)); });
 }
 
+void layer_norm(KernelRunner& r, Address x, Address weight, Address bias, float eps, int64_t rows, int64_t n,
+                Address out) {
+  r.run_and_record([=, &r] {
+    r.layer_norm(at<const float>(x), at<const float>(weight), at<const float>(bias), eps, rows, n, at<float>(out));
+  });
+}
+
+void add_scaled(KernelRunner& r, Address a, Address b, float scale, int64_t n, Address out) {
+  r.run_and_record([=, &r] { r.add_scaled(at<const float>(a), at<const float>(b), scale, n, at<float>(out)); });
+}
+
+void scale_queries(KernelRunner& r, Address x, Address positions, int64_t tokens, int64_t n, float beta, int64_t length,
+                   int64_t offset, Address out) {
+  check(length > 0, "a temperature grows every so many positions");
+  r.run_and_record([=, &r] {
+    r.scale_queries(at<const float>(x), at<const int64_t>(positions), tokens, n, beta, length, offset, at<float>(out));
+  });
+}
+
 void add(KernelRunner& r, Address a, Address b, int64_t n, Address out) {
   r.run_and_record([=, &r] { r.add(at<const float>(a), at<const float>(b), n, at<float>(out)); });
 }
@@ -72,7 +91,10 @@ void bind_steps(nb::class_<KernelRunner>& runner) {
       .def("gate_up", &gate_up, Release())
       .def("embed", &embed, Release())
       .def("rms_norm", &rms_norm, Release())
+      .def("layer_norm", &layer_norm, Release())
       .def("add", &add, Release())
+      .def("add_scaled", &add_scaled, Release())
+      .def("scale_queries", &scale_queries, Release())
       .def("soft_cap", &soft_cap, Release())
       .def("argmax", &argmax, Release())
       .def("rope_cos_sin", &rope_cos_sin, Release())

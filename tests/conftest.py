@@ -10,6 +10,7 @@ if find_spec("triton") and not torch.cuda.is_available():  # there is no triton 
     import interpreted  # noqa: F401 (before transformers imports triton)
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import effort
@@ -17,6 +18,7 @@ import pytest
 from absent import skip_without, told
 from backends import CPU_BACKENDS
 from hypothesis import is_hypothesis_test
+from model_results import PROPERTY, ModelResults, Shows
 from tiny import write_tiny
 
 from kvilt.config import RunConfig
@@ -66,10 +68,19 @@ def qwen2_path() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--model-results", help="write what the tests show about model families to this file")
     parser.addoption("--slow", action="store_true", help="run what the default run leaves out, and laws in full")
 
 
+@pytest.fixture
+def shows(record_property: Callable[[str, object], None]) -> Shows:
+    """Says what a test shows about model families (`model_results.py`)."""
+    return lambda column, row, detail="": record_property(PROPERTY, f"{column}\t{row}\t{detail}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--model-results"):
+        config.pluginmanager.register(ModelResults(Path(path)))
     effort.load(slow=config.getoption("--slow"))
 
 

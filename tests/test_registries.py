@@ -34,7 +34,17 @@ def test_families_are_written_in_known_weight_formats() -> None:
 
 def test_the_families_whose_queries_and_keys_are_paired() -> None:
     assert {(one.name, kind) for one in FAMILIES for kind in ("gguf", "hf") if pairs_qk(one.name, kind)} == {
+        ("cohere", "gguf"),
+        ("cohere", "hf"),
+        ("ernie4_5", "gguf"),
+        ("ernie4_5", "hf"),
+        ("ernie4_5_moe", "gguf"),
+        ("ernie4_5_moe", "hf"),
+        ("glm", "gguf"),
+        ("glm", "hf"),
+        ("granite", "gguf"),
         ("llama", "gguf"),
+        ("mistral3", "gguf"),
         ("smollm3", "gguf"),
         ("ernie4_5_moe", "gguf"),
         ("ernie4_5_moe", "hf"),

@@ -98,8 +98,8 @@ def matmul_counts(spec: ModelSpec) -> MatmulCounts:
 def _feed_forward_width(spec: FeedForwardSpec | ExpertsSpec) -> int:
     """Rows of all maps that a token goes through, each as wide as the model."""
     match spec:
-        case FeedForwardSpec(hidden):
-            return 3 * hidden
+        case FeedForwardSpec(hidden, gated=gated):
+            return (3 if gated else 2) * hidden
         case ExpertsSpec(experts, top_k, expert, shared=shared):
             of_all = 0 if shared is None else _feed_forward_width(shared.block) + shared.gated
             return experts + top_k * _feed_forward_width(expert) + of_all

@@ -27,6 +27,7 @@ from ..models.spec import (
     ModelSpec,
     NoRope,
     NoScaling,
+    ProportionalScaling,
     Rope,
     Scaling,
     YarnScaling,
@@ -327,6 +328,8 @@ def _scaling(scaling: Scaling) -> str:
     match scaling:
         case NoScaling():
             return ""
+        case ProportionalScaling(pairs):
+            return f", the first {pairs} pairs"
         case LinearScaling(factor):
             return f", linear ×{factor:g}"
         case Llama3Scaling():

@@ -6,7 +6,7 @@ Nothing is half fitted: every name, shape and number is checked before the first
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -165,7 +165,7 @@ def _dialects(spec: ModelSpec, adapter: OpenAdapter) -> list[CheckpointDialect]:
     return own
 
 
-def _named(dialect: CheckpointDialect, maps: Iterable[str], layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _named(dialect: CheckpointDialect, maps: Collection[str], layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What checkpoints call the maps of the layers; one of them may be several of ours."""
     known, inside = {*maps}, {part for parts in dialect.fused.values() for part in parts}
     for name in maps:

@@ -20,7 +20,7 @@ from .expert_slices import ExpertSlice, expert_slices
 from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
-from .layers import DenseFeedForward, Linear, Norm
+from .layers import AnyNorm, DenseFeedForward, LayerNorm, Linear, Norm, PlainFeedForward
 from .recurrent import Recurrent
 from .recurrent_loading import recurrent_block
 from .recurrent_spec import recurrent_shapes
@@ -46,7 +46,7 @@ def assemble(
     needed = dict(_needed(spec, dialect, present))
     found = match(needed, checkpoint.tensors, tuple(_ignored(spec, dialect)))
     slices = dict(_slices(spec, dialect, present))
-    loader = _Loader(checkpoint, found, slices, ops, dialect.norm_shift, spec.norm_eps, progress)
+    loader = _Loader(checkpoint, found, slices, ops, dialect, spec, progress)
     embedding = loader.weight("embedding")
     places = layout.places()
     return Decoder(
@@ -54,9 +54,10 @@ def assemble(
         ops=ops,
         embedding=embedding,
         layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
-        norm=loader.norm("norm"),
+        norm=_scaled(loader.norm("norm"), spec.logit_scale),
         head=Linear(embedding if spec.tied_head else loader.weight("head"), name="head"),
         frequencies={rope: frequencies(rope).to(ops.device) for rope in _ropes(spec)},
+        position_embedding=loader.weight("position_embedding") if spec.learned_positions else None,
     )
 
 
@@ -80,20 +81,28 @@ def _needed(
     """Every tensor the spec asks for, by our name."""
     width = spec.hidden_size
     yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
-    yield "norm", ExpectedTensor(dialect.names["norm"], (width,))
+    for name in _with_biases(["norm"], spec):
+        yield name, ExpectedTensor(dialect.names[name], (width,))
     if not spec.tied_head:
         yield "head", ExpectedTensor(dialect.names["head"], (spec.vocab_size, width))
+    if spec.learned_positions:
+        yield "position_embedding", ExpectedTensor(dialect.names["position_embedding"], (spec.context, width))
     for i, layer in enumerate(spec.layers):
-        shapes = _layer_shapes(layer, width)
-        for whole, parts in dialect.fused.items():
-            if shapes.keys() >= set(parts):
-                rows = sum(shapes.pop(part)[0] for part in parts)
-                shapes[whole] = (rows, width)
+        shapes = _layer_shapes(layer, spec)
+        for whole, parts in _fused_in(dialect, shapes):
+            each = [shapes.pop(part) for part in parts]
+            shapes[whole] = (sum(rows for rows, *_ in each), *each[0][1:])
         for name, shape in shapes.items():
             if expert_part(name) not in dialect.stacks:
-                yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), shape, loose=name in LOOSE)
+                stored = shape[::-1] if name in dialect.transposed else shape
+                yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), stored, loose=name in LOOSE)
         for part in expert_slices(i, layer, shapes, dialect, present).values():
             yield from ((name, ExpectedTensor(name, shape)) for name, shape in part.wholes.items())
+
+
+def _fused_in(dialect: CheckpointDialect, shapes: Mapping[str, object]) -> list[tuple[str, tuple[str, ...]]]:
+    """The fused tensors that a layer has: all of their parts are parts of it."""
+    return [(whole, parts) for whole, parts in dialect.fused.items() if shapes.keys() >= set(parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +132,8 @@ def _slices(
 ) -> Iterator[tuple[str, FusedSlice | ExpertSlice]]:
     """Where the parts of fused and stacked tensors lie."""
     for i, layer in enumerate(spec.layers):
-        shapes = _layer_shapes(layer, spec.hidden_size)
-        for whole, parts in dialect.fused.items():
-            if not shapes.keys() >= set(parts):
-                continue
+        shapes = _layer_shapes(layer, spec)
+        for whole, parts in _fused_in(dialect, shapes):
             order = dialect.row_orders[whole](layer) if whole in dialect.row_orders else None
             start = 0
             for part in parts:
@@ -137,13 +144,20 @@ def _slices(
             yield f"{i}.{name}", expert
 
 
-def _layer_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
+def _with_biases(norms: list[str], spec: ModelSpec) -> list[str]:
+    return [*norms, *(f"{name}_bias" for name in norms)] if spec.norm_bias else norms
+
+
+def _layer_shapes(layer: LayerSpec, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer by our names: those of its blocks, and its norms."""
-    norms = ["attention_norm", "feed_forward_norm"]
+    width, norms = spec.hidden_size, []
+    if layer.pre_norms:
+        norms += ["attention_norm"] if layer.parallel else ["attention_norm", "feed_forward_norm"]
     if layer.post_norms:
         norms += ["post_attention_norm", "post_feed_forward_norm"]
     return {
-        **dict.fromkeys(norms, (width,)),
+        **({"output_scale": (1,)} if layer.output_scale else {}),
+        **dict.fromkeys(_with_biases(norms, spec), (width,)),
         **(_attention_shapes(layer.attention, width) if layer.recurrent is None else _recurrent(layer, width)),
         **_feed_forward_shapes(layer.feed_forward, width),
     }
@@ -159,10 +173,13 @@ def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, .
     shapes: dict[str, tuple[int, ...]] = {"q": (q, width), "k": (kv, width), "v": (kv, width), "out": (width, q)}
     if spec.qkv_bias:
         shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if spec.values_are_keys:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("v")}
     if spec.out_bias:
         shapes |= {"out_bias": (width,)}
     if spec.qk_norm:
-        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+        sizes = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        shapes |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
     if spec.sinks:
         shapes |= {"sinks": (spec.heads,)}
     if spec.output_gate:
@@ -172,9 +189,11 @@ def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, .
 
 def _feed_forward_shapes(spec: FeedForwardSpec | ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
     match spec:
-        case FeedForwardSpec(inner, bias=bias):
-            shapes: dict[str, tuple[int, ...]] = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-            return shapes | ({"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (width,)} if bias else {})
+        case FeedForwardSpec(inner, bias=bias, gated=gated):
+            opening = ("gate", "up") if gated else ("up",)
+            shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(opening, (inner, width)), "down": (width, inner)}
+            biases: dict[str, tuple[int, ...]] = {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+            return shapes | biases if bias else shapes
         case ExpertsSpec(experts, expert=expert):
             shapes = _router_shapes(spec, width)
             each = _feed_forward_shapes(expert, width)
@@ -202,8 +221,8 @@ class _Loader:
     found: Mapping[str, str]
     slices: Mapping[str, FusedSlice | ExpertSlice]
     ops: Ops
-    norm_shift: float
-    norm_eps: float
+    dialect: CheckpointDialect
+    spec: ModelSpec
     progress: Progress | None
     taken: set[str] = field(default_factory=set)
 
@@ -218,6 +237,8 @@ class _Loader:
         part = self.slices.get(name)
         wholes = (name,) if part is None else tuple(part.wholes)
         weights = [self._take(whole) for whole in wholes]
+        if wholes[0].rpartition(".")[2] in self.dialect.transposed:
+            weights = [self._plain(whole, weight).T for whole, weight in zip(wholes, weights, strict=True)]
         own = weights[0] if part is None else part.take(*weights)
         prepared = self.ops.prepare(own.unsqueeze(0) if isinstance(own, Tensor) and own.dim() == 1 else own)
         if part is None or part.last:
@@ -228,24 +249,48 @@ class _Loader:
     def vector(self, name: str, dtype: torch.dtype) -> Tensor:
         part = self.slices.get(name)
         wholes = (name,) if part is None else tuple(part.wholes)
-        tensor = self._take(wholes[0])
+        tensor = self._plain(wholes[0], self._take(wholes[0]))
+        own = tensor if part is None else part.take(tensor)
+        assert isinstance(own, Tensor)
+        return own.to(self.ops.device, dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _plain(self, name: str, tensor: Weight) -> Tensor:
         if isinstance(tensor, QuantTensor):
-            raise WeightError(self.found[wholes[0]], f"is packed as {tensor.format.name}, expected plain floats")
-        tensor = tensor if part is None else part.take(tensor)
-        assert isinstance(tensor, Tensor)
-        return tensor.to(self.ops.device, dtype, copy=True, memory_format=torch.contiguous_format)
+            raise WeightError(self.found[name], f"is packed as {tensor.format.name}, expected plain floats")
+        return tensor
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}_bias"
         held = bias in self.found or bias in self.slices
         return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if held else None, name)
 
-    def norm(self, name: str) -> Norm:
-        weight = self.vector(name, torch.float32)
-        return Norm(weight + self.norm_shift if self.norm_shift else weight, self.norm_eps)
+    def norm(self, name: str) -> AnyNorm:
+        weight, shift, bias = self.vector(name, torch.float32), self.dialect.norm_shift, f"{name}_bias"
+        weight = weight + shift if shift else weight
+        if self.spec.norm_kind == "rms":
+            return Norm(weight, self.spec.norm_eps)
+        own = self.vector(bias, torch.float32) if bias in self.found else None
+        return LayerNorm(weight, own, self.spec.norm_eps)
 
-    def maybe_norm(self, name: str) -> Norm | None:
+    @property
+    def norm_eps(self) -> float:
+        return self.spec.norm_eps
+
+    def plain_norm(self, size: int) -> Norm:
+        """A norm without a learned scale."""
+        return Norm(torch.ones(size, device=self.ops.device), self.spec.norm_eps)
+
+    def maybe_norm(self, name: str) -> AnyNorm | None:
         return self.norm(name) if name in self.found else None
+
+
+def _scaled(norm: AnyNorm, scale: float) -> AnyNorm:
+    """A norm times a factor: the last one carries that of the logits, since the head is linear."""
+    match norm:
+        case Norm(weight, eps):
+            return Norm(weight * scale, eps)
+        case LayerNorm(weight, bias, eps):
+            return LayerNorm(weight * scale, None if bias is None else bias * scale, eps)
 
 
 def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> Layer:
@@ -257,13 +302,18 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
         attention = recurrent_block(loader, index, spec.recurrent, place)
     else:
         attention = _attention(loader, index, spec.attention, place)
+    scale = loader.vector(at("output_scale"), torch.float32).item() if spec.output_scale else 1.0
+    last = loader.maybe_norm(at("post_feed_forward_norm"))
     return Layer(
-        loader.norm(at("attention_norm")),
+        loader.maybe_norm(at("attention_norm")),
         attention,
-        loader.norm(at("feed_forward_norm")),
+        loader.maybe_norm(at("feed_forward_norm")),
         _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
-        loader.maybe_norm(at("post_feed_forward_norm")),
+        last if last is None else _scaled(last, scale),
+        spec.parallel,
+        spec.residual_scale,
+        scale,
     )
 
 
@@ -276,10 +326,11 @@ def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlo
         place,
         q=loader.linear(at("q")),
         k=loader.linear(at("k")),
-        v=loader.linear(at("v")),
+        v=None if spec.values_are_keys else loader.linear(at("v")),
         out=loader.linear(at("out")),
         q_norm=loader.maybe_norm(at("q_norm")),
         k_norm=loader.maybe_norm(at("k_norm")),
+        v_norm=loader.plain_norm(spec.head_dim) if spec.v_norm else None,
         sinks=loader.vector(at("sinks"), torch.float32) if spec.sinks else None,
         gate=loader.linear(at("q_gate")) if spec.output_gate else None,
     )
@@ -287,8 +338,10 @@ def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlo
 
 def _feed_forward(loader: _Loader, index: int, spec: FeedForwardSpec | ExpertsSpec) -> FeedForward:
     match spec:
-        case FeedForwardSpec():
+        case FeedForwardSpec(gated=True):
             return _dense(loader, f"{index}.", spec)
+        case FeedForwardSpec():
+            return _plain(loader, f"{index}.", spec)
         case ExpertsSpec():
             return _experts(loader, f"{index}.", spec)
 
@@ -306,6 +359,10 @@ def _experts(loader: _Loader, prefix: str, spec: ExpertsSpec) -> Experts:
         None if shared is None else _dense(loader, f"{prefix}shared.", shared.block),
         loader.linear(f"{prefix}shared_gate") if shared is not None and shared.gated else None,
     )
+
+
+def _plain(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForward:
+    return PlainFeedForward(spec, loader.linear(f"{prefix}up"), loader.linear(f"{prefix}down"))
 
 
 def _dense(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> DenseFeedForward:

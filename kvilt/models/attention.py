@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kv.layout import LayerSlot, Window
 from ..ops.contract import AttentionMask, NewKV
-from .layers import LayerContext, Linear, Norm
+from .layers import AnyNorm, LayerContext, Linear
 from .spec import AttentionSpec, RopeSpec
 
 
@@ -24,25 +24,23 @@ class Attention:
     place: LayerSlot
     q: Linear
     k: Linear
-    v: Linear
+    v: Linear | None  # None where values are keys
     out: Linear
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
+    q_norm: AnyNorm | None = None
+    k_norm: AnyNorm | None = None
+    v_norm: AnyNorm | None = None
     sinks: Tensor | None = None  # float32 [heads]: a logit of each head that joins its softmax and has no value
     gate: Linear | None = None  # of what the heads read
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
-        maps = (self.q, self.k, self.v) if self.gate is None else (self.q, self.k, self.v, self.gate)
-        parts = context.linears(x, maps, norm)
-        gate = None if self.gate is None else parts.pop()
-        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, ops), self.k_norm(k, ops)
+        q, k, v, gate = self._projected(x, context, norm)
+        if spec.temperature is not None:
+            q = ops.scale_queries(q, paging.positions, spec.temperature)
         rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
         if rotation is not None and context.tap is None and not context.repairs:
             new = NewKV(k, v, rotation)
@@ -65,6 +63,27 @@ class Attention:
         mixed = mixed.view(-1, self.spec.heads * self.spec.head_dim)
         mixed = mixed if gate is None else context.ops.sigmoid_mul(mixed, gate)
         return context.linear(mixed, self.out, residual)
+
+    def _projected(
+        self, x: Tensor, context: LayerContext, norm: AnyNorm | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values [tokens, heads, dim], before rotation, and the gate of what heads read."""
+        maps = [one for one in (self.q, self.k, self.v, self.gate) if one is not None]
+        parts = context.linears(x, maps, norm)
+        gate = None if self.gate is None else parts.pop()
+        q, k, v = parts if self.v is not None else (*parts, parts[1])
+        whole, dim = self.spec.qk_norm_whole, self.spec.head_dim
+        if whole:
+            q, k = self._normed(q, k, context)
+        q, k, v = (part.view(len(x), -1, dim) for part in (q, k, v))
+        if self.v_norm is not None:
+            v = self.v_norm(v, context.ops)
+        return (q, k, v, gate) if whole else (*self._normed(q, k, context), v, gate)
+
+    def _normed(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q, context.ops), self.k_norm(k, context.ops)
 
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend takes it."""

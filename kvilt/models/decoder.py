@@ -17,7 +17,7 @@ from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, Stat
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
 from .experts import Experts, FeedForward
-from .layers import LayerContext, LayerRepair, Linear, Norm, linears_in
+from .layers import AnyNorm, LayerContext, LayerRepair, Linear, linears_in
 from .recurrent import Recurrent
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
@@ -33,18 +33,42 @@ NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then feed-forward, each added to the stream it reads."""
+    """Attention, then feed-forward, each added to the stream it reads; or both of the same normed input."""
 
-    attention_norm: Norm
+    attention_norm: AnyNorm | None
     attention: Attention | Recurrent
-    feed_forward_norm: Norm
+    feed_forward_norm: AnyNorm | None
     feed_forward: FeedForward
-    post_attention_norm: Norm | None = None
-    post_feed_forward_norm: Norm | None = None
+    post_attention_norm: AnyNorm | None = None
+    post_feed_forward_norm: AnyNorm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+    output_scale: float = 1.0  # of the stream that leaves; the last norm of the layer has it already
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        x = _added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
-        return _added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
+        if self.parallel:
+            normed = x if self.attention_norm is None else self.attention_norm(x, context.ops)
+            return self.feed_forward(normed, context, self.attention(normed, context, x))
+        x = self._added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
+        if self.output_scale != 1.0 and self.post_feed_forward_norm is not None:
+            made = self.feed_forward(x, context, None, self.feed_forward_norm)
+            return context.ops.add(self.post_feed_forward_norm(made, context.ops), x, self.output_scale)
+        return self._added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
+
+    def _added(
+        self,
+        block: Attention | Recurrent | FeedForward,
+        norm: AnyNorm | None,
+        context: LayerContext,
+        stream: Tensor,
+        post_norm: AnyNorm | None,
+    ) -> Tensor:
+        """The stream with what a block makes of it, normalized before the block, after it, or both."""
+        if post_norm is None and self.residual_scale == 1.0:
+            return block(stream, context, stream, norm)
+        made = block(stream, context, None, norm)
+        made = made if post_norm is None else post_norm(made, context.ops)
+        return context.ops.add(stream, made, self.residual_scale)
 
 
 def _layer_repairs(
@@ -57,19 +81,6 @@ def _nbytes(linear: Linear) -> int:
     return linear.weight.nbytes
 
 
-def _added(
-    block: Attention | Recurrent | FeedForward,
-    norm: Norm,
-    context: LayerContext,
-    stream: Tensor,
-    post_norm: Norm | None,
-) -> Tensor:
-    """The stream with what a block makes of it, normalized before the block and in some families again after it."""
-    if post_norm is None:
-        return block(stream, context, stream, norm)
-    return context.ops.add(stream, post_norm(block(stream, context, None, norm), context.ops))
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A model: its spec, its weights and the operations they run on."""
@@ -78,9 +89,10 @@ class Decoder:
     ops: Ops
     embedding: Prepared
     layers: tuple[Layer, ...]
-    norm: Norm
+    norm: AnyNorm
     head: Linear
     frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
+    position_embedding: Prepared | None = None  # [context, hidden], where positions are learned
 
     def __call__(
         self, batch: Batch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
@@ -184,11 +196,21 @@ class Decoder:
         return {rope: rotation(rope, at, positions, self.ops) for rope, at in self.frequencies.items()}
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What tokens start with, as the first layer reads it [tokens, hidden]."""
+        """What tokens start with, as the first layer reads it but for learned positions [tokens, hidden]."""
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
     def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
-        """What all tokens start with: their embeddings, or the vectors they come as."""
+        """What all tokens start with: their embeddings, or the vectors they come as, and learned positions."""
+        x, first = self._entered(step, step_adapters), step.segments[0]
+        if self.position_embedding is None or first.start > 0:  # hidden states have their positions already
+            return x
+        positions = self.ops.embed(self.position_embedding, first.positions)
+        if first.tokens is None:
+            return self.ops.add(x, positions)
+        x[first.tokens] = self.ops.add(x[first.tokens], positions)
+        return x
+
+    def _entered(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
         vectors = step.vectors
         if vectors is not None and vectors.at is None:
             return vectors.values.to(self.ops.dtype)

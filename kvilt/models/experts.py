@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ..ops.contract import ExpertStack, Routed
-from .layers import DenseFeedForward, LayerContext, Linear, Norm
+from .layers import AnyNorm, DenseFeedForward, LayerContext, Linear, PlainFeedForward
 from .spec import ExpertsSpec
 
 
@@ -29,7 +29,7 @@ class Experts:
     shared_gate: Linear | None = None  # to one logit
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """The experts of `x`, which is normalized first, plus `residual`."""
         ops = context.ops
@@ -58,4 +58,4 @@ class Experts:
         return made
 
 
-FeedForward: TypeAlias = DenseFeedForward | Experts
+FeedForward: TypeAlias = DenseFeedForward | PlainFeedForward | Experts

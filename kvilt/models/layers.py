@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -81,10 +81,11 @@ class LayerContext:
     state_store: StateStore | None = None  # of models with recurrent state
     states: StateSlots | None = None
 
-    def linears(self, x: Tensor, maps: Sequence[Linear], norm: Norm | None = None) -> list[Tensor]:
+    def linears(self, x: Tensor, maps: Sequence[Linear], norm: AnyNorm | None = None) -> list[Tensor]:
         """Several linear maps of the same input, normalized first, each token's adapter included."""
         if self.step_adapters is None:
-            return self.ops.linears(x, [linear.map for linear in maps], None if norm is None else norm.pair)
+            x, pair = apart(x, norm, self.ops)
+            return self.ops.linears(x, [linear.map for linear in maps], pair)
         x = x if norm is None else norm(x, self.ops)
         outs = self.ops.linears(x, [linear.map for linear in maps])
         self.step_adapters.add(maps, x, outs, self.ops)
@@ -147,6 +148,32 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Mean and variance norm with a learned scale and perhaps a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+AnyNorm: TypeAlias = Norm | LayerNorm
+
+
+def apart(x: Tensor, norm: AnyNorm | None, ops: Ops) -> tuple[Tensor, RmsNorm | None]:
+    """An input and its norm as the backend's products take them: they do root-mean-square norms themselves."""
+    match norm:
+        case None:
+            return x, None
+        case Norm():
+            return x, norm.pair
+        case LayerNorm():
+            return norm(x, ops), None
+
+
+@dataclass(frozen=True, slots=True)
 class DenseFeedForward:
     """down(activation(gate(x)) * up(x))."""
 
@@ -156,18 +183,34 @@ class DenseFeedForward:
     down: Linear
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """The block of `x`, which is normalized first, plus `residual`."""
         return context.linear(self._opened(x, context, norm), self.down, residual)
 
-    def _opened(self, x: Tensor, context: LayerContext, norm: Norm | None) -> Tensor:
+    def _opened(self, x: Tensor, context: LayerContext, norm: AnyNorm | None) -> Tensor:
         ops, step_adapters = context.ops, context.step_adapters
         if step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name):
-            pair = None if norm is None else norm.pair
+            x, pair = apart(x, norm, ops)
             return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation, pair)
         gate, up = context.linears(x, (self.gate, self.up), norm)
         return ops.act_mul(gate, up, self.spec.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFeedForward:
+    """down(activation(up(x)))."""
+
+    spec: FeedForwardSpec
+    up: Linear
+    down: Linear
+
+    def __call__(
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
+    ) -> Tensor:
+        """The block of `x`, which is normalized first, plus `residual`."""
+        (opened,) = context.linears(x, (self.up,), norm)
+        return context.linear(context.ops.activate(opened, self.spec.activation), self.down, residual)
 
 
 def linears_in(module: object) -> Iterator[Linear]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kv.layout import LayerSlot
 from ..ops.contract import Decay, StatePlace
-from .layers import LayerContext, Linear, Norm
+from .layers import AnyNorm, LayerContext, Linear, Norm
 from .recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 
@@ -31,7 +31,7 @@ class GatedDeltaNet:
     out: Linear
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes states."""
         ops, place = context.ops, _state(context, self.place)
@@ -59,7 +59,7 @@ class Mamba2:
     out: Linear
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """As `GatedDeltaNet`."""
         ops, place = context.ops, _state(context, self.place)
@@ -83,7 +83,7 @@ class ShortConv:
     out: Linear
 
     def __call__(
-        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: Norm | None = None
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """As `GatedDeltaNet`."""
         b, c, own = context.linears(x, (self.conv_b, self.conv_c, self.conv_x), norm)

@@ -17,7 +17,8 @@ from .recurrent_spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConv
 class WeightLoader(Protocol):
     """Takes tensors out of a checkpoint by our names."""
 
-    norm_eps: float
+    @property
+    def norm_eps(self) -> float: ...
 
     def linear(self, name: str) -> Linear: ...
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..ops.contract import Ops, Rotation
-from .spec import FactorScaling, LinearScaling, Llama3Scaling, LongScaling, NoScaling, RopeSpec, YarnScaling
+from .spec import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    NoScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 
 def frequencies(spec: RopeSpec) -> Tensor:
@@ -27,6 +36,8 @@ def frequencies(spec: RopeSpec) -> Tensor:
             return _llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _yarn(plain, spec, scaling)
+        case ProportionalScaling(pairs, factor):
+            return plain / factor * (torch.arange(spec.dims // 2) < pairs)
         case LongScaling():
             raise AssertionError("at_context chooses the divisors before a model is assembled")
 

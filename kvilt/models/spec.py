@@ -7,13 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from ..errors import Unsupported, WeightError
 from ..kv.layout import Full, KVLayout, LayerGroup, Reach, RecurrentGroup
-from ..ops.contract import Activation, PageShape, Pairing, Routing, StateShape
+from ..ops.contract import Activation, PageShape, Pairing, Routing, StateShape, TemperatureScaling
 from ..ops.kv_dtypes import KVDtype
 from ..ops.routing import GroupScore, RouterScores
 from .recurrent_spec import RecurrentSpec
+
+NormKind = Literal["rms", "layer"]
+
+
+def _repr(spec: Any) -> str:
+    """Like that of a dataclass, but fields with `repr=False` are there only where they have not their default.
+
+    The identity of saved KV is made of it, so an option that a model does not use must not show.
+    """
+    shown = [one for one in fields(spec) if one.repr or getattr(spec, one.name) != one.default]
+    return f"{type(spec).__name__}({', '.join(f'{one.name}={getattr(spec, one.name)!r}' for one in shown)})"
+
 
 # How rope frequencies are stretched.
 
@@ -74,7 +87,15 @@ class LongScaling:
         return FactorScaling(self.long if context > self.original_context else self.short, self.magnitude)
 
 
-Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling | LongScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """The first pairs turn as those of a whole head do, the others not at all."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+Scaling = ProportionalScaling | NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +106,10 @@ class RopeSpec:
     dims: int
     pairing: Pairing = "half"
     scaling: Scaling = NoScaling()
-    # Pairs that turn by each axis of a position, in order; empty: a position has one axis. Part of what a spec shows of
-    # itself only where there are some, since the identity of saved KV is made of that.
+    # Pairs that turn by each axis of a position, in order; empty: a position has one axis.
     sections: tuple[int, ...] = field(default=(), repr=False)
 
-    def __repr__(self) -> str:
-        own = f"theta={self.theta!r}, dims={self.dims!r}, pairing={self.pairing!r}, scaling={self.scaling!r}"
-        return f"RopeSpec({own}, sections={self.sections!r})" if self.sections else f"RopeSpec({own})"
+    __repr__ = _repr
 
     def __post_init__(self) -> None:
         if self.sections and 2 * sum(self.sections) != self.dims:
@@ -127,24 +145,27 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False
     soft_cap: float = 0.0  # 0: none
-    # Each head has a learned logit that joins its softmax and has no value. Part of what a spec shows of itself only
-    # where there are sinks, since the identity of saved KV is made of that.
+    # Each head has a learned logit that joins its softmax and has no value.
     sinks: bool = field(default=False, repr=False)
-    output_gate: bool = field(default=False, repr=False)  # what heads read is multiplied by a sigmoid; shown likewise
+    output_gate: bool = field(default=False, repr=False)  # what heads read is multiplied by a sigmoid
+    qk_norm_whole: bool = field(default=False, repr=False)  # the norms cover all heads together, not each head
+    temperature: TemperatureScaling | None = field(default=None, repr=False)  # of queries, by position
+    v_norm: bool = field(default=False, repr=False)  # values are normed by head, without a learned scale
+    values_are_keys: bool = field(default=False, repr=False)  # as projected: neither normed nor rotated
 
-    def __repr__(self) -> str:
-        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
-        shown += [f"{name}=True" for name in ("sinks", "output_gate") if getattr(self, name)]
-        return f"AttentionSpec({', '.join(shown)})"
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """A gated feed-forward block."""
+    """A feed-forward block: down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
 
     hidden: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = field(default=True, repr=False)
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +241,14 @@ class LayerSpec:
     attention: AttentionSpec
     feed_forward: FeedForwardSpec | ExpertsSpec
     post_norms: bool = False
-    # What stands in the place of attention, which then only says what other layers have. Shown where it is set.
+    # What stands in the place of attention, which then only says what other layers have.
     recurrent: RecurrentSpec | None = field(default=None, repr=False)
+    pre_norms: bool = field(default=True, repr=False)  # a norm before each block
+    parallel: bool = field(default=False, repr=False)  # both blocks read the same normed input, and are added to it
+    residual_scale: float = field(default=1.0, repr=False)  # of what each block adds
+    output_scale: bool = field(default=False, repr=False)  # the checkpoint has a factor for what leaves the layer
 
-    def __repr__(self) -> str:
-        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
-        shown += [f"recurrent={self.recurrent!r}"] if self.recurrent is not None else []
-        return f"LayerSpec({', '.join(shown)})"
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +264,12 @@ class ModelSpec:
     tied_head: bool
     embed_scale: float = 1.0
     final_soft_cap: float = 0.0  # 0: none
+    norm_kind: NormKind = field(default="rms", repr=False)
+    norm_bias: bool = field(default=False, repr=False)
+    logit_scale: float = field(default=1.0, repr=False)
+    learned_positions: bool = field(default=False, repr=False)  # each position has a vector that is added to its token
+
+    __repr__ = _repr
 
 
 def rope_axes(spec: ModelSpec) -> int:
@@ -254,6 +282,11 @@ def each_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], Atten
     """The spec with the attention of each layer changed."""
     layers = (replace(layer, attention=change(i, layer.attention)) for i, layer in enumerate(spec.layers))
     return replace(spec, layers=tuple(layers))
+
+
+def each_layer(spec: ModelSpec, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
+    """The spec with each layer changed."""
+    return replace(spec, layers=tuple(change(i, layer) for i, layer in enumerate(spec.layers)))
 
 
 def at_context(spec: ModelSpec, context: int) -> ModelSpec:

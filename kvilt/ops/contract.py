@@ -46,6 +46,7 @@ from .values import Prepared as Prepared
 from .values import RmsNorm as RmsNorm
 from .values import Rotation as Rotation
 from .values import RowLengths as RowLengths
+from .values import TemperatureScaling as TemperatureScaling
 from .values import row_ends as row_ends
 
 
@@ -304,12 +305,24 @@ class Ops(Protocol):
         """
         ...
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum of two tensors of one shape."""
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """The activation of `x` [tokens, out]."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        """`x` plus `scale` times `y`, two tensors of one shape."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, times `weight`."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Mean and variance norm over the last axis, times `weight`, plus `bias`."""
+        ...
+
+    def scale_queries(self, query: Tensor, positions: Tensor, scaling: TemperatureScaling) -> Tensor:
+        """`query` [tokens, heads, dim], each token times the factor of its position."""
         ...
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:

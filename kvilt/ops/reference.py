@@ -45,6 +45,7 @@ from .contract import (
     SamplingKernels,
     SharedExpert,
     StatePlace,
+    TemperatureScaling,
 )
 from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
@@ -174,12 +175,23 @@ class ReferenceOps:
     ) -> None:
         adapt(x, tables, outs, adapter_slots)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](x)
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        return x + y if scale == 1.0 else x + y * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    def scale_queries(self, query: Tensor, positions: Tensor, scaling: TemperatureScaling) -> Tensor:
+        steps = (positions + scaling.offset) // scaling.length
+        factors = 1 + scaling.beta * torch.log1p(steps.float())
+        return (query.float() * factors.view(-1, 1, 1)).to(query.dtype)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)  # [tokens, 1, pairs]

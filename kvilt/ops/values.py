@@ -174,6 +174,15 @@ class NewKV:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureScaling:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Interpolation:
     """Tokens of a text that take a share of the change of others, the anchors, which were computed anew."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from effort import some
+from model_results import Shows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvilt
@@ -67,6 +68,15 @@ def gemma3(gemma3_path: Path) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def qwen2(qwen2_path: Path) -> Iterator[Pair]:
     yield from open_pair(qwen2_path)
+
+
+@pytest.fixture(autouse=True)
+def shown(request: pytest.FixtureRequest, shows: Shows) -> None:
+    """Each test here runs real weights of a family."""
+    for name, path in (("smollm2", "smollm2_path"), ("gemma3", "gemma3_path"), ("qwen2", "qwen2_path")):
+        if name in request.fixturenames:
+            file = request.getfixturevalue(path)
+            shows("real weights", type(request.getfixturevalue(name).oracle).__name__, file.stem)
 
 
 def theirs(pair: Pair, ids: list[int]) -> torch.Tensor:

@@ -9,24 +9,50 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -48,6 +74,8 @@ from transformers import (
     Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from kvilt.executor.protocol import Executor
@@ -72,6 +100,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def _llama(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: LlamaForCausalLM(LlamaConfig(**SMALL | changes))
@@ -87,6 +122,19 @@ def _gemma2() -> Callable[[], PreTrainedModel]:
     own = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
     caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}
     return lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL | own | caps, attn_implementation="eager"))
+
+
+def _gemma4(**changes: Any) -> Callable[[], PreTrainedModel]:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    heads = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    own = {"sliding_window": 8, "layer_types": kinds, "hidden_size_per_layer_input": 0}
+    return lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SMALL | SPECIALS | own | heads | changes))
+
+
+def _gemma4_nested() -> PreTrainedModel:
+    others = {"image_token_id": 190, "video_token_id": 191, "audio_token_id": 192}
+    text = _gemma4()().config.to_dict()
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=None, **others))
 
 
 def _qwen3(**changes: Any) -> Callable[[], PreTrainedModel]:
@@ -175,6 +223,62 @@ def _qwen2(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL | changes))
 
 
+def _olmo2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL | SPECIALS | changes))
+
+
+def _olmo3() -> Callable[[], PreTrainedModel]:
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": YARN_ROPE}
+    own = {"sliding_window": 7, "num_hidden_layers": 4, "rope_parameters": ropes}
+    return lambda: Olmo3ForCausalLM(Olmo3Config(**SMALL | SPECIALS | own))
+
+
+def _granite(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    }
+    return lambda: GraniteForCausalLM(GraniteConfig(**SMALL | SPECIALS | own | changes))
+
+
+def _glm4(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Glm4ForCausalLM(Glm4Config(**SMALL | SPECIALS | {"head_dim": 16} | changes))
+
+
+def _cohere2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"sliding_window": 7, "num_hidden_layers": 5, "logit_scale": 0.3}
+    return lambda: Cohere2ForCausalLM(Cohere2Config(**SMALL | SPECIALS | own | changes))
+
+
+def _starcoder2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Starcoder2ForCausalLM(Starcoder2Config(**SMALL | SPECIALS | changes))
+
+
+def _gpt2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 97, "initializer_range": 0.4}
+    return lambda: GPT2LMHeadModel(GPT2Config(**SPECIALS | own | changes))
+
+
+def _ernie(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: Ernie4_5ForCausalLM(Ernie4_5Config(**SMALL | {"head_dim": 16} | changes))
+
+
+def _ministral3(**changes: Any) -> Ministral3Config:
+    rope = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    rope |= {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    return Ministral3Config(**SMALL | SPECIALS | {"head_dim": 16, "rope_parameters": rope} | changes)
+
+
+def _mistral3(text: Callable[[], Any]) -> Callable[[], PreTrainedModel]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "pixtral", "head_dim": 8, "image_size": 16, "patch_size": 8} | sizes
+    return lambda: Mistral3ForConditionalGeneration(
+        Mistral3Config(vision_config=vision, text_config=text().to_dict(), tie_word_embeddings=False)
+    )
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama(),
     "llama-tied": _llama(tie_word_embeddings=True),
@@ -188,14 +292,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-windows": _qwen2(use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": _qwen3(),
     "qwen3-windows": _qwen3(use_sliding_window=True, sliding_window=7, max_window_layers=2),
-    "qwen3-yarn": _qwen3(
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    ),
+    "qwen3-yarn": _qwen3(rope_parameters=YARN_ROPE),
     "qwen3-moe": _qwen3_moe(),
     "qwen3-moe-normalized": _qwen3_moe(norm_topk_prob=True, num_experts_per_tok=3),
     "qwen3-moe-some-dense": _qwen3_moe(mlp_only_layers=[2], decoder_sparse_step=2, num_hidden_layers=4),
@@ -238,10 +335,52 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         hidden_size=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     ),
     "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SMALL | SPECIALS | {"num_hidden_layers": 5})),
+    "olmo2": _olmo2(),
+    "olmo2-biases": _olmo2(attention_bias=True, tie_word_embeddings=True),
+    "olmo3": _olmo3(),
+    "granite": _granite(),
+    "granite-biases": _granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "glm4": _glm4(),
+    "glm4-no-bias": _glm4(attention_bias=False, tie_word_embeddings=True),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**SMALL | SPECIALS | {"head_dim": 16})),
+    "cohere2": _cohere2(),
+    "cohere2-biases": _cohere2(attention_bias=True, tie_word_embeddings=False),
+    "command-r": lambda: CohereForCausalLM(CohereConfig(**SMALL | SPECIALS | {"logit_scale": 0.5})),
+    "starcoder2": _starcoder2(),
+    "starcoder2-window": _starcoder2(sliding_window=9, use_bias=False, tie_word_embeddings=False, hidden_act="gelu"),
+    "gpt2": _gpt2(),
+    "gpt2-by-layer": _gpt2(scale_attn_by_inverse_layer_idx=True, n_inner=40, tie_word_embeddings=False),
+    "ernie4_5": _ernie(),
+    "ernie4_5-biases": _ernie(use_bias=True, tie_word_embeddings=False),
+    "ministral3": lambda: Ministral3ForCausalLM(_ministral3()),
+    "mistral3-ministral3": _mistral3(_ministral3),
+    "mistral3-mistral": _mistral3(lambda: MistralConfig(**SMALL | {"sliding_window": None, "head_dim": 8})),
     "gemma2": _gemma2(),
+    "gemma4": _gemma4(),
+    "gemma4-nested": _gemma4_nested,
+    "gemma4-own-values": _gemma4(attention_k_eq_v=False, final_logit_softcapping=6.0),
     "gemma3": _gemma(),
     "gemma3-capped": _gemma(final_logit_softcapping=5.0),
 }
+
+# Another option of a family that runs as a whole: by default these run on one backend.
+VARIANTS = frozenset(
+    {
+        "olmo2-biases",
+        "granite-biases",
+        "glm4-no-bias",
+        "glm",
+        "cohere2-biases",
+        "command-r",
+        "starcoder2-window",
+        "gpt2-by-layer",
+        "ernie4_5-biases",
+        "gemma4-nested",
+        "gemma4-own-values",
+        "mistral3-mistral",
+        "mistral3-ministral3",
+    }
+)
 
 
 # Variants whose kind of attention or of routing other entries cover: they wait for --slow.
@@ -254,11 +393,14 @@ def random_model(name: str) -> PreTrainedModel:
     model = FAMILIES[name]().eval()
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
-            if "norm" in tensor_name or tensor_name.endswith("bias"):  # not the trivial values they start with
+            # Not the trivial values they start with.
+            if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith("bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
         for tensor_name, tensor in model.named_buffers():
             if tensor_name.endswith("e_score_correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
+            if tensor_name.endswith("layer_scalar"):
+                tensor.mul_(0.7)
     return model
 
 
@@ -274,6 +416,7 @@ class Pair:
 
     oracle: PreTrainedModel
     executor: Executor
+    name: str  # of the entry and the backend
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """The oracle's logits, [tokens, vocab]."""

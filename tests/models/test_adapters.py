@@ -30,6 +30,13 @@ from kvilt.kv.cache import KVCache
 IDS = [3, 17, 41, 5, 5, 60, 22, 9, 77, 31, 2, 64, 18, 18, 90, 11, 7]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+TARGETS = {
+    "phi3": FUSED,
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "starcoder2": ["q_proj", "v_proj", "o_proj", "c_fc", "c_proj"],
+    "glm": ["q_proj", "k_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "mistral3": r".*language_model.*(q_proj|k_proj|o_proj|up_proj|down_proj)",
+}
 
 # Of families with recurrent layers, the maps of these too.
 RECURRENT = {
@@ -70,8 +77,8 @@ def tuned(folder: Path, family: str, **changes: Any) -> Tuned:
     model = random_model(family)
     base = write_checkpoint(model, folder / "base")
     # peft trains experts as whole parameters of three dimensions, which are refused by name.
-    targets = FUSED if family.startswith("phi3") else SEVEN[:4] if "moe" in family else SEVEN
-    targets = next((own for name, own in RECURRENT.items() if family.startswith(name) and "moe" not in family), targets)
+    own = (targets for prefix, targets in (TARGETS | RECURRENT).items() if family.startswith(prefix))
+    targets = SEVEN[:4] if "moe" in family else next(own, SEVEN)
     fields = {"r": 5, "lora_alpha": 7, "target_modules": targets} | changes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's advice about targets that are fine

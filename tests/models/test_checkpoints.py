@@ -110,6 +110,23 @@ def test_a_config_that_cannot_be_is_refused_by_name(
         load_executor(folder, TINY_POOL)
 
 
+@pytest.mark.parametrize(
+    ("unknown", "nearest", "family"),
+    [
+        ("Qwen9ForCausalLM", "Qwen[23]ForCausalLM", "qwen[23]"),
+        ("Olmo4ForCausalLM", "Olmo[23]ForCausalLM", "olmo2"),
+        ("GPT2DoubleHeadsModel", "GPT2LMHeadModel", "gpt2"),
+    ],
+)
+def test_an_unknown_architecture_fails_in_one_sentence(tmp_path: Path, unknown: str, nearest: str, family: str) -> None:
+    folder = write_checkpoint(random_model("llama"), tmp_path)
+    edit_config(folder, lambda config: config.update(architectures=[unknown]))
+    says = rf"^the architecture '{unknown}' .* {nearest} \(family {family}\), and docs/adding_a_family.md [^.]*$"
+    with pytest.raises(Unsupported, match=says):
+        load_executor(folder, TINY_POOL)
+    assert (Path(__file__).parents[2] / "docs" / "adding_a_family.md").exists()
+
+
 def test_a_theta_beside_the_rope_table_counts(tmp_path: Path) -> None:
     folder = write_checkpoint(random_model("llama"), tmp_path)
     edit_config(folder, lambda config: config.update(rope_parameters={"rope_type": "default"}, rope_theta=5e5))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import random_model
+from model_results import Shows
 from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from kvilt.config import RunConfig
@@ -31,8 +32,19 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "phi3-window": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "command-r": gguf.MODEL_ARCH.COMMAND_R,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
 }
-PERMUTED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3}
+PERMUTED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.MISTRAL3}
 SHIFTED_NORMS = {gguf.MODEL_ARCH.GEMMA2}
 IDS = [int(i) for i in torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(7))]
 
@@ -50,14 +62,16 @@ def write_gguf(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    write_eps(writer, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    write_rope(writer, config, head_dim)
+    if arch != gguf.MODEL_ARCH.GPT2:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        write_rope(writer, config, head_dim)
+    write_multipliers(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if arch == gguf.MODEL_ARCH.GEMMA2:
@@ -70,6 +84,8 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = tensor.float().numpy()
+        if arch == gguf.MODEL_ARCH.GPT2 and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            data = data.T
         if arch in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):
             data = interleave(data, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
         if arch in SHIFTED_NORMS and name.endswith("norm.weight"):
@@ -82,10 +98,32 @@ def write_gguf(
     return path
 
 
+def write_eps(writer: gguf.GGUFWriter, config: Any) -> None:
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+        if hasattr(config, name):
+            writer.add_layer_norm_eps(getattr(config, name))
+
+
+def write_multipliers(writer: gguf.GGUFWriter, config: Any) -> None:
+    if hasattr(config, "logit_scale"):
+        writer.add_logit_scale(config.logit_scale)
+    if hasattr(config, "residual_multiplier"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
 def write_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     match rope["rope_type"]:
         case "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -115,8 +153,9 @@ def close(path: Path, model: PreTrainedModel, ids: list[int] = IDS, **config: An
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_gguf_gives_the_logits_of_the_checkpoint_it_was_made_from(tmp_path: Path, name: str) -> None:
+def test_a_gguf_gives_the_logits_of_the_checkpoint_it_was_made_from(tmp_path: Path, name: str, shows: Shows) -> None:
     model = random_model(name)
+    shows("gguf", type(model).__name__, f"{name} {gguf.MODEL_ARCH_NAMES[ARCHITECTURES[name]]}")
     if name == "gemma2":  # llama.cpp derives the scale of queries from the head size
         for layer in model.model.layers:
             layer.self_attn.scaling = model.config.head_dim**-0.5

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from kvilt.errors import InputError
-from kvilt.ops.contract import AttentionMask, Draws, Interpolation, KeysValues, PageShape, Paging, Rotation, RowLengths
+from kvilt.ops.contract import (
+    AttentionMask,
+    Draws,
+    Interpolation,
+    KeysValues,
+    PageShape,
+    Paging,
+    Rotation,
+    RowLengths,
+    TemperatureScaling,
+)
 from kvilt.ops.kv_dtypes import FLOAT16
 from kvilt.ops.lowrank import AdapterSlots, LowRank
 from kvilt.ops.native.backend import NativeOps
@@ -122,6 +132,20 @@ ENTRIES = {
     "add": Entry(lambda c, t: c.ops.add(t["x"], t["y"]), {"x": torch.ones(2, 5), "y": torch.ones(2, 5)}, "x y"),
     "rms_norm": Entry(
         lambda c, t: c.ops.rms_norm(t["x"], t["weight"], 1e-6), {"x": torch.ones(2, 5), "weight": torch.ones(5)}, "x"
+    ),
+    "layer_norm": Entry(
+        lambda c, t: c.ops.layer_norm(t["x"], t["weight"], t["bias"], 1e-6),
+        {"x": torch.ones(2, 5), "weight": torch.ones(5), "bias": torch.ones(5)},
+        "x",
+    ),
+    "activate": Entry(lambda c, t: c.ops.activate(t["x"], "silu"), {"x": torch.ones(2, 5)}, free="x"),
+    "add_scaled": Entry(
+        lambda c, t: c.ops.add(t["x"], t["y"], 0.5), {"x": torch.ones(2, 5), "y": torch.ones(2, 5)}, "x y"
+    ),
+    "scale_queries": Entry(
+        lambda c, t: c.ops.scale_queries(t["query"], t["positions"], TemperatureScaling(0.1, 4)),
+        {"query": torch.ones(2, 3, 8), "positions": longs(0, 1)},
+        "query positions",
     ),
     "rotation": Entry(
         lambda c, t: c.ops.rotation(t["positions"], t["inv_freq"], 1.0, "half"),
@@ -243,7 +267,9 @@ def test_another_shape_is_refused(border: Border, name: str, tensor: str) -> Non
     shapes = [own.unsqueeze(0), own.flatten()[:0]] if own.dim() else []
     if tensor not in entry.free.split():
         shapes += [torch.cat([own, own], dim=axis) for axis in range(own.dim())]
-    lenient = {("rms_norm", "x"), ("act_mul", "gate"), ("add", "x"), ("soft_cap", "x")}  # of any number of rows
+    # Of any number of rows.
+    lenient = {(one, "x") for one in ("rms_norm", "layer_norm", "activate", "add", "add_scaled", "soft_cap")}
+    lenient.add(("act_mul", "gate"))
     for other in shapes:
         if tensor in entry.free.split() and other.dim() == own.dim():
             continue
@@ -256,8 +282,10 @@ def test_another_shape_is_refused(border: Border, name: str, tensor: str) -> Non
 def _fits(name: str, tensor: str, other: Tensor) -> bool:
     """Shapes that are right too: more rows where every other tensor follows, more heads of a query, a longer table."""
     match name, tensor:
-        case ("linears", "x") | ("gate_up", "x") | ("rms_norm", "x"):
+        case ("linears", "x") | ("gate_up", "x") | ("rms_norm", "x") | ("layer_norm", "x"):
             return other.dim() == 2 and other.shape[1] == ENTRIES[name].tensors["x"].shape[1]
+        case "scale_queries", "query":
+            return other.dim() == 3 and other.shape[0] == 2
         case "attention", "query":
             return other.dim() == 3 and other.shape[0] == 2 and other.shape[2] == 8
         case "attention", "tables":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvilt.errors import Unsupported
-from kvilt.ops.contract import Ops, Rotation
+from kvilt.ops.contract import Ops, Rotation, TemperatureScaling
 from kvilt.ops.select import BACKENDS, CPU, select
 from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
@@ -63,6 +63,32 @@ def test_rms_norm_of_zeros_is_zeros(ops: Ops) -> None:
     assert torch.equal(ops.rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6), torch.zeros(2, 4))
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 16), (4, 33), (2, 300)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(ops: Ops, near: Any, random_of: Any, shape: tuple[int, ...], biased: bool) -> None:
+    """Also of numbers far from 0: the mean is taken away before the variance is taken."""
+    x, weight = random_of(*shape) + 3, random_of(shape[-1], seed=1)
+    bias = random_of(shape[-1], seed=2) if biased else None
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    truth = centred * (centred.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight.double()
+    near(ops.layer_norm(x, weight, bias, 1e-3), truth if bias is None else truth + bias.double())
+
+
+def test_layer_norm_of_a_row_is_the_same_among_others(ops: Ops, random_of: Any) -> None:
+    x, weight, bias = random_of(40, 70), random_of(70, seed=1), random_of(70, seed=2)
+    together = ops.layer_norm(x, weight, bias, 1e-5).clone()
+    for row in (0, 7, 39):
+        assert torch.equal(ops.layer_norm(x[row : row + 1].clone(), weight, bias, 1e-5)[0], together[row])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_queries_are_scaled_by_position(ops: Ops, near: Any, random_of: Any, offset: int) -> None:
+    query, positions = random_of(7, 3, 5), torch.tensor([0, 6, 7, 8, 13, 14, 1000])
+    factors = [1 + 0.3 * math.log(1 + (p + offset) // 7) for p in positions.tolist()]
+    truth = query.double() * torch.tensor(factors, dtype=torch.float64).view(-1, 1, 1)
+    near(ops.scale_queries(query, positions, TemperatureScaling(0.3, 7, offset)), truth)
+
+
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
@@ -80,6 +106,20 @@ def test_gated_is_activation_of_one_product_times_the_other(
     each = [ACTIVATIONS[activation](float(g)) * float(u) for g, u in zip(gates.flatten(), ups.flatten(), strict=True)]
     found = ops.gate_up(x, (ops.prepare(gate), bias), (ops.prepare(up), None), activation)
     near(found, torch.tensor(each, dtype=torch.float64).view(9, 33))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 33), (2, 5000)])
+def test_an_activation_alone(ops: Ops, near: Any, random_of: Any, activation: Any, shape: tuple[int, int]) -> None:
+    x = random_of(*shape)
+    each = [ACTIVATIONS[activation](value) for value in x.flatten().tolist()]
+    near(ops.activate(x, activation), torch.tensor(each, dtype=torch.float64).view(*shape))
+
+
+@pytest.mark.parametrize("count", [1, 17, 5000])
+def test_a_scaled_sum(ops: Ops, near: Any, random_of: Any, count: int) -> None:
+    x, y = random_of(2, count), random_of(2, count, seed=1)
+    near(ops.add(x, y, 0.3), x.double() + 0.3 * y.double())
 
 
 def test_add_and_a_product_onto_something(ops: Ops, near: Any, random_of: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_results import Shows
 
 from kvilt.text.tokenizer import Tokenizer, from_metadata
 from kvilt.weights.gguf import GGUFFile
@@ -15,6 +16,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """The tokenizer's part of a GGUF file."""
     with GGUFFile.open(path) as file:
         return {name: value for name, value in file.metadata.items() if name.startswith("tokenizer.")}
+
+
+@pytest.fixture(autouse=True)
+def shown(request: pytest.FixtureRequest, shows: Shows) -> None:
+    """Tests of known texts show that the calls of a format are read."""
+    if request.node.originalname == "test_known_texts_whole_and_character_by_character":
+        shows("tools", request.node.callspec.params["name"])
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,9 @@ class CheckpointDialect:
     row_orders: Mapping[str, Callable[[LayerSpec], Sequence[int]]] = field(default_factory=dict)
     stacks: Mapping[str, StackedTensor] = field(default_factory=dict)  # parts of experts that lie in one tensor
     extra_layers: bool = False  # layers behind the last one may be there unused: they predict further tokens
-    pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, as llama.cpp's converter writes some families
+    pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, by nature or as llama.cpp writes them
+    transposed: frozenset[str] = frozenset()  # our names of matrices that are stored [in, out]
+    when: str = ""  # a tensor that only checkpoints of this dialect have, where several share an architecture
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 
     def name_of(self, layer: int, part: str) -> str:

@@ -214,13 +214,25 @@ def gguf_scaling(checkpoint: Checkpoint, fields: Fields, pairs: int) -> Scaling:
         case "linear":
             return LinearScaling(fields.number("rope.scaling.factor"))
         case "yarn":
-            factor = fields.number("rope.scaling.factor")
-            mscale = (1 + 0.1 * math.log(factor)) * fields.number("rope.scaling.attn_factor", 1.0)
-            return YarnScaling(factor, fields.integer("rope.scaling.original_context_length"), mscale)
+            return _gguf_yarn(fields)
         case _:
             raise Unsupported(
                 f"rope scaling {kind!r} is not supported; kvilt knows none, linear and yarn in GGUF files"
             )
+
+
+def _gguf_yarn(fields: Fields) -> YarnScaling:
+    factor = fields.number("rope.scaling.factor")
+    magnitude = (1 + 0.1 * math.log(factor)) * fields.number("rope.scaling.attn_factor", 1.0)
+    if fields.has("rope.scaling.yarn_log_multiplier"):  # mscale_all_dim, beside an mscale of 1
+        magnitude /= 1 + 0.1 * fields.number("rope.scaling.yarn_log_multiplier") * math.log(factor)
+    return YarnScaling(
+        factor,
+        fields.integer("rope.scaling.original_context_length"),
+        magnitude,
+        fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
 
 
 def _divisors(checkpoint: Checkpoint, name: str, pairs: int) -> tuple[float, ...]:

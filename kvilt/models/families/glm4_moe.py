@@ -39,7 +39,7 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     values = {"partial_rotary_factor": PARTIAL, **checkpoint.config}
-    config, spec = Fields(values), hf_spec(replace(checkpoint, config=values), "glm4_moe")
+    config, spec = Fields(values), hf_spec(replace(checkpoint, config=values), "glm4_moe", partial=PARTIAL)
     expert = FeedForwardSpec(config.integer("moe_intermediate_size", 1408), config.activation("hidden_act", "silu"))
     router = RouterSpec(
         "sigmoid",

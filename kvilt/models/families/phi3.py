@@ -34,7 +34,7 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
-    return _windowed(hf_spec(checkpoint, "phi3"), Fields(checkpoint.config), "sliding_window")
+    return _windowed(hf_spec(checkpoint, "phi3", partial=1.0), Fields(checkpoint.config), "sliding_window")
 
 
 def _windowed(spec: ModelSpec, fields: Fields, name: str) -> ModelSpec:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...errors import WeightError
+from ...ops.contract import Pairing
 from ...weights.source import Checkpoint
 from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 from .fields import Fields, even_dims, gguf_scaling, hf_rope, whole_heads
@@ -78,8 +80,10 @@ def gguf_vocab_size(checkpoint: Checkpoint) -> int:
     return checkpoint.tensors.shape(embedding)[0] if embedding in checkpoint.tensors.names() else 1
 
 
-def gguf_spec(checkpoint: Checkpoint, family: str, *, interleaved: bool = False) -> ModelSpec:
-    """The spec of a GGUF; `interleaved` where the converter reordered q and k for neighbouring pairs."""
+def gguf_spec(
+    checkpoint: Checkpoint, family: str, *, interleaved: bool = False, eps: str = "attention.layer_norm_rms_epsilon"
+) -> ModelSpec:
+    """The spec of a GGUF; `interleaved` where pairs are neighbours, by nature or since the converter reordered them."""
     fields, names = gguf_fields(checkpoint), checkpoint.tensors.names()
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count", high=1 << 12)
     kv_heads = fields.integer("attention.head_count_kv", heads)
@@ -108,26 +112,39 @@ def gguf_spec(checkpoint: Checkpoint, family: str, *, interleaved: bool = False)
         hidden_size=hidden,
         context=fields.integer("context_length"),
         layers=(layer,) * fields.integer("block_count", high=1 << 12),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number(eps),
         tied_head=GGUF_NAMES["head"] not in names,
     )
 
 
 def hf_spec(
-    checkpoint: Checkpoint, family: str, *, theta: float = 10000.0, tied: bool = False, partial: float = 1.0
+    checkpoint: Checkpoint,
+    family: str,
+    *,
+    theta: float = 10000.0,
+    tied: bool = False,
+    partial: float | None = None,
+    pairing: Pairing = "half",
+    eps: str = "rms_norm_eps",
+    activation: str = "silu",
 ) -> ModelSpec:
-    """The spec of a config.json; `theta`, `tied` and `partial` are what it means by leaving them out."""
+    """The spec of a config.json; `theta`, `tied`, `partial` and `activation` are what it means by leaving them out.
+
+    Without `partial` the family rotates whole heads, and a config that says otherwise is refused.
+    """
     config = Fields(checkpoint.config)
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads", high=1 << 12)
     kv_heads = config.integer("num_key_value_heads", heads)
     whole_heads(heads, kv_heads)
     head_dim = config.integer("head_dim", max(1, hidden // heads), high=1 << 12)
-    rope = hf_rope(checkpoint.config, theta=theta, partial=partial)
-    rope_spec = RopeSpec(rope.theta, even_dims(int(head_dim * rope.partial), head_dim), "half", rope.scaling)
+    rope = hf_rope(checkpoint.config, theta=theta, partial=partial or 1.0)
+    if partial is None and rope.partial != 1.0:
+        raise WeightError("partial_rotary_factor", f"must be 1 in this family, not {rope.partial:g}")
+    rope_spec = RopeSpec(rope.theta, even_dims(int(head_dim * rope.partial), head_dim), pairing, rope.scaling)
     bias = config.flag("attention_bias")
     attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope_spec, qkv_bias=bias, out_bias=bias)
     feed_forward = FeedForwardSpec(
-        config.integer("intermediate_size"), config.activation("hidden_act", "silu"), config.flag("mlp_bias")
+        config.integer("intermediate_size"), config.activation("hidden_act", activation), config.flag("mlp_bias")
     )
     return ModelSpec(
         family=family,
@@ -135,6 +152,6 @@ def hf_spec(
         hidden_size=hidden,
         context=config.integer("max_position_embeddings"),
         layers=(LayerSpec(attention, feed_forward),) * config.integer("num_hidden_layers", high=1 << 12),
-        norm_eps=config.number("rms_norm_eps"),
+        norm_eps=config.number(eps),
         tied_head=config.flag("tie_word_embeddings", tied),
     )

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 from ...errors import Unsupported
 from ...weights.source import Checkpoint
+from .cohere import COHERE
+from .ernie import ERNIE
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
+from .gemma4 import GEMMA4
+from .glm import GLM
 from .glm4_moe import GLM4_MOE
+from .gpt2 import GPT2
 from .gpt_oss import GPT_OSS
+from .granite import GRANITE
 from .lfm2 import LFM2
 from .llama import LLAMA
+from .mistral3 import MISTRAL3
 from .mixtral import MIXTRAL
+from .olmo import OLMO
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
@@ -22,10 +31,11 @@ from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
 from .smollm3 import SMOLLM3
+from .starcoder2 import STARCODER2
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, QWEN2, QWEN3, GEMMA, PHI3, SMOLLM3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE,
-    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, GPT_OSS,
+    LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
+    SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
 )  # fmt: skip
 
 
@@ -42,10 +52,23 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     architecture = checkpoint.architecture
     for family in FAMILIES:
         for dialect in family.dialects:
-            if dialect.kind == checkpoint.kind and architecture in dialect.architectures:
+            if dialect.kind == checkpoint.kind and architecture in dialect.architectures and _has(checkpoint, dialect):
                 return Recognised(family, dialect)
-    known = [name for f in FAMILIES for d in f.dialects if d.kind == checkpoint.kind for name in d.architectures]
-    raise Unsupported(f"the architecture {architecture!r} is not supported; kvilt runs {', '.join(known)}")
+    raise Unsupported(_unknown(architecture, checkpoint.kind))
+
+
+def _unknown(architecture: str, kind: str) -> str:
+    """One sentence: what was asked for, the nearest that there is, and how to add it."""
+    known = {name: f.name for f in FAMILIES for d in f.dialects if d.kind == kind for name in d.architectures}
+    nearest = max(known, key=lambda name: SequenceMatcher(None, architecture.lower(), name.lower()).ratio())
+    return (
+        f"the architecture {architecture!r} is not supported; the nearest that is known is {nearest} "
+        f"(family {known[nearest]}), and docs/adding_a_family.md says how to add one"
+    )
+
+
+def _has(checkpoint: Checkpoint, dialect: CheckpointDialect) -> bool:
+    return not dialect.when or dialect.when in checkpoint.tensors.names()
 
 
 def pairs_qk(family: str, kind: str) -> bool:

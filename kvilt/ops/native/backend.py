@@ -36,6 +36,7 @@ from ..contract import (
     Routing,
     SharedExpert,
     StatePlace,
+    TemperatureScaling,
 )
 from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
@@ -201,10 +202,19 @@ class NativeOps:
     ) -> None:
         lora.adapt(self._runner, x, tables, outs, adapter_slots)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        x = checked("x", x, x.shape)
+        out = self.buffers.empty(*x.shape)
+        self._runner.act_mul(f32(x), F32Address(0), x.numel(), self._activations[activation], f32(out))
+        return out
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
         x, y = checked("x", x.contiguous(), x.shape), checked("y", y.contiguous(), x.shape)
         out = self.buffers.empty(*x.shape)
-        self._runner.add(f32(x), f32(y), x.numel(), f32(out))
+        if scale == 1.0:
+            self._runner.add(f32(x), f32(y), x.numel(), f32(out))
+        else:
+            self._runner.add_scaled(f32(x), f32(y), scale, x.numel(), f32(out))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -213,6 +223,25 @@ class NativeOps:
         x, weight = checked("x", x.contiguous(), x.shape), checked("weight", weight, (n,))
         out = self.buffers.empty(*x.shape)
         self._runner.rms_norm(f32(x), f32(weight), eps, x.numel() // n, n, f32(out))
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        n = x.shape[-1] if x.dim() else 0
+        check(n > 0, "x", "must have at least one number in each row")
+        x, weight = checked("x", x.contiguous(), x.shape), checked("weight", weight, (n,))
+        if bias is not None:
+            checked("bias", bias, (n,))
+        out = self.buffers.empty(*x.shape)
+        self._runner.layer_norm(f32(x), f32(weight), f32(bias), eps, x.numel() // n, n, f32(out))
+        return out
+
+    def scale_queries(self, query: Tensor, positions: Tensor, scaling: TemperatureScaling) -> Tensor:
+        check_dims("query", query, 3)
+        query = checked("query", query.contiguous(), query.shape)
+        positions = checked("positions", positions.contiguous(), (len(query),), I64)
+        out = self.buffers.empty(*query.shape)
+        at = (f32(query), i64(positions), len(query), query.shape[1] * query.shape[2])
+        self._runner.scale_queries(*at, scaling.beta, scaling.length, scaling.offset, f32(out))
         return out
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:

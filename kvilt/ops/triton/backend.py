@@ -33,6 +33,7 @@ from ..contract import (
     Routed,
     SharedExpert,
     StatePlace,
+    TemperatureScaling,
 )
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
@@ -201,6 +202,15 @@ class TritonOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return vectors.rms_norm(x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return vectors.layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return vectors.act_mul(x, None, activation)
+
+    def scale_queries(self, query: Tensor, positions: Tensor, scaling: TemperatureScaling) -> Tensor:
+        return vectors.scale_queries(query, positions, scaling)
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, mscale: float, pairing: Pairing) -> Rotation:
         return Rotation(*vectors.angles(positions, inv_freq, mscale), pairing)

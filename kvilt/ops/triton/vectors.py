@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import Activation, Rotation
+from ..contract import Activation, Rotation, TemperatureScaling
 from .overlap import await_inputs, launch_next, overlap
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
@@ -33,6 +33,55 @@ def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
     scale = tl.rsqrt(tl.sum(own * own, 0) / width + eps)
     normed = own * scale * tl.load(weight + i, mask=inside, other=0.0)
     tl.store(out + row * width + i, normed, mask=inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Mean and variance norm over the last axis, times `weight`, plus `bias`."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    warps = 8 if block >= 4096 else 4 if block >= 512 else 1
+    _layer_norm[(x.numel() // width,)](
+        x, weight, weight if bias is None else bias, out, width, eps,
+        BIAS=bias is not None, BLOCK=block, num_warps=warps, **overlap(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _layer_norm(x, weight, bias, out, width, eps, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    await_inputs(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = i < width
+    own = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, own - tl.sum(own, 0) / width, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    normed = centred * scale * tl.load(weight + i, mask=inside, other=0.0)
+    if BIAS:
+        normed += tl.load(bias + i, mask=inside, other=0.0)
+    tl.store(out + row * width + i, normed, mask=inside)
+
+
+def scale_queries(query: Tensor, positions: Tensor, scaling: TemperatureScaling) -> Tensor:
+    """`query` [tokens, heads, dim], each token times the factor of its position."""
+    query, width = query.contiguous(), query.shape[1] * query.shape[2]
+    out, block = torch.empty_like(query), triton.next_power_of_2(width)
+    _scale_queries[(len(query),)](
+        query, positions, out, width, scaling.beta, scaling.length, scaling.offset, BLOCK=block, **overlap(query)
+    )
+    return out
+
+
+@triton.jit
+def _scale_queries(query, positions, out, width, beta, length, offset, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    await_inputs(PDL)
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    steps = (tl.load(positions + token) + offset) // length
+    factor = 1 + beta * tl.log(1 + steps.to(tl.float32))
+    own = tl.load(query + token * width + i, mask=i < width, other=0.0).to(tl.float32)
+    tl.store(out + token * width + i, own * factor, mask=i < width)
 
 
 def angles(positions: Tensor, inv_freq: Tensor, mscale: float) -> tuple[Tensor, Tensor]:
@@ -129,14 +178,15 @@ def turned(
     return x * c + tl.where(first, -y, y) * s
 
 
-def act_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, of rows that may stand apart."""
+def act_mul(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    """activation(gate) * up, of rows that may stand apart; without `up`, activation(gate)."""
     rows, width = gate.shape
     out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
     block = 1024
     _act_mul[(rows, triton.cdiv(width, block))](
-        gate, up, out, width, gate.stride(0), up.stride(0), KIND=_ACTIVATIONS[activation], BLOCK=block, **overlap(gate)
-    )
+        gate, gate if up is None else up, out, width, gate.stride(0), gate.stride(0) if up is None else up.stride(0),
+        KIND=_ACTIVATIONS[activation], GATED=up is not None, BLOCK=block, **overlap(gate),
+    )  # fmt: skip
     return out
 
 
@@ -161,11 +211,17 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul(gate, up, out, width, stride_gate, stride_up, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _act_mul(
+    gate, up, out, width, stride_gate, stride_up,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     g = tl.load(gate + row * stride_gate + i, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_up + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + i, gated(g, u, KIND), mask=inside)
+    if GATED:
+        u = tl.load(up + row * stride_up + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + i, gated(g, u, KIND), mask=inside)
+    else:
+        tl.store(out + row * width + i, activated(g, KIND), mask=inside)
