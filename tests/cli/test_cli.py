@@ -149,7 +149,7 @@ def test_a_wrong_architecture(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(kvilt("run", "Hi", "--model", str(tmp_path / "other.gguf")), "rwkv9", "llama")
+    refused(kvilt("run", "Hi", "--model", str(tmp_path / "other.gguf")), "rwkv9", "nearest that is known")
 
 
 def test_a_prompt_longer_than_the_context(model: str) -> None:

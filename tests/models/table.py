@@ -23,6 +23,7 @@ KEPT = Path(__file__).with_name("results.json")
 TESTS = (
     "tests/models/test_families.py",
     "tests/models/test_gguf_dialects.py",
+    "tests/models/test_gguf_experts.py",
     "tests/text/test_parse.py",
     "tests/e2e/test_real_weights.py",
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import random_model
+from model_results import Shows
 from test_gguf_dialects import close, interleave, write_rope
 from transformers import PreTrainedModel
 
@@ -79,7 +80,7 @@ def write_fields(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
-    write_rope(writer, config, int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    write_rope(writer, config, head_dim)
     writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if arch != "llama":
@@ -126,8 +127,10 @@ def write_experts(model: PreTrainedModel, arch: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_gguf_with_experts_gives_the_logits_of_its_checkpoint(tmp_path: Path, name: str) -> None:
-    close(write_experts(random_model(name), ARCHITECTURES[name], tmp_path / "model.gguf"), random_model(name))
+def test_a_gguf_with_experts_gives_the_logits_of_its_checkpoint(tmp_path: Path, name: str, shows: Shows) -> None:
+    model, arch = random_model(name), ARCHITECTURES[name]
+    shows("gguf", type(model).__name__, f"{name} {arch}")
+    close(write_experts(model, arch, tmp_path / "model.gguf"), model)
 
 
 def test_experts_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
