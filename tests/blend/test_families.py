@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from drive import blended, computed, content, memory_store, start, tokens
-from families import FAMILIES, random_model, write_checkpoint
+from families import FAMILIES, RECURRENT, random_model, write_checkpoint
 
 from kvilt.batch import Batch, HiddenOut, Ids, Row
 from kvilt.blend.chunk import ChunkCache
@@ -26,11 +26,7 @@ QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True,
 STRATEGIES = ("deviation", "head", "query", "deviation+query+head")
 
 
-# Families with recurrent state, whose documents are refused.
-RECURRENT = sorted(name for name in FAMILIES if name.startswith(("lfm2", "qwen3-next", "qwen3.5")))
-
-
-@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - set(RECURRENT)))
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - RECURRENT))
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     folder: Path = write_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     made = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
@@ -51,7 +47,7 @@ def test_everything_computed_again_equals_a_whole_prefill_to_the_bit(executor: E
         assert blending.report().recomputed == QUILT.reused
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", sorted(RECURRENT))
 def test_documents_of_models_with_recurrent_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder, recipe = write_checkpoint(random_model(name), tmp_path), Recipe(ratio=1.0, strategy="head", min_gain=0.0)
     executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))

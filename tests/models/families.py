@@ -37,6 +37,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -202,6 +204,15 @@ def _qwen3_5_with_images() -> PreTrainedModel:
     return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
 
 
+def _granite_hybrid(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"shared_intermediate_size": 20, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}
+    scales = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+    scales |= {"residual_multiplier": 0.4, "logits_scaling": 2.0}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    fields = SMALL | own | scales | {"layer_types": kinds, "num_local_experts": 0, "initializer_range": 0.2}
+    return lambda: GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**fields | changes))
+
+
 def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
     own = {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]}
     return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
@@ -308,6 +319,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3.5": _qwen3_5(),
     "qwen3.5-images": _qwen3_5_with_images,
     "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL | SPECIALS | DELTA | EXPERTS)),
+    "granite-hybrid": _granite_hybrid(),
+    "granite-hybrid-moe": _granite_hybrid(
+        num_local_experts=5, num_experts_per_tok=2, position_embedding_type="rope", mamba_conv_bias=False
+    ),
+    "granite-hybrid-attention": _granite_hybrid(layer_types=["full_attention"] * 3, position_embedding_type="rope"),
     "lfm2": _lfm2(),
     "lfm2-untied": _lfm2(tie_word_embeddings=False, conv_L_cache=5, block_auto_adjust_ff_dim=False),
     "qwen3-next": _qwen3_next(),
@@ -363,11 +379,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3-capped": _gemma(final_logit_softcapping=5.0),
 }
 
+# With recurrent state.
+RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-moe"}) | {
+    name for name in FAMILIES if name.startswith(("lfm2", "qwen3-next", "qwen3.5"))
+}
+
 # Another option of a family that runs as a whole: by default these run on one backend.
 VARIANTS = frozenset(
     {
         "olmo2-biases",
         "granite-biases",
+        "granite-hybrid-attention",
+        "granite-hybrid-moe",
         "glm4-no-bias",
         "glm",
         "cohere2-biases",
