@@ -1,6 +1,6 @@
 """Chat messages to text and ids through a model's template, in which only the template writes special tokens.
 
-Text from users is escaped where it could contain or complete one. Refuses to know generation and history.
+Text from callers stays as it is, and knows what it is (`UserText`). Refuses to know generation and history.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import ContextOverflow, InputError, ParamError, TemplateError
 from .budget import MAX_INT_BITS, TemplateLimits
 from .pipeline import clean
-from .specials import SpecialTexts
 from .tokenizer import Tokenizer
+from .user_text import UserText, plain, spans_of
 
 Message = Mapping[str, Any]
 _Values = dict[str, Any]
@@ -52,8 +52,7 @@ class ChatTemplate:
 
         self._limits = limits or TemplateLimits()
         self._named = dict(named or {})
-        self._texts = SpecialTexts(special or {})
-        self._used = frozenset(_PRIVATE.findall("".join([source, *self._named.values(), *self._texts.ids])))
+        self._used = frozenset(_PRIVATE.findall("".join([source, *self._named.values(), *(special or {})])))
         self._compiled = CompiledTemplate(clean(source), self._limits)
 
     @classmethod
@@ -71,8 +70,7 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt as text; other keywords go to the template if it reads them."""
-        guard = self._guard(self._values(messages, tools, documents, kwargs))
-        return guard.restore(self._rendered(guard, add_generation_prompt))
+        return plain(self._rendered(self._values(messages, tools, documents, kwargs), add_generation_prompt))
 
     def render_prompt(
         self,
@@ -94,14 +92,16 @@ class ChatTemplate:
         room = _Room.of(self._limits, tokenizer, limit)
         values = self._values(messages, tools, documents, kwargs, room)
         if not places:
-            guard = self._guard(values, tokenizer.texts)
-            return RenderedChat.of(tokenizer, guard, [self._rendered(guard, add_generation_prompt)])
+            return RenderedChat.of(tokenizer, [self._rendered(values, add_generation_prompt)])
         free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
         marks = [mark for mark, _ in zip(free, range(places), strict=False)]
         if len(marks) < places:
             raise TemplateError("the messages use every private-use character, so documents cannot be placed")
-        guard, text = self._marked(tokenizer, values, marks, add_generation_prompt)
-        return RenderedChat.of(tokenizer, guard, re.split(f"[{re.escape(''.join(marks))}]", text))
+        rest, segments = self._marked(values, marks, add_generation_prompt), []
+        for mark in marks:
+            before, _, rest = rest.partition(mark)
+            segments.append(before)
+        return RenderedChat.of(tokenizer, [*segments, rest])
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], *, limit: int | None = None, **given: Any
@@ -135,9 +135,8 @@ class ChatTemplate:
         if mark is None:
             return None
         spoken[-1]["content"] = mark  # in our own copy
-        guard = self._guard(values, tokenizer.texts)
-        _, *after = self._rendered(guard, add_generation_prompt).split(mark)
-        parts = _parts(tokenizer, guard, after[0]) if len(after) == 1 else None
+        _, *after = self._rendered(values, add_generation_prompt).split(mark)
+        parts = _parts(tokenizer, after[0]) if len(after) == 1 else None
         # Plain text right after an answer would get the space that this tokenizer puts before a text of its own.
         if parts is None or (tokenizer.drops_space and parts and isinstance(parts[0], str)):
             return None
@@ -150,25 +149,21 @@ class ChatTemplate:
         rendered = self.render_prompt(tokenizer, messages, places=places, limit=limit, **given)
         return rendered.encode(tokenizer, limit)
 
-    def _marked(
-        self, tokenizer: Tokenizer, values: _Values, marks: Sequence[str], add_generation_prompt: bool
-    ) -> tuple[_Guard, str]:
+    def _marked(self, values: _Values, marks: Sequence[str], add_generation_prompt: bool) -> str:
         """The rendered conversation with a mark for each document, each once and in order."""
         if "documents" in self._compiled.variables:
             own = {**values, "documents": [{"title": "", "text": mark, "content": mark} for mark in marks]}
-            guard = self._guard(own, tokenizer.texts)
-            text = self._rendered(guard, add_generation_prompt)
+            text = self._rendered(own, add_generation_prompt)
             if _found(text, marks) == list(marks):
-                return guard, text
+                return text
         asked = [message for message in values["messages"] if message["role"] == "user"]
         if not asked or not isinstance(asked[-1].get("content"), str):
             raise TemplateError("documents stand before the last user message, which must be there and be a text")
         asked[-1]["content"] = "".join(f"{mark}\n" for mark in marks) + asked[-1]["content"]  # in our own copy
-        guard = self._guard(values, tokenizer.texts)
-        text = self._rendered(guard, add_generation_prompt)
+        text = self._rendered(values, add_generation_prompt)
         if _found(text, marks) != list(marks):
             raise TemplateError("the chat template does not show the last user message as it is")
-        return guard, text
+        return text
 
     def _values(
         self,
@@ -188,12 +183,10 @@ class ChatTemplate:
         }
         return _copied(values, room or _Room.of(self._limits))
 
-    def _guard(self, values: _Values, texts: SpecialTexts | None = None) -> _Guard:
-        return _Guard(values, texts or self._texts, self._used)
-
-    def _rendered(self, guard: _Guard, add_generation_prompt: bool) -> str:
-        given = {"add_generation_prompt": bool(add_generation_prompt)}
-        return self._compiled.render({**self._named, **guard.values, **given})
+    def _rendered(self, values: _Values, add_generation_prompt: bool) -> str:
+        """What the template writes; the spans of a `UserText` are the caller's."""
+        own = {name: _mapped(value, UserText) for name, value in values.items()}
+        return self._compiled.render({**self._named, **own, "add_generation_prompt": bool(add_generation_prompt)})
 
     def options_read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords that the template reads, of those that a caller sends to any model; names are checked."""
@@ -225,9 +218,8 @@ class RenderedChat:
     segments: tuple[tuple[str | int, ...], ...]  # text and special tokens around the places of these documents
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, guard: _Guard, texts: Sequence[str]) -> RenderedChat:
-        segments = tuple(tuple(_parts(tokenizer, guard, text)) for text in texts)
-        return cls("".join(map(guard.restore, texts)), segments)
+    def of(cls, tokenizer: Tokenizer, texts: Sequence[str]) -> RenderedChat:
+        return cls("".join(map(plain, texts)), tuple(tuple(_parts(tokenizer, text)) for text in texts))
 
     def encode(self, tokenizer: Tokenizer, limit: int | None = None) -> list[list[int]]:
         """The ids of each segment; a segment of more than `limit` ids raises ContextOverflow."""
@@ -236,41 +228,9 @@ class RenderedChat:
         return [tokenizer.encode_parts(parts, limit=limit) for parts in (first, *(("", *each) for each in others))]
 
 
-class _Guard:
-    """User values with stand-ins where a special token could arise, and the way back to the original text."""
-
-    def __init__(self, values: dict[str, Any], texts: SpecialTexts, used: frozenset[str]) -> None:
-        strings = list(_strings(values))
-        weak = sorted({text[i] for text in strings for i in texts.unsafe_positions(text)})
-        if not weak:
-            self.values, self._back = values, {}
-            return
-        taken = used.union(*(_PRIVATE.findall(text) for text in strings))
-        stand_ins = dict(zip(weak, _free(taken), strict=False))
-        if len(stand_ins) < len(weak):
-            raise TemplateError(
-                "the messages use every private-use character, so their special tokens cannot be guarded"
-            )
-
-        def guarded(text: str) -> str:
-            points = texts.unsafe_positions(text)
-            starts, ends = [0, *(i + 1 for i in points)], [*points, len(text)]
-            pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
-            marks = [*(stand_ins[text[i]] for i in points), ""]
-            return "".join(piece + mark for piece, mark in zip(pieces, marks, strict=True))
-
-        self.values = {name: _mapped(value, guarded) for name, value in values.items()}
-        self._back = {ord(stand_in): char for char, stand_in in stand_ins.items()}
-
-    def restore(self, text: str) -> str:
-        """Put the user's own characters back."""
-        return text.translate(self._back) if self._back else text
-
-
-def _parts(tokenizer: Tokenizer, guard: _Guard, text: str) -> list[str | int]:
-    """Rendered text cut at the special tokens the template wrote, with the user's own characters back in place."""
-    parts = tokenizer.texts.split(text)
-    return [part if isinstance(part, int) else guard.restore(part) for part in parts]
+def _parts(tokenizer: Tokenizer, text: str) -> list[str | int]:
+    """Rendered text cut at the special tokens that the template wrote."""
+    return tokenizer.texts.split(plain(text), spans_of(text))
 
 
 def _found(text: str, marks: Sequence[str]) -> list[str]:

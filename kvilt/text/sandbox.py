@@ -24,7 +24,8 @@ from ..errors import KviltError, TemplateError
 from .budget import TemplateBudget, TemplateLimits
 from .sandbox_filters import allowed_filters, allowed_globals, allowed_tests
 from .sandbox_math import OPERATORS, check_number, compare
-from .sandbox_values import Bounded, check_name, concat, kept, methods_of, text_of
+from .sandbox_values import Bounded, check_name, concat, kept, methods_of, spliced, text_of
+from .user_text import marked
 
 _LOOP = "index index0 revindex revindex0 first last length depth depth0 previtem nextitem cycle changed"
 # Template syntax that chat templates use; includes, imports, blocks and inheritance have nothing to reach here.
@@ -209,7 +210,7 @@ class _Method:
         self._value = value
 
     def run(self, budget: TemplateBudget, args: Any, kwargs: Any) -> Any:
-        return self._function(budget, self._value, *args, **kwargs)
+        return marked(self._function(budget, self._value, *args, **kwargs), self._value, args, kwargs)
 
 
 @pass_context  # an argument only known at run time also keeps jinja2 from evaluating outputs while it compiles
@@ -255,7 +256,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 self.budget.make(chars)
             texts.append(part)
         self.budget.make(chars)
-        return "".join(texts)
+        return spliced(self.budget, texts)
 
     def tick(self, steps: int) -> bool:
         """Called by the template at each turn of a loop and each run of a macro."""
@@ -281,7 +282,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ARG002
         """Every arithmetic operator."""
         self.budget.tick()
-        return OPERATORS[operator](self.budget, left, right)
+        return marked(OPERATORS[operator](self.budget, left, right), left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call."""
@@ -294,7 +295,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return obj.run(self.budget, args, kwargs)
         if not self._callable(obj):
             raise TemplateError(f"the chat template calls a {type(obj).__name__}, which is not allowed")
-        return context.call(obj, *args, **kwargs)
+        result = context.call(obj, *args, **kwargs)
+        return result if isinstance(obj, Macro) else marked(result, args, kwargs)  # a macro's spans are exact
 
     def _callable(self, obj: Any) -> bool:
         if isinstance(obj, (Macro, LoopContext, Undefined)):

@@ -12,6 +12,7 @@ from typing import Any
 from .budget import TemplateBudget
 
 MAX_NUMBER_CHARS = 1024  # of a text that is read as a number
+SPAN = 512  # of user text: carrying one over into a new text
 _CASE, _CLASS, _TITLE, _COMPARE = 16, 4, 64, 48
 Cost = Callable[..., int]  # (text, *args) -> units
 

@@ -29,6 +29,7 @@ from .sandbox_values import (
     text_of,
     tojson,
 )
+from .user_text import marked
 
 if TYPE_CHECKING:
     from .sandbox import TemplateEnvironment
@@ -66,7 +67,8 @@ def _from_jinja(function: Any, cost: Cost | None) -> Callable[..., Any]:
         if isinstance(value, str):  # a text taken apart is a list of its characters
             budget.tick(1 + len(value) // 64)
         charge(budget, cost, value, (*args, *kwargs.values()))
-        return kept(budget, function(*given(context), value, *args, **kwargs))
+        result = function(*given(context), value, *args, **kwargs)
+        return kept(budget, marked(result, value, args, kwargs))
 
     return bounded
 
@@ -90,7 +92,7 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     @pass_environment
     def bounded(environment: TemplateEnvironment, value: Any, *args: Any, **kwargs: Any) -> Any:
         environment.budget.tick()
-        return function(environment.budget, value, *args, **kwargs)
+        return marked(function(environment.budget, value, *args, **kwargs), value, args, kwargs)
 
     return bounded
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 
 from ..errors import TemplateError
 from .budget import TemplateBudget
-from .sandbox_costs import METHODS, charge, sort
+from .sandbox_costs import METHODS, SPAN, charge, sort
+from .user_text import UserText, has_user_text, joined, marked, spans_of
 
 MAX_WIDTH = 1000  # of padding, indentation and number formats
 Bounded = Callable[..., Any]  # (budget, value, *args, **kwargs)
@@ -93,7 +94,8 @@ def kept(budget: TemplateBudget, value: Any) -> Any:
     """A result of a filter or method for the template: measured, and never lazy."""
     if isinstance(value, str):
         budget.make(len(value))
-        return value if type(value) is str else str.__str__(value)
+        budget.work(SPAN * len(spans_of(value)))
+        return value
     if isinstance(value, (list, tuple, dict)):
         return check_size(budget, value)
     if isinstance(value, (*_SCALARS, Namespace)):
@@ -123,7 +125,7 @@ def text_of(budget: TemplateBudget, value: Any) -> str:
     if isinstance(value, (list, tuple, dict)):
         weight = measure(budget, value)
         budget.work(_SHOWN_ITEM * weight.items + _SHOWN_CHAR * weight.chars)
-        return str(value)
+        return cast(str, marked(str(value), value))
     raise TemplateError(f"the chat template writes out a {type(value).__name__}, which is not allowed")
 
 
@@ -131,7 +133,7 @@ def concat(budget: TemplateBudget, parts: Any) -> str:
     """The texts of `parts` joined, after their length was accounted for."""
     texts = [text_of(budget, part) for part in parts]
     budget.make(sum(map(len, texts)))
-    return "".join(texts)
+    return spliced(budget, texts)
 
 
 def join(budget: TemplateBudget, separator: str, values: Any) -> str:
@@ -140,7 +142,13 @@ def join(budget: TemplateBudget, separator: str, values: Any) -> str:
         budget.hold(len(values))
     texts = [text_of(budget, value) for value in values]
     budget.make(sum(map(len, texts)) + len(separator) * len(texts))
-    return separator.join(texts)
+    return spliced(budget, texts, separator)
+
+
+def spliced(budget: TemplateBudget, texts: Sequence[str], separator: str = "") -> str:
+    """Texts joined whose characters were accounted for; their spans are work too."""
+    budget.work(SPAN * (sum(len(spans_of(text)) for text in texts) + len(spans_of(separator)) * len(texts)))
+    return joined(texts, separator)
 
 
 def replace(budget: TemplateBudget, text: str, old: str, new: str, count: int = -1) -> str:
@@ -149,6 +157,8 @@ def replace(budget: TemplateBudget, text: str, old: str, new: str, count: int = 
     charge(budget, METHODS["replace"], text, (old,))
     places = text.count(old) if count is None or count < 0 else min(count, text.count(old))
     budget.make(len(text) + max(0, places * (len(new) - len(old))))
+    text = text if not isinstance(new, UserText) or isinstance(text, UserText) else UserText(text, ())
+    budget.work(SPAN * (len(spans_of(text)) + places * len(spans_of(new))))
     return text.replace(old, new, -1 if count is None else count)
 
 
@@ -158,6 +168,7 @@ def split(
     """`str.split` or `str.rsplit` into a bounded number of parts."""
     charge(budget, METHODS["rsplit" if right else "split"], text, () if sep is None else (sep,))
     most = budget.limits.items if maxsplit < 0 else min(maxsplit, budget.limits.items)
+    budget.work(SPAN * len(spans_of(text)))
     parts = text.rsplit(sep, most) if right else text.split(sep, most)
     budget.hold(len(parts))
     budget.make(len(text))
@@ -173,6 +184,7 @@ def splitlines(budget: TemplateBudget, text: str, keepends: bool = False) -> lis
     """`str.splitlines` into a bounded number of lines."""
     count_lines(budget, text)
     budget.make(len(text))
+    budget.work(SPAN * len(spans_of(text)))
     return text.splitlines(keepends)
 
 
@@ -205,20 +217,42 @@ def check_width(width: Any) -> None:
 def percent(budget: TemplateBudget, text: str, values: Any) -> str:
     """`text % values` with bounded widths."""
     budget.work(2 * len(text))
-    fields = 0
-    for width, precision in _percent_fields(text):
-        fields += 1
+    fields = []
+    for field, sizes in _percent_fields(text):
+        fields.append(field)
         budget.tick()
-        if "*" in (width, precision) or any(len(n) > 4 or int(n or 0) > MAX_WIDTH for n in (width, precision)):
+        if "*" in sizes or any(len(n) > 4 or int(n or 0) > MAX_WIDTH for n in sizes):
             raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
-    budget.make(len(text) + fields * (MAX_WIDTH + _widest(budget, values)))
-    return str(text % values)
+    budget.make(len(text) + len(fields) * (MAX_WIDTH + _widest(budget, values)))
+    whole = str(text % values)
+    if isinstance(text, UserText) or not has_user_text(values):
+        return whole
+    return spliced(budget, list(_percent_pieces(text, fields, values)))
 
 
-def _percent_fields(text: str) -> Iterator[tuple[str, str]]:
-    """Width and precision of each field; every character is looked at once."""
+def _percent_pieces(text: str, fields: Sequence[tuple[int, int]], values: Any) -> Iterator[str]:
+    """What `text % values` writes, with each field by itself."""
+    following = iter(values if isinstance(values, tuple) else (values,))
+    at = 0
+    for start, end in fields:
+        field = text[start:end]
+        yield text[at:start]
+        if field.endswith("%"):
+            yield "%"
+        elif field.startswith("%("):
+            yield marked(field % values, values[field[2 : field.index(")")]])
+        else:
+            value = next(following)
+            yield marked(field % (value,), value)
+        at = end
+    yield text[at:]
+
+
+def _percent_fields(text: str) -> Iterator[tuple[tuple[int, int], tuple[str, str]]]:
+    """The place of each field, and its width and precision; every character is looked at once."""
     at = text.find("%")
     while at >= 0:
+        start = at
         if text.startswith("(", at + 1):
             close = text.find(")", at)
             if close < 0 or "(" in text[at + 2 : close]:
@@ -226,7 +260,7 @@ def _percent_fields(text: str) -> Iterator[tuple[str, str]]:
             at = close
         field = _PERCENT.match(text, at + 1)
         assert field is not None, "it matches nothing at least"
-        yield field[1] or "", field[2] or ""
+        yield (start, field.end()), (field[1] or "", field[2] or "")
         at = text.find("%", max(field.end(), at + 2))
 
 
@@ -244,7 +278,21 @@ def brace(budget: TemplateBudget, text: str, *args: Any, **kwargs: Any) -> str:
         if any(len(n) > 4 or int(n) > MAX_WIDTH for n in re.findall(r"\d+", spec or "")):
             raise TemplateError(f"the chat template asks for a width of more than {MAX_WIDTH}")
     budget.make(len(text) + fields * (MAX_WIDTH + _widest(budget, (*args, *kwargs.values()))))
-    return text.format(*args, **kwargs)
+    whole = text.format(*args, **kwargs)
+    if isinstance(text, UserText) or not has_user_text((args, kwargs)):
+        return whole
+    return spliced(budget, list(_brace_pieces(text, args, kwargs)))
+
+
+def _brace_pieces(text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """What `text.format` writes, with each field by itself."""
+    following = iter(args)
+    for literal, name, spec, conversion in string.Formatter().parse(text):
+        yield literal
+        if name is not None:
+            value = next(following) if not name else args[int(name)] if name.isdigit() else kwargs[name]
+            field = "{0" + (f"!{conversion}" if conversion else "") + f":{spec}}}"
+            yield marked(field.format(value), value)
 
 
 def _widest(budget: TemplateBudget, values: Any) -> int:
@@ -283,11 +331,11 @@ def tojson(
 
 
 def _plain(name: str, kind: type = str) -> Bounded:
-    method, cost = getattr(kind, name), METHODS.get(name) if kind is str else None
+    cost = METHODS.get(name) if kind is str else None
 
     def call(budget: TemplateBudget, value: Any, *args: Any, **kwargs: Any) -> Any:
         charge(budget, cost, value, (*args, *kwargs.values()))
-        return kept(budget, method(value, *args, **kwargs))
+        return kept(budget, getattr(value, name)(*args, **kwargs))
 
     return call
 

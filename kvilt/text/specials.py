@@ -1,4 +1,4 @@
-"""Texts of special tokens: where they occur in a text, and where user text could form one.
+"""Texts of special tokens: where they occur in a text.
 
 Knows strings and ids; refuses to know templates and tokenizers.
 """
@@ -6,8 +6,8 @@ Knows strings and ids; refuses to know templates and tokenizers.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -36,15 +36,15 @@ class SpecialTexts:
         self._lengths = {first: tuple(sorted(found)) for first, found in lengths.items()}
         firsts = "".join(re.escape(first) for first in self._lengths)
         self._first = re.compile(f"[{firsts}]") if firsts else None
-        self._forward = sorted(self.ids)
-        self._backward = sorted(text[::-1] for text in self.ids)
-        self._longest = max(map(len, self.ids), default=0)
 
-    def split(self, text: str) -> list[str | int]:
-        """Cut `text` at its special tokens (leftmost, then longest): plain strings and ids, in order."""
+    def split(self, text: str, user_spans: Sequence[tuple[int, int]] = ()) -> list[str | int]:
+        """Cut `text` at its special tokens (leftmost, then longest): plain strings and ids, in order.
+
+        None of them has a character of `user_spans`, which are ascending.
+        """
         parts: list[str | int] = []
         at = 0
-        for start, end in self._find(text):
+        for start, end in self._find(text, user_spans):
             literal = text[start:end]
             trim = self._trims.get(literal, _NO_TRIM)
             before = text[at:start]
@@ -56,51 +56,19 @@ class SpecialTexts:
         parts.append(text[at:])
         return [part for part in parts if part != ""]
 
-    def unsafe_positions(self, text: str) -> list[int]:
-        """Indices of characters that, once replaced, leave no way for `text` to hold, start or end a special token."""
-        points: set[int] = set()
-        last = -1
-        # Taking the one that ends first and breaking its last character breaks every one that overlaps it there.
-        for start, end in sorted(self._inside(text), key=itemgetter(1)):
-            if start > last:
-                last = end - 1
-                points.add(last)
-        if _leans(text[-self._longest :], self._forward):
-            points.add(len(text) - 1)
-        if _leans(text[: self._longest][::-1], self._backward):
-            points.add(0)
-        return sorted(points)
-
-    def _find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Non-overlapping occurrences, longest at each place."""
+    def _find(self, text: str, user_spans: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
+        """Non-overlapping occurrences outside of `user_spans`, longest at each place."""
         at = 0
         while self._first is not None and (match := self._first.search(text, at)):
             start = match.start()
+            near = bisect_right(user_spans, start, key=itemgetter(1))  # the first that ends behind this place
+            room, behind = user_spans[near] if near < len(user_spans) else (len(text), 0)
+            if room <= start:
+                at = behind
+                continue
             lengths = self._lengths[text[start]]
-            end = next((start + n for n in reversed(lengths) if text[start : start + n] in self.ids), None)
+            fits = (start + n for n in reversed(lengths) if start + n <= room)
+            end = next((end for end in fits if text[start:end] in self.ids), None)
             if end is not None:
                 yield start, end
             at = start + 1 if end is None else end
-
-    def _inside(self, text: str) -> Iterator[tuple[int, int]]:
-        """The shortest occurrence at every place where one starts, overlapping ones included."""
-        if self._first is None:
-            return
-        for match in self._first.finditer(text):
-            start = match.start()
-            lengths = self._lengths[text[start]]
-            end = next((start + n for n in lengths if text[start : start + n] in self.ids), None)
-            if end is not None:
-                yield start, end
-
-
-def _leans(tail: str, ordered: list[str]) -> bool:
-    """Whether some end of `tail` is a proper beginning of one of the `ordered` texts."""
-    for n in range(1, len(tail) + 1):
-        end = tail[-n:]
-        at = bisect_left(ordered, end)
-        if at < len(ordered) and ordered[at] == end:
-            at += 1
-        if at < len(ordered) and ordered[at].startswith(end):
-            return True
-    return False
