@@ -43,6 +43,7 @@ def test_the_families_whose_queries_and_keys_are_paired() -> None:
         ("glm", "gguf"),
         ("glm", "hf"),
         ("granite", "gguf"),
+        ("granite_hybrid", "gguf"),
         ("llama", "gguf"),
         ("mistral3", "gguf"),
         ("smollm3", "gguf"),

@@ -29,7 +29,8 @@ from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelS
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 EXTRA_LAYERS = 8  # the most that predict further tokens
-LOOSE = ("selection_bias", "shared_gate")  # vectors that some checkpoints keep as matrices of one row, and others not
+# Tensors that some checkpoints keep with a dimension of one, and others without.
+LOOSE = ("selection_bias", "shared_gate", "conv", "a_log", "skip", "memory_norm")
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -252,6 +253,8 @@ class _Loader:
         tensor = self._plain(wholes[0], self._take(wholes[0]))
         own = tensor if part is None else part.take(tensor)
         assert isinstance(own, Tensor)
+        if transform := self.dialect.transforms.get(name.rpartition(".")[2]):
+            own = transform(own.float())
         return own.to(self.ops.device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _plain(self, name: str, tensor: Weight) -> Tensor:

@@ -32,10 +32,10 @@ def recurrent_block(loader: WeightLoader, index: int, spec: RecurrentSpec, place
         return loader.linear(f"{index}.{name}")
 
     def vector(name: str) -> Tensor:
-        return loader.vector(f"{index}.{name}", torch.float32)
+        return loader.vector(f"{index}.{name}", torch.float32).view(-1)
 
     def conv() -> Tensor:
-        return vector("conv").squeeze(1).contiguous()
+        return vector("conv").view(spec.tail[0], -1)
 
     match spec:
         case GatedDeltaSpec():

@@ -41,6 +41,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -205,7 +207,7 @@ def _qwen3_5_with_images() -> PreTrainedModel:
 
 
 def _granite_hybrid(**changes: Any) -> Callable[[], PreTrainedModel]:
-    own = {"shared_intermediate_size": 20, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}
+    own = {"shared_intermediate_size": 20, "mamba_n_heads": 4, "mamba_d_state": 8}
     scales = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
     scales |= {"residual_multiplier": 0.4, "logits_scaling": 2.0}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
@@ -216,6 +218,12 @@ def _granite_hybrid(**changes: Any) -> Callable[[], PreTrainedModel]:
 def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
     own = {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]}
     return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
+
+
+def _lfm2_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 5}
+    own |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return lambda: Lfm2MoeForCausalLM(Lfm2MoeConfig(**SMALL | own | changes))
 
 
 def gpt_oss(**changes: Any) -> Callable[[], PreTrainedModel]:
@@ -320,12 +328,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3.5-images": _qwen3_5_with_images,
     "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL | SPECIALS | DELTA | EXPERTS)),
     "granite-hybrid": _granite_hybrid(),
-    "granite-hybrid-moe": _granite_hybrid(
-        num_local_experts=5, num_experts_per_tok=2, position_embedding_type="rope", mamba_conv_bias=False
-    ),
+    "granite-hybrid-moe": _granite_hybrid(num_local_experts=5, num_experts_per_tok=2),
+    "granite-hybrid-groups": _granite_hybrid(mamba_n_groups=2, position_embedding_type="rope", mamba_conv_bias=False),
     "granite-hybrid-attention": _granite_hybrid(layer_types=["full_attention"] * 3, position_embedding_type="rope"),
     "lfm2": _lfm2(),
     "lfm2-untied": _lfm2(tie_word_embeddings=False, conv_L_cache=5, block_auto_adjust_ff_dim=False),
+    "lfm2-moe": _lfm2_moe(),
+    "lfm2-moe-plain": _lfm2_moe(use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=1.5),
     "qwen3-next": _qwen3_next(),
     "qwen3-next-moe": _qwen3_next(**EXPERTS, mlp_only_layers=[1]),
     "qwen3-next-odd": _qwen3_next(
@@ -380,7 +389,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 # With recurrent state.
-RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-moe"}) | {
+RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-groups", "granite-hybrid-moe"}) | {
     name for name in FAMILIES if name.startswith(("lfm2", "qwen3-next", "qwen3.5"))
 }
 
@@ -390,6 +399,7 @@ VARIANTS = frozenset(
         "olmo2-biases",
         "granite-biases",
         "granite-hybrid-attention",
+        "granite-hybrid-groups",
         "granite-hybrid-moe",
         "glm4-no-bias",
         "glm",
@@ -400,6 +410,7 @@ VARIANTS = frozenset(
         "ernie4_5-biases",
         "gemma4-nested",
         "gemma4-own-values",
+        "lfm2-moe-plain",
         "mistral3-mistral",
         "mistral3-ministral3",
     }
@@ -420,7 +431,7 @@ def random_model(name: str) -> PreTrainedModel:
             if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith("bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
         for tensor_name, tensor in model.named_buffers():
-            if tensor_name.endswith("e_score_correction_bias"):
+            if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if tensor_name.endswith("layer_scalar"):
                 tensor.mul_(0.7)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from ...errors import WeightError
 from ...weights.source import Checkpoint
 from ..spec import LayerSpec, ModelSpec
@@ -40,6 +42,8 @@ class CheckpointDialect:
     pairs_qk: bool = False  # rows of q and k stand in neighbouring pairs, by nature or as llama.cpp writes them
     transposed: frozenset[str] = frozenset()  # our names of matrices that are stored [in, out]
     when: str = ""  # a tensor that only checkpoints of this dialect have, where several share an architecture
+    # What a plain tensor means, by our name, where the checkpoint keeps another function of it.
+    transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 
     def name_of(self, layer: int, part: str) -> str:

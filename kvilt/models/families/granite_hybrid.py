@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,10 +12,11 @@ from ...weights.source import Checkpoint
 from ..recurrent_spec import Mamba2Spec
 from ..spec import ExpertsSpec, FeedForwardSpec, ModelSpec, NoRope, SharedExpertSpec, each_attention
 from . import granite
-from .expert_fields import MAX_EXPERTS
+from .expert_fields import GGUF_EXPERT_NAMES, GGUF_STACKS, MAX_EXPERTS
 from .family import CheckpointDialect, Family, StackedTensor
 from .fields import Fields
-from .plain import HF_IGNORED, HF_NAMES
+from .gguf_hybrid import STATE_NAMES, TRANSFORMS, attention_layers, mamba2
+from .plain import GGUF_IGNORED, HF_IGNORED, HF_NAMES, gguf_fields
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
 NAMES = MappingProxyType(
@@ -49,20 +51,40 @@ STACKS = MappingProxyType(
         "experts.down": StackedTensor(f"{_EXPERTS}.output_linear.weight"),
     }
 )
+GGUF_NAMES = MappingProxyType({**GGUF_EXPERT_NAMES, **STATE_NAMES})
+GGUF_FUSED = MappingProxyType({"mamba_in": FUSED["mamba_in"]})
 _KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     config = Fields(checkpoint.config)
-    spec, mamba = replace(granite.from_hf(checkpoint), family="granite_hybrid"), mamba2_spec(config)
-    block, is_mamba = _feed_forward(config), _mamba_layers(config, len(spec.layers))
+    spec, mamba = granite.from_hf(checkpoint), mamba2_spec(config)
+    is_mamba = _mamba_layers(config, len(spec.layers))
+    spec = _hybrid(spec, _feed_forward(config), [mamba if own else None for own in is_mamba])
+    return spec if config.values.get("position_embedding_type") == "rope" else _without_rope(spec)
+
+
+def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
+    plain, attends = attention_layers(checkpoint)
+    spec, fields, names = granite.from_gguf(plain), gguf_fields(plain), checkpoint.tensors.names()
+    mamba = mamba2(fields, any(name.endswith("ssm_conv1d.bias") for name in names))
+    if mamba.heads.key_heads > 1:
+        raise Unsupported(
+            f"Granite hybrid with {mamba.heads.key_heads} groups is not supported in GGUF files: llama.cpp norms each "
+            "group for itself, and transformers all of them together"
+        )
+    spec = _hybrid(spec, _gguf_feed_forward(fields), [None if own else mamba for own in attends])
+    return spec if fields.flag("rope.scaling.finetuned") else _without_rope(spec)
+
+
+def _hybrid(spec: ModelSpec, block: FeedForwardSpec | ExpertsSpec, recurrent: Sequence[Mamba2Spec | None]) -> ModelSpec:
     layers = (
-        replace(layer, feed_forward=block, recurrent=mamba if own else None)
-        for layer, own in zip(spec.layers, is_mamba, strict=True)
+        replace(layer, feed_forward=block, recurrent=own) for layer, own in zip(spec.layers, recurrent, strict=True)
     )
-    spec = replace(spec, layers=tuple(layers))
-    if config.values.get("position_embedding_type") == "rope":
-        return spec
+    return replace(spec, family="granite_hybrid", layers=tuple(layers))
+
+
+def _without_rope(spec: ModelSpec) -> ModelSpec:
     return each_attention(spec, lambda _layer, attention: replace(attention, rope=NoRope()))
 
 
@@ -102,6 +124,16 @@ def _feed_forward(config: Fields) -> FeedForwardSpec | ExpertsSpec:
     )
 
 
+def _gguf_feed_forward(fields: Fields) -> FeedForwardSpec | ExpertsSpec:
+    width = fields.integer("feed_forward_length")
+    shared = FeedForwardSpec(fields.integer("expert_shared_feed_forward_length", width))
+    experts = fields.count("expert_count", 0, high=MAX_EXPERTS)
+    if not experts:
+        return shared
+    top_k, expert = fields.integer("expert_used_count"), FeedForwardSpec(width)
+    return ExpertsSpec(experts, top_k, expert, shared=SharedExpertSpec(shared))
+
+
 def _mamba_layers(config: Fields, layers: int) -> list[bool]:
     kinds = config.values.get("layer_types") or config.values.get("layers_block_type") or ["mamba"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
@@ -111,5 +143,18 @@ def _mamba_layers(config: Fields, layers: int) -> list[bool]:
 
 GRANITE_HYBRID = Family(
     "granite_hybrid",
-    (CheckpointDialect("hf", ("GraniteMoeHybridForCausalLM",), from_hf, NAMES, HF_IGNORED, FUSED, stacks=STACKS),),
+    (
+        CheckpointDialect(
+            "gguf",
+            ("granitehybrid",),
+            from_gguf,
+            GGUF_NAMES,
+            GGUF_IGNORED,
+            GGUF_FUSED,
+            stacks=GGUF_STACKS,
+            pairs_qk=True,
+            transforms=TRANSFORMS,
+        ),
+        CheckpointDialect("hf", ("GraniteMoeHybridForCausalLM",), from_hf, NAMES, HF_IGNORED, FUSED, stacks=STACKS),
+    ),
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from ...errors import Unsupported, WeightError
 from ...weights.source import Checkpoint
 from ..recurrent_spec import ShortConvSpec
-from ..spec import FeedForwardSpec, ModelSpec, each_attention
+from ..spec import FeedForwardSpec, ModelSpec, each_attention, each_layer
 from .family import CheckpointDialect, Family
 from .fields import Fields
-from .plain import HF_IGNORED, HF_NAMES, hf_spec
+from .gguf_hybrid import attention_layers
+from .plain import GGUF_IGNORED, HF_IGNORED, HF_NAMES, gguf_fields, gguf_spec, hf_spec
+from .plain import GGUF_NAMES as PLAIN_GGUF_NAMES
 
 NAMES = MappingProxyType(
     {
@@ -32,6 +35,24 @@ NAMES = MappingProxyType(
 )
 
 
+GGUF_NAMES = MappingProxyType(
+    {
+        **PLAIN_GGUF_NAMES,
+        "norm": "token_embd_norm.weight",  # the norm before the head, under the name it has in these files
+        "conv_in": "blk.{i}.shortconv.in_proj.weight",
+        "conv": "blk.{i}.shortconv.conv.weight",
+        "memory_out": "blk.{i}.shortconv.out_proj.weight",
+    }
+)
+FUSED = MappingProxyType({"conv_in": ("conv_b", "conv_c", "conv_x")})
+
+
+def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
+    plain, attends = attention_layers(checkpoint)
+    width = gguf_fields(plain).integer("shortconv.l_cache", high=64)
+    return _hybrid(gguf_spec(plain, "lfm2"), width, attends)
+
+
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     given = checkpoint.config
     changes = {"rms_norm_eps": given.get("norm_eps"), "intermediate_size": _inner(Fields(given))}
@@ -40,13 +61,17 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
         raise Unsupported("LFM2 with biases in its convolutions is not supported")
     plain = replace(checkpoint, config=config.values)
     spec = hf_spec(plain, "lfm2", theta=1e6, tied=config.flag("tie_embedding", True))
-    conv = ShortConvSpec(spec.hidden_size, config.integer("conv_L_cache", 3, high=64))
     block, attention = FeedForwardSpec(config.integer("intermediate_size")), _attention_layers(config, len(spec.layers))
-    layers = tuple(
-        replace(layer, feed_forward=block, recurrent=None if i in attention else conv)
-        for i, layer in enumerate(spec.layers)
-    )
-    return each_attention(replace(spec, layers=layers), lambda _layer, a: replace(a, qk_norm=True))
+    spec = each_layer(spec, lambda _index, layer: replace(layer, feed_forward=block))
+    attends = [i in attention for i in range(len(spec.layers))]
+    return _hybrid(spec, config.integer("conv_L_cache", 3, high=64), attends)
+
+
+def _hybrid(spec: ModelSpec, width: int, attends: Sequence[bool]) -> ModelSpec:
+    """The spec with convolutions over `width` tokens in the layers without attention."""
+    conv = ShortConvSpec(spec.hidden_size, width)
+    layers = (replace(layer, recurrent=None if own else conv) for layer, own in zip(spec.layers, attends, strict=True))
+    return each_attention(replace(spec, layers=tuple(layers)), lambda _layer, a: replace(a, qk_norm=True))
 
 
 def _inner(config: Fields) -> int:
@@ -74,8 +99,7 @@ def _attention_layers(config: Fields, layers: int) -> set[int]:
 LFM2 = Family(
     "lfm2",
     (
-        CheckpointDialect(
-            "hf", ("Lfm2ForCausalLM",), from_hf, NAMES, HF_IGNORED, {"conv_in": ("conv_b", "conv_c", "conv_x")}
-        ),
+        CheckpointDialect("gguf", ("lfm2",), from_gguf, GGUF_NAMES, GGUF_IGNORED, FUSED),
+        CheckpointDialect("hf", ("Lfm2ForCausalLM",), from_hf, NAMES, HF_IGNORED, FUSED),
     ),
 )

@@ -20,6 +20,7 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .lfm2 import LFM2
+from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
 from .mistral3 import MISTRAL3
 from .mixtral import MIXTRAL
@@ -37,7 +38,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
     SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    GRANITE_HYBRID,
+    LFM2_MOE, GRANITE_HYBRID,
 )  # fmt: skip
 
 
