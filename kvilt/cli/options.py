@@ -167,6 +167,11 @@ SERVER = OptionGroup(
             "host": Option(str, "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces."),
             "port": Option(int, 8000, "Port to listen on; 0 takes any free port."),
             "served_model_name": Option(list[str], (), "The model's name in requests; may be repeated."),
+            "alias": Option(
+                list[str],
+                (),
+                "Another name that requests may use, as NAME or NAME=ADAPTER; * may end it (claude-*). Repeatable.",
+            ),
             "api_key": Option(
                 list[str], (), "A key that clients must send; every user sees it in the list of processes."
             ),

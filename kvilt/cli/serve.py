@@ -97,6 +97,7 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
     saved = options["kv_dir"] or (None if store is None else Path(store).expanduser() / "handles")
     return ServeConfig(
         names=names,
+        aliases=tuple(_alias(each, names[0]) for each in options["alias"]),
         api_keys=tuple(dict.fromkeys(keys)),
         admin_key=admin_key(options["admin_key"], options["admin_key_file"]),
         allowed_hosts=tuple(options["allowed_host"]),
@@ -124,6 +125,12 @@ def named_path(text: str) -> tuple[str, str]:
     if not name or not equals or not path:
         raise ParamError("lora", f"cannot read {text!r}; write it as NAME=PATH")
     return name, path
+
+
+def _alias(text: str, model: str) -> tuple[str, str]:
+    """An alias and what it stands for, from NAME or NAME=ADAPTER."""
+    alias, _, target = text.partition("=")
+    return alias, target or model
 
 
 def default_name(model: str) -> str:

@@ -44,6 +44,7 @@ class SampleText:
         "ended",
         "logprobs",
         "looped",
+        "stop_string",
         "text",
         "token_ids",
     )
@@ -61,6 +62,7 @@ class SampleText:
         self.text = ""
         self.ended: Ended | None = None
         self.looped = False  # it ended because it repeats itself
+        self.stop_string: str | None = None  # that ended it
         self._shown = 0
         self._drafted: list[tuple[int, int]] = []  # spans of the text from accepted drafts, not taken yet
 
@@ -85,6 +87,7 @@ class SampleText:
             return False
         emitted = self._checker.add(text)
         self.text += emitted.text
+        self.stop_string = emitted.stop
         return emitted.stopped
 
     def _is_looping(self, token: int) -> bool:
@@ -197,6 +200,7 @@ class Answer:
             first.kv,
             tuple(others),
             first.prompt_logprobs,
+            first.stop_string,
         )
 
     def _completion(self, sample: SampleText) -> Completion:
@@ -210,6 +214,7 @@ class Answer:
             timing=Timing(self._first_token_s, self._total_s),
             kv=sample.ended.kv,
             prompt_logprobs=self.prompt_logprobs,
+            stop_string=sample.stop_string,
         )
 
     def _usage(self, sample: SampleText, ended: Ended) -> Usage:

@@ -59,6 +59,7 @@ class Completion:
     alternatives: tuple[Completion, ...] = ()  # samples 1 to n - 1; this one is sample 0
     # With prompt_logprobs: one for each token of the prompt; None for the first, and for what a cache or handle held.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_string: str | None = None  # the stop string that ended it, if one did
 
 
 class TextPiece(str):

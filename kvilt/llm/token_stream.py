@@ -48,6 +48,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     reading: ReadingProgress | None = None
     drafted: bool = False  # the token was an accepted draft
+    stop_string: str | None = None  # with the end: the stop string that was found, if one was
 
 
 class Notifier:
@@ -198,7 +199,7 @@ class TokenStream:
         text = sample.take()
         if isinstance(event, TokenEvent):
             return Delta(event.index, text, event.token, event.logprobs, drafted=event.drafted)
-        return Delta(event.index, text, finish_reason=sample.finish_reason)
+        return Delta(event.index, text, finish_reason=sample.finish_reason, stop_string=sample.stop_string)
 
 
 def _wake(token_streams: Iterable[TokenStream]) -> None:

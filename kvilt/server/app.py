@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from . import admin
+from .anthropic import routes as anthropic
+from .anthropic.errors import anthropic_error
 from .auth import check_host
-from .http.errors import HTTPError, http_error_of
+from .http.errors import ErrorShape, HTTPError, http_error_of
 from .http.middleware import RequestMiddleware
 from .kv import routes as kv
 from .metrics import CONTENT_TYPE
+from .ollama import routes as ollama
+from .ollama.errors import ollama_error
 from .openai import chat, completions, models, tokenizer
 from .service import Service
 
@@ -26,6 +31,8 @@ from .service import Service
 _ROUTERS = (
     chat.router,
     completions.router,
+    anthropic.router,
+    ollama.router,
     models.router,
     tokenizer.router,
     kv.router,
@@ -45,7 +52,16 @@ def make_app(service: Service) -> ASGIApp:
         app.add_api_route(path, _served(page, path), include_in_schema=False, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    return RequestMiddleware(app, service, page.__contains__)
+    return RequestMiddleware(app, service, page.__contains__, error_shape)
+
+
+def error_shape(path: str, headers: Mapping[str, str]) -> ErrorShape:
+    """How errors look on a path, for requests that reach no route as well."""
+    if path.startswith("/v1/messages") or (path.startswith("/v1/models") and "anthropic-version" in headers):
+        return anthropic_error
+    if path.startswith("/api/"):
+        return ollama_error
+    return HTTPError.body
 
 
 def _served(page: StaticFiles, path: str) -> Any:
@@ -55,9 +71,9 @@ def _served(page: StaticFiles, path: str) -> Any:
     return file
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     """Errors of the router; a route maps its own errors."""
-    return http_error_of(error).response()
+    return http_error_of(error).response(request.scope)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

@@ -80,16 +80,23 @@ class APIKeys:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """The owner of the key in these headers. Every key is compared, so that the time does not tell which fits."""
+        """The owner of the key in these headers. Every key is compared, so that the time does not tell which fits.
+
+        Anthropic's clients send the key as X-Api-Key; where both headers are there, the bearer token counts.
+        """
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        shown = _digest(given.strip() if scheme.lower() == "bearer" else "")
+        given = given if "authorization" in headers else headers.get("x-api-key", "")
+        is_key = scheme.lower() == "bearer" or "authorization" not in headers
+        shown = _digest(given.strip() if is_key else "")
         fits = [hmac.compare_digest(shown, key) for key in self._keys]
         is_admin = self._admin is not None and hmac.compare_digest(shown, self._admin)
         if is_admin or any(fits):
             return Caller(_tenant_hash(shown), is_admin)
         if not self.needed:
             return Caller()
-        wanted = "this key is not known" if given else "a key is needed: send Authorization: Bearer KEY"
+        wanted = (
+            "this key is not known" if given else "a key is needed: send Authorization: Bearer KEY, or X-Api-Key: KEY"
+        )
         raise HTTPError(401, wanted, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 

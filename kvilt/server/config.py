@@ -22,6 +22,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     names: tuple[str, ...] = ("kvilt",)  # of the model in requests; answers show the first
+    aliases: tuple[tuple[str, str], ...] = ()  # other names, perhaps with * at the end, and what they stand for
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is needed
     admin_key: str | None = field(default=None, repr=False)  # none: admin routes are closed
     allowed_hosts: tuple[str, ...] = ()  # names of this machine besides localhost and addresses; "*": any
@@ -67,6 +68,18 @@ class ServeConfig:
                 raise ParamError("cors_origin", f"{origin!r} is no origin; write it like https://app.example.com, or *")
         if not self.names or not all(self.names):
             raise ParamError("served_model_name", "the model needs a name")
+        for alias, target in self.aliases:
+            if not target or not alias or "*" in alias[:-1]:
+                raise ParamError("alias", f"{alias!r} is no name; * may stand at its end")
+
+    def resolve(self, name: str) -> str:
+        """The name that an alias stands for; a name that is no alias stands for itself."""
+        if name in self.names:
+            return name
+        for alias, target in self.aliases:
+            if name == alias or (alias.endswith("*") and name.startswith(alias[:-1])):
+                return target
+        return name
 
     @property
     def is_local(self) -> bool:

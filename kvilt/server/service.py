@@ -24,6 +24,7 @@ from .config import ServeConfig
 from .http.body import MemoryTrimmer
 from .http.errors import HTTPError
 from .kv.handles import sweep_saved
+from .kv.pins import PrefixPins
 from .kv.state import ThrottledSnapshots, kv_state_json
 from .metrics import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS, EventLoopMonitor, prometheus_text
 from .openai.message import special_markers
@@ -41,6 +42,7 @@ class Service:
         self.metrics = Metrics(SERVER_METRICS)
         self.loop_monitor = EventLoopMonitor(self.metrics)
         self.memory_trimmer = MemoryTrimmer(llm.offload)
+        self.pins = PrefixPins(llm)
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -62,10 +64,10 @@ class Service:
 
     def check_model(self, name: str | None) -> str | None:
         """The adapter that a model name stands for; None is the model itself. Other names are refused."""
-        if name is None or name in self.config.names:
+        if name is None or (meant := self.config.resolve(name)) in self.config.names:
             return None
         try:
-            return self.llm.executor.adapters.find(name).name
+            return self.llm.executor.adapters.find(meant).name
         except AdapterUnknown:
             raise HTTPError(
                 404,

@@ -11,7 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import anthropic
 import httpx
+import ollama
 import openai
 
 from kvilt import AsyncLLM
@@ -19,6 +21,7 @@ from kvilt.config import EngineConfig, GateConfig
 from kvilt.executor.protocol import Executor
 from kvilt.server.config import ServeConfig
 from kvilt.server.listener import HTTPServer
+from kvilt.server.openai import chat
 from kvilt.server.service import Service
 from kvilt.text.tokenizer import Tokenizer
 
@@ -67,6 +70,12 @@ class Running:
 
     def async_openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def anthropic(self, api_key: str = KEY) -> anthropic.Anthropic:
+        return self._closed(anthropic.Anthropic(base_url=self.url, api_key=api_key, max_retries=0, timeout=60))
+
+    def ollama(self) -> ollama.Client:
+        return self._closed(ollama.Client(host=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60))
 
     def _closed(self, client: Any) -> Any:
         """A client that ends with the server."""
@@ -136,6 +145,12 @@ def running(
             server.end()
         thread.join(300)
         assert not thread.is_alive()
+
+
+def say(monkeypatch: Any, text: str) -> None:
+    """Make every chat answer this text: the tiny model never calls tools or reasons of its own will."""
+    honest = chat.sampling_params
+    monkeypatch.setattr(chat, "sampling_params", lambda *given, **more: honest(*given, **more, choice=[text]))
 
 
 def until(condition: Callable[[], bool], what: str = "it", most_s: float = 300.0) -> None:

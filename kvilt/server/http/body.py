@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -82,11 +82,41 @@ class StrictRequest(Request):
 
 def _validated(body: bytes, shape: TypeAdapter[Any]) -> Any:
     """A body as the validated value, which FastAPI passes to the route unchanged."""
+    return validate(parse_json(body), shape)
+
+
+def validate(given: Any, shape: TypeAdapter[Any]) -> Any:
+    """A value as this shape; the error of another value names the part that is wrong."""
     try:
-        return shape.validate_python(parse_json(body))
+        return shape.validate_python(given)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found[:1]]) from None
+        raise RequestValidationError([_plainest([{**one, "loc": _path(one, given)} for one in found])]) from None
+
+
+def _path(error: Any, given: Any) -> tuple[str | int, ...]:
+    """Where an error is in the body. Pydantic also names members of unions on the way; the body does not have them."""
+    path: list[str | int] = ["body"]
+    *inner, last = error["loc"] or ("",)
+    for part in inner:
+        if _has(given, part):
+            given = given[part]
+            path.append(part)
+    if _has(given, last) or error["type"] == "missing":
+        path.append(last)
+    return tuple(path)
+
+
+def _has(given: Any, part: Any) -> bool:
+    return (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int))
+
+
+def _plainest(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first error, or that of another member of the same union which fits better: one that is deeper inside, or
+    that is not about the type of the value."""
+    at = errors[0]["loc"]
+    same = [one for one in errors if one["loc"][: len(at)] == at]
+    return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
 
 def parse_json(body: bytes, max_values: int = MAX_VALUES) -> Any:

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one function maps any exception to a status and a body in the OpenAI format.
+"""Errors as clients see them: one function maps any exception to a status and what to say; each API has its own body.
 
 Messages come from kvilt's own errors or from this module, never from a traceback, so they contain no path and no
 address.
@@ -7,13 +7,14 @@ address.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ...errors import (
     BlobError,
@@ -79,9 +80,26 @@ class HTTPError(HTTPException):
         own = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**own, **self.more}}
 
-    def response(self) -> Response:
-        """The whole response."""
-        return Response(orjson.dumps(self.body()), self.status_code, self.headers, "application/json")
+    def response(self, scope: Scope | None = None) -> Response:
+        """The whole response, in the format of the API that the request of this scope is for."""
+        shape: ErrorShape = (scope or {}).get(SHAPE, HTTPError.body)
+        return Response(orjson.dumps(shape(self)), self.status_code, self.headers, "application/json")
+
+
+ErrorShape = Callable[[HTTPError], dict[str, Any]]  # the body of an error in the format of one API
+SHAPE = "kvilt.error_shape"  # where the scope of a request has its API's; OpenAI's is the default
+
+
+def renamed(error: HTTPError, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """The message and param of an error, with the name that an API has for a field of the internal request.
+
+    The message names the field: bodies of other APIs have no place for it.
+    """
+    if error.param is None:
+        return error.message, None
+    name = names.get(error.param, error.param)
+    message = error.message.replace(f"{error.param}:", f"{name}:", 1)
+    return message if name in message else f"{name}: {message}", name
 
 
 class ClientDisconnected(Exception):
@@ -182,7 +200,7 @@ def _http(error: HTTPException) -> HTTPError:
 def _invalid(error: RequestValidationError) -> HTTPError:
     """The first invalid field, by its name."""
     first = error.errors()[0]
-    # The first part of `loc` is body, query or path. Tags of unions stay in the name: they say which member was meant.
+    # The first part of `loc` is body, query or path.
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     if first["type"] == "extra_forbidden":
         return HTTPError(400, f"the field {param} is not supported; leave it out", param=param, code="unknown_field")

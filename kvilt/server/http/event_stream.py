@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ClientDisconnected, http_error_of
+from .errors import ClientDisconnected, HTTPError, http_error_of
 from .responses import cancel_on_disconnect
 
 DONE = b"data: [DONE]\n\n"
@@ -27,6 +28,12 @@ _MARK = "\0text\0"  # stands for the text of a template; no field of an answer h
 def sse_event(payload: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def named_event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event with the name that its `type` says."""
+    kind: str = payload["type"]
+    return b"event: " + kind.encode() + b"\n" + sse_event(payload)
 
 
 class EventTemplate:
@@ -79,14 +86,28 @@ class EventSource(Protocol):
         """End the answer; may be called twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """What a stream of one API has besides the events of its source."""
+
+    media_type: str
+    end: bytes  # after the last event
+    keep_alive: bytes | None  # while no event comes; None: the format has nothing that clients skip
+    failure: Callable[[HTTPError], bytes]  # the event for an error after the stream has begun
+
+
+OPENAI_STREAM = StreamFormat("text/event-stream", DONE, COMMENT, lambda error: sse_event(error.body()))
+
+
 class EventStream(Response):
-    """The events of a source, then [DONE]. The source is closed at the end, also after a disconnect or an error."""
+    """The events of a source, then the end of its format. The source is closed at the end, also after a disconnect or
+    an error."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, source: EventSource, keep_alive_s: float) -> None:
+    def __init__(self, source: EventSource, keep_alive_s: float, stream_format: StreamFormat = OPENAI_STREAM) -> None:
         self.status_code = 200
         self.background = None
+        self.media_type = stream_format.media_type
+        self._format = stream_format
         self._source = source
         self._keep_alive_s = keep_alive_s
         self._sent_s = time.monotonic()
@@ -133,10 +154,10 @@ class EventStream(Response):
             async for last in source.closing():
                 self._end += last
         except Exception as error:
-            self._end += sse_event(http_error_of(error).body())
+            self._end += self._format.failure(http_error_of(error))
         finally:
             source.close()
-        self._end += DONE
+        self._end += self._format.end
 
     async def _news(self) -> None:
         """Wait for what `_push` leaves to the task."""
@@ -166,12 +187,12 @@ class EventStream(Response):
             waiting.set_result(None)
 
     async def _pulse(self, send: Send) -> None:
-        """Send comments while no event comes, so that no proxy closes the connection."""
-        while not self._over:
+        """Send something without effect while no event comes, so that no proxy closes the connection."""
+        while not self._over and (nothing := self._format.keep_alive) is not None:
             quiet_s = time.monotonic() - self._sent_s
             if quiet_s >= self._keep_alive_s:
                 self._sent_s = time.monotonic()
                 with suppress(ClientDisconnected):  # `_write` notices it too
-                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    await send({"type": "http.response.body", "body": nothing, "more_body": True})
             else:
                 await asyncio.sleep(self._keep_alive_s - quiet_s)

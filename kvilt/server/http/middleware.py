@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..metrics import HTTP_REQUESTS, HTTP_SECONDS
 from ..service import Service
 from ..tracing import end_span, request_span
 from .body import LimitedBody, body_too_large
-from .errors import ClientDisconnected, HTTPError, draining_error, internal_error
+from .errors import SHAPE, ClientDisconnected, ErrorShape, HTTPError, draining_error, internal_error
 
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("kvilt.access")
@@ -66,14 +66,21 @@ class RequestContext:
 class RequestMiddleware:
     """Admits requests to an ASGI application, adds headers, and logs them."""
 
-    def __init__(self, app: ASGIApp, service: Service, is_file: Callable[[str], bool]) -> None:
-        """`is_file` says which paths are static files, which need no key."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        is_file: Callable[[str], bool],
+        error_shape: Callable[[str, Mapping[str, str]], ErrorShape],
+    ) -> None:
+        """`is_file` says which paths are static files, which need no key; `error_shape` how errors of a path look."""
         self._app = app
         self._service = service
         self._config = service.config
         self._keys = APIKeys(service.config)
         self._metrics = service.metrics
         self._is_file = is_file
+        self._error_shape = error_shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,6 +88,7 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         context = RequestContext(scope, headers, _request_id(headers))
+        scope[SHAPE] = self._error_shape(scope["path"], headers)
         with request_span(scope, headers, context.id) as context.span:
             await self._handle_request(context, receive, self._wrap_send(context, send))
 
@@ -94,7 +102,7 @@ class RequestMiddleware:
         except Exception:
             _log.exception("request %s failed outside its route", context.id)
             if not context.status:
-                await internal_error().response()(context.scope, receive, send_out)
+                await internal_error().response(context.scope)(context.scope, receive, send_out)
         finally:
             self._record(context)
 
@@ -102,7 +110,7 @@ class RequestMiddleware:
         try:
             response = self._check_admission(context)
         except HTTPError as error:
-            response = error.response()
+            response = error.response(context.scope)
         if response is not None:
             await response(context.scope, receive, send)
             return
@@ -156,7 +164,8 @@ class RequestMiddleware:
         return send_out
 
     def _headers(self, context: RequestContext) -> list[tuple[bytes, bytes]]:
-        more = [(b"x-request-id", context.id.encode()), *_SECURITY_HEADERS]
+        own = context.id.encode()
+        more = [(b"x-request-id", own), (b"request-id", own), *_SECURITY_HEADERS]  # OpenAI's name and Anthropic's
         if context.origin is not None:
             more += [(b"access-control-allow-origin", context.origin.encode()), (b"vary", b"Origin")]
             more.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
@@ -189,7 +198,9 @@ class RequestMiddleware:
 
 _PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, DELETE",
-    "access-control-allow-headers": "authorization, content-type, x-request-id",
+    "access-control-allow-headers": (
+        "authorization, x-api-key, anthropic-version, anthropic-beta, content-type, x-request-id"
+    ),
     "access-control-max-age": "600",
 }
 

@@ -54,20 +54,23 @@ _REASONS = {
 }
 
 
-def error_responses(*more: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route for the OpenAPI document: those of every route, and `more`."""
+def error_responses(*more: int, model: type[ResponseModel] = Error) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route for the OpenAPI document: those of every route, and `more`; `model` is their body."""
     always = (401, 403, 500, 503)
-    return {status: {"model": Error, "description": _REASONS[status]} for status in sorted({*always, *more})}
+    return {status: {"model": model, "description": _REASONS[status]} for status in sorted({*always, *more})}
 
 
-GENERATION_ERRORS = error_responses(400, 404, 408, 409, 410, 413, 415, 429)
+_GENERATION = (400, 404, 408, 409, 410, 413, 415, 429)
+GENERATION_ERRORS = error_responses(*_GENERATION)
 BODY_ERRORS = error_responses(400, 404, 408, 413, 415, 429)
 
 
-def generation_responses(model: type[ResponseModel]) -> dict[int | str, dict[str, Any]]:
+def generation_responses(
+    model: type[ResponseModel], error: type[ResponseModel] = Error, stream: str = "text/event-stream"
+) -> dict[int | str, dict[str, Any]]:
     """The responses of a route that generates, for the OpenAPI document: one object, or a stream of events."""
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {200: {"model": model, "content": stream}, **GENERATION_ERRORS}
+    streamed = {stream: {"schema": {"type": "string"}}}
+    return {200: {"model": model, "content": streamed}, **error_responses(*_GENERATION, model=error)}
 
 
 class NoResponse(Response):
@@ -100,7 +103,7 @@ class StrictRoute(APIRoute):
             except ClientDisconnected:
                 return NoResponse()
             except Exception as error:
-                return http_error_of(error).response()
+                return http_error_of(error).response(request.scope)
             finally:
                 service.memory_trimmer.ended(own.body_bytes)
 

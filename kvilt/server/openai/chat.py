@@ -60,7 +60,7 @@ class PreparedChat:
         }
 
 
-def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> PreparedChat:
+def prepare_chat(service: Service, body: ChatRequest, caller: Caller, name: str | None = None) -> PreparedChat:
     """Check a request and prepare its prompt and params; slow, so it runs off the event loop."""
     lora = service.check_model(body.model)
     _check(service, body)
@@ -77,7 +77,13 @@ def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> Prepare
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **_forced(service, body, message_format),
     )
-    return PreparedChat(body, caller, new_id("chatcmpl"), rendered or messages, tools, params, message_format, lora)
+    name = name or new_id("chatcmpl")
+    return PreparedChat(body, caller, name, rendered or messages, tools, params, message_format, lora)
+
+
+async def open_chat(service: Service, prepared: PreparedChat) -> AsyncStream:
+    """The stream of the answer to a request, of any API."""
+    return await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords())
 
 
 def _check(service: Service, body: ChatRequest) -> None:
@@ -142,7 +148,7 @@ def _rendered(
 async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, Any]:
     """The whole answer to a request without `stream`."""
     builders = [prepared.message_format.builder() for _ in range(prepared.params.n)]
-    async with await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords()) as stream:
+    async with await open_chat(service, prepared) as stream:
         async for delta in stream:
             builders[delta.index].add(delta)
         done = stream.completion
@@ -291,5 +297,5 @@ async def chat(body: ChatRequest, request: Request, service: ServiceDep, caller:
         done = await complete_chat(service, prepared)
         on_usage(done["usage"])
         return json_response(done)
-    stream = await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords())
+    stream = await open_chat(service, prepared)
     return EventStream(ChatStream(service, prepared, stream, on_usage), service.config.keep_alive_s)

@@ -243,7 +243,7 @@ class GenerationRequest(RequestModel):
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(max_length=256)]
 
 

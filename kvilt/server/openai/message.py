@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,11 +50,15 @@ class MessageBuilder:
 
     def add(self, delta: Delta) -> dict[str, Any]:
         """Add generated text; returns the delta of the message, empty while the parser needs more text."""
+        return self._added(self.read(delta))
+
+    def read(self, delta: Delta) -> list[Piece]:
+        """The pieces of more generated text, without calls that must not be passed on."""
         mark = self._markers.get(delta.token, "") if delta.token is not None else ""
         pieces = self._reader.feed(mark + delta.text)
         if delta.finish_reason is not None:
             pieces += self._reader.finish()
-        return self._added(pieces)
+        return pieces if self._parallel else [piece for piece in pieces if getattr(piece, "index", 0) == 0]
 
     def is_content(self, delta: Delta) -> bool:
         """Whether a delta adds its text to the content and nothing else, so that it need not be parsed."""
@@ -90,16 +95,25 @@ class MessageBuilder:
                 case Reasoning(text):
                     self._reasoning.append(text)
                     added["reasoning_content"] = added.get("reasoning_content", "") + text
-                case CallStart(index, name) if index == 0 or self._parallel:
+                case CallStart(index, name):
                     call = self._calls[index] = _Call(f"call_{secrets.token_hex(12)}", name)
                     calls[index] = {"index": index, **call.to_json()}
-                case CallArguments(index, text) if index in self._calls:
+                case CallArguments(index, text):
                     self._calls[index].arguments += text
                     calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                     calls[index]["function"]["arguments"] += text
         if calls:
             added["tool_calls"] = list(calls.values())
         return added
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object; of one that broke off, what there is of their text."""
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"partial_json": text}
 
 
 def special_markers(parser: Parser, special: Mapping[str, int]) -> dict[int, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from ...sampling.params import MAX_TOKENS
+from ..http.body import validate
 from ..http.schema import RequestModel, ResponseModel
 from ..kv.schema import KVHandle
 from .fields import (
+    ChatMessage,
     GenerationRequest,
     Ids,
     MaxTokens,
@@ -50,6 +52,24 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="The template's variable of this name; none also sets enable_thinking to false."
     )
+
+
+_CHAT = TypeAdapter(ChatRequest)
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """The request that other APIs are translated to, from its JSON."""
+    made: ChatRequest = validate(fields, _CHAT)
+    return made
+
+
+_MESSAGES = TypeAdapter(list[ChatMessage])
+
+
+def chat_messages(given: list[dict[str, Any]]) -> list[ChatMessage]:
+    """The messages of such a request, from their JSON."""
+    made: list[ChatMessage] = validate(given, _MESSAGES)
+    return made
 
 
 # The server's own limit is lower; these stop validation early.
