@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from agreement import PARTIAL, agrees_or_is_refused, flags, sizes
 from effort import examples
 from families import SPECIALS
 from hypothesis import given, settings
@@ -37,24 +35,6 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from kvilt.config import RunConfig
-from kvilt.errors import Unsupported, WeightError
-from kvilt.executor.load import load_executor
-
-IDS = [int(i) for i in torch.randint(0, 53, (21,), generator=torch.Generator().manual_seed(3))]
-
-
-def flags(*names: str) -> dict[str, st.SearchStrategy[Any]]:
-    return {name: st.booleans() for name in names}
-
-
-def rope(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries(
-        {"rope_type": st.just("default"), "rope_theta": st.sampled_from([100.0, 1e4]), **fields}
-    )
-
-
-PARTIAL = rope(partial_rotary_factor=st.sampled_from([0.25, 0.5, 0.75, 1.0]))
 WINDOW = {"sliding_window": st.integers(1, 30)}
 TIED = flags("tie_word_embeddings")
 MULTIPLIER = st.floats(0.125, 4.0)
@@ -88,47 +68,6 @@ OPTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any], PreTrainedModel], d
     "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM, flags("use_bias") | TIED),
 }
 OWN_HEAD_DIM = {"llama", "glm4", "ernie4_5"}
-
-
-@st.composite
-def sizes(draw: st.DrawFn, own_head_dim: bool) -> dict[str, Any]:
-    """Sizes that do not always fit together."""
-    heads, head_dim = draw(st.integers(1, 6)), draw(st.sampled_from([2, 6, 8, 10, 16, 7]))
-    hidden = draw(st.sampled_from([10, 24, 32])) if own_head_dim else heads * head_dim
-    return {
-        "vocab_size": 53,
-        "hidden_size": hidden,
-        "intermediate_size": draw(st.integers(3, 40)),
-        "num_hidden_layers": draw(st.integers(1, 4)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.integers(1, heads)),
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-    } | ({"head_dim": head_dim} if own_head_dim else {})
-
-
-def agrees_or_is_refused(make: Callable[[], PreTrainedModel]) -> None:
-    torch.manual_seed(5)
-    try:
-        model = make().eval()
-        with torch.no_grad():
-            theirs = model(torch.tensor([IDS])).logits[0, -1]
-    except Exception:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        try:
-            executor = load_executor(Path(folder), RunConfig(kv_memory=1 << 22, kv_dtype="float32", threads=1))
-        except WeightError as refusal:
-            assert refusal.field, "a refusal names what it refuses"
-            return
-        except Unsupported as refusal:
-            assert str(refusal)
-            return
-        with executor.create_kv_cache() as kv:
-            ours = executor.step(IDS, kv)[0]
-        executor.close()
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("family", sorted(OPTIONS))

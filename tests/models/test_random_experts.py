@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from agreement import BACKENDS, PARTIAL, agrees_or_is_refused, flags, rope, sizes
+from effort import examples
 from families import SMALL, SPECIALS, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +16,10 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -29,66 +30,114 @@ from kvilt.config import RunConfig
 from kvilt.errors import Unsupported, WeightError
 from kvilt.executor.load import load_executor
 
-IDS = [5, 17, 3, 29, 11, 2, 23, 8, 30]
 TINY: dict[str, Any] = SMALL | SPECIALS | {"vocab_size": 31, "num_hidden_layers": 2, "initializer_range": 0.3}
-TINY["experts_implementation"] = "eager"  # the faster ones take widths of whole 16 bytes only
+EAGER = {"experts_implementation": "eager"}  # the faster ones take widths of whole 16 bytes only
+WIDTH = st.integers(2, 40)  # transformers writes a width of 1 as a vector
+Options = dict[str, st.SearchStrategy[Any]]
 
 
 @st.composite
-def models(draw: st.DrawFn) -> PreTrainedModel:
-    """A tiny model of one of the families, with any number of experts of any width."""
-    experts = draw(st.integers(2, 9))
-    top_k, width = draw(st.integers(1, experts)), draw(st.integers(2, 40))
-    family = draw(st.sampled_from(["qwen3", "qwen2", "mixtral", "glm4", "ernie"]))
-    torch.manual_seed(draw(st.integers(0, 5)))
-    flag = st.booleans()
-    match family:
-        case "qwen3":
-            own = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
-            own |= {"norm_topk_prob": draw(flag), "head_dim": 8, "decoder_sparse_step": draw(st.integers(1, 3))}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | own))
-        case "qwen2":
-            own = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
-            own |= {"shared_expert_intermediate_size": draw(st.integers(1, 40)), "norm_topk_prob": draw(flag)}
-            own |= {"qkv_bias": draw(flag), "mlp_only_layers": draw(st.lists(st.integers(0, 1), max_size=2))}
-            return Qwen2MoeForCausalLM(Qwen2MoeConfig(**TINY | own))
-        case "mixtral":
-            own = {"num_local_experts": experts, "num_experts_per_tok": top_k, "intermediate_size": width}
-            return MixtralForCausalLM(MixtralConfig(**TINY | own))
-        case "glm4":
-            groups = draw(st.sampled_from([g for g in (1, 2, 3) if experts % g == 0 and experts // g >= 2] or [1]))
-            size = max(2, experts) // groups
-            used = draw(st.integers(1, groups))
-            own = {"n_routed_experts": max(2, experts), "num_experts_per_tok": min(top_k, used * size)}
-            own |= {"n_group": groups, "topk_group": used, "n_shared_experts": draw(st.integers(1, 3))}
-            own |= {"moe_intermediate_size": width, "first_k_dense_replace": draw(st.integers(0, 2))}
-            own |= {"norm_topk_prob": draw(flag), "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5]))}
-            return Glm4MoeForCausalLM(Glm4MoeConfig(**TINY | own | {"head_dim": 8, "use_qk_norm": draw(flag)}))
-        case _:
-            own = {"moe_num_experts": experts, "moe_k": top_k, "moe_intermediate_size": width}
-            own |= {"moe_num_shared_experts": draw(st.integers(0, 2)), "moe_layer_start_index": draw(st.integers(0, 2))}
-            own |= {"moe_layer_interval": draw(st.integers(1, 2)), "tie_word_embeddings": draw(flag)}
-            return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**TINY | own))
+def routed(draw: st.DrawFn, count: str, chosen: str, width: str = "moe_intermediate_size") -> dict[str, Any]:
+    """Experts of any number and width, under the names that a config has for them."""
+    experts = draw(st.integers(1, 9))
+    return {count: experts, chosen: draw(st.integers(1, experts)), width: draw(WIDTH)}
 
 
-@settings(max_examples=12, deadline=None)
-@given(model=models(), backend=st.sampled_from(["native", "reference"]))
-def test_random_experts_agree_with_transformers(model: PreTrainedModel, backend: str) -> None:
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
-                tensor.add_(torch.randn_like(tensor) * 0.2)
-        theirs = model.eval()(torch.tensor([IDS])).logits[0]
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(model, Path(folder))
-        executor = load_executor(
-            Path(folder), RunConfig(kv_memory=1 << 20, backend=backend, threads=1, kv_dtype="float32")
-        )
-        with executor.create_kv_cache() as kv:
-            first = executor.step(IDS[:-1], kv)[0]
-            torch.testing.assert_close(first, theirs[-2], rtol=1e-4, atol=5e-4)
-            torch.testing.assert_close(executor.step(IDS[-1:], kv)[0], theirs[-1], rtol=1e-4, atol=5e-4)
-        executor.close()
+@st.composite
+def grouped(draw: st.DrawFn) -> dict[str, Any]:
+    """Experts of GLM-4, some of whose groups are used."""
+    groups, size = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    used = draw(st.integers(1, groups))
+    chosen = draw(st.integers(1, used * size))
+    own = {"n_routed_experts": groups * size, "num_experts_per_tok": chosen, "n_group": groups, "topk_group": used}
+    return own | {"moe_intermediate_size": draw(WIDTH), "n_shared_experts": draw(st.integers(1, 3))}
+
+
+WINDOWS: Options = flags("use_sliding_window") | {"sliding_window": st.integers(1, 30)}
+SPARSE: Options = {
+    "decoder_sparse_step": st.integers(1, 3),
+    "mlp_only_layers": st.lists(st.integers(0, 3), max_size=2, unique=True),
+}
+TIED = flags("tie_word_embeddings")
+QWEN = routed("num_experts", "num_experts_per_tok")
+YARN = rope(
+    factor=st.sampled_from([2.0, 8.0]),
+    original_max_position_embeddings=st.sampled_from([16, 32]),
+    truncate=st.booleans(),
+    beta_fast=st.sampled_from([32.0, 4.0]),
+    kind="yarn",
+)
+
+# A family: its config, its model, whether heads have a size of their own, its experts, and what it may say beside them.
+FAMILIES: dict[str, tuple[Any, Any, bool, st.SearchStrategy[dict[str, Any]], Options]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        True,
+        QWEN,
+        flags("norm_topk_prob", "attention_bias") | TIED | WINDOWS | SPARSE,
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        False,
+        QWEN,
+        flags("norm_topk_prob", "qkv_bias")
+        | {"shared_expert_intermediate_size": st.integers(1, 40), "max_window_layers": st.integers(0, 3)}
+        | (TIED | WINDOWS | SPARSE),
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        True,
+        routed("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        TIED | {"sliding_window": st.integers(1, 30)},
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        True,
+        grouped(),
+        flags("norm_topk_prob", "use_qk_norm", "attention_bias")
+        | TIED
+        | {
+            "first_k_dense_replace": st.integers(0, 3),
+            "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
+            "rope_parameters": PARTIAL,
+        },
+    ),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeConfig,
+        Ernie4_5_MoeForCausalLM,
+        False,
+        routed("moe_num_experts", "moe_k"),
+        flags("use_bias")
+        | TIED
+        | {
+            "moe_num_shared_experts": st.integers(0, 2),
+            "moe_layer_start_index": st.integers(0, 2),
+            "moe_layer_end_index": st.sampled_from([-1, 0, 1, 2]),
+            "moe_layer_interval": st.integers(1, 2),
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        True,
+        routed("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        flags("attention_bias") | TIED | {"sliding_window": st.integers(1, 30), "rope_parameters": YARN | rope()},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(50) // 2)
+@given(data=st.data(), backend=BACKENDS)
+def test_random_experts(family: str, data: st.DataObject, backend: str) -> None:
+    config, model, own_head_dim, experts, options = FAMILIES[family]
+    chosen = data.draw(sizes(own_head_dim, head_dims=(8, 16, 24))) | data.draw(experts)
+    chosen |= data.draw(st.fixed_dictionaries({}, optional=options))
+    agrees_or_is_refused(lambda: model(config(**SPECIALS | chosen | EAGER)), backend)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
     experts = gguf_experts(fields, False, ROUTER)
     window = Window(fields.integer("attention.sliding_window", WINDOW))
     kinds = _alternating(len(spec.layers))
-    spec = each_attention(spec, lambda i, a: _own(a, window if kinds[i] == "sliding_attention" else Full()))
+    reaches = [window if kind == "sliding_attention" else Full() for kind in kinds]
+    spec = each_attention(spec, lambda i, a: _own(_broken_pairs(a), reaches[i]))
     return with_experts(spec, _biased(experts), lambda _layer: True)
 
 
@@ -80,11 +81,15 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _own(attention: AttentionSpec, reach: Window | Full, bias: bool = True) -> AttentionSpec:
-    """With sinks and biases; the ramp of the rope's scaling does not begin and end at whole pairs."""
+    return replace(attention, reach=reach, sinks=True, qkv_bias=bias, out_bias=bias)
+
+
+def _broken_pairs(attention: AttentionSpec) -> AttentionSpec:
+    """The ramp of the rope's scaling does not begin and end at whole pairs, which a GGUF does not say."""
     rope = attention.rope
     if isinstance(rope, RopeSpec) and isinstance(rope.scaling, YarnScaling):
         rope = replace(rope, scaling=replace(rope.scaling, whole_pairs=False))
-    return replace(attention, reach=reach, rope=rope, sinks=True, qkv_bias=bias, out_bias=bias)
+    return replace(attention, rope=rope)
 
 
 def _biased(experts: ExpertsSpec) -> ExpertsSpec:
