@@ -86,6 +86,9 @@ GRAMMAR = OptionGroup(
     MappingProxyType(
         {
             "json_schema": Option(str | None, None, "A file with a JSON schema that the answer follows."),
+            "close_objects": Option(
+                bool, False, "Objects of the schema have only the properties that it names.", ("--close-objects",)
+            ),
             "json_object": Option(bool, False, "Answer with a JSON object.", ("--json-object",)),
             "regex": Option(str | None, None, "A pattern that the whole answer matches."),
             "choice": Option(list[str], (), "Answer with this text; repeat it to give a choice."),

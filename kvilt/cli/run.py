@@ -15,6 +15,7 @@ from typing import Any
 from ..blend.recipe import Recipe
 from ..errors import InputError, ParamError
 from ..llm import LLM, Completion, Message, Stream, load
+from ..sampling.constraint import JsonSchema
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
 from .progress import bars
@@ -81,6 +82,7 @@ def _footer(
 ) -> Iterator[str]:
     """The lines on stderr after an answer."""
     yield numbers(done)
+    yield from (f"note: {warning}" for warning in done.warnings)
     if any(sample.finish_reason == "repetition" for sample in (done, *done.alternatives)):
         yield repetition_hint(params)
     if request.verbose:
@@ -98,6 +100,10 @@ def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
             given[name] = Path(given[name]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ParamError(name, f"{given[name]!r} cannot be read as a text file: {error}") from None
+    if given.pop("close_objects", False):
+        if "json_schema" not in given:
+            raise ParamError("close_objects", "is about a schema; give --json-schema FILE")
+        given["json_schema"] = JsonSchema(given["json_schema"], close_objects=True)
     return given
 
 
@@ -226,6 +232,8 @@ def _sample_json(completion: Completion) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         result["logprobs"] = [_logprobs_json(entry) for entry in completion.logprobs]
+    if completion.warnings:
+        result["warnings"] = list(completion.warnings)
     return result
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..blend.blender import BlendReport
 from ..engine.event import DraftCounts, Ended, Event, Scored, TokenEvent
+from ..sampling.grammar import warnings_of
 from ..sampling.params import SamplingParams
 from ..sampling.repetition import RepetitionDetection, RepetitionDetector
 from ..sampling.sampler import TokenLogprobs
@@ -201,6 +202,7 @@ class Answer:
             tuple(others),
             first.prompt_logprobs,
             first.stop_string,
+            warnings_of(self._config.params.grammar),
         )
 
     def _completion(self, sample: SampleText) -> Completion:

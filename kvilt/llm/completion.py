@@ -60,6 +60,7 @@ class Completion:
     # With prompt_logprobs: one for each token of the prompt; None for the first, and for what a cache or handle held.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_string: str | None = None  # the stop string that ended it, if one did
+    warnings: tuple[str, ...] = ()  # what of the request had no effect, as unknown keywords of a schema
 
 
 class TextPiece(str):

@@ -19,9 +19,13 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """JSON that a schema (draft 2020-12) accepts; given as a mapping, a bool or JSON text, kept as text."""
+    """JSON that a schema accepts; given as a mapping, a bool or JSON text, kept as text.
+
+    `close_objects` adds `additionalProperties: false` where a schema names properties and says nothing of others.
+    """
 
     schema: str | bool | Mapping[str, Any]
+    close_objects: bool = False
 
     def __post_init__(self) -> None:
         given = self.schema
@@ -88,7 +92,7 @@ def by_name(name: str, value: Any) -> Constraint | None:
         return None
     match name:
         case "json_schema":
-            return JsonSchema(value)
+            return value if isinstance(value, JsonSchema) else JsonSchema(value)
         case "json_object":
             if not isinstance(value, bool):
                 raise ParamError(name, f"must be True or False, not {type(value).__name__}")

@@ -27,7 +27,7 @@ from .lark_check import checked_lark
 from .library import CompileResult
 from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
-from .schema_check import checked
+from .schema_check import checked, schema_warnings
 
 if TYPE_CHECKING:
     from .library import LLMatcher
@@ -262,7 +262,7 @@ def library_text(constraint: Constraint) -> str:
     """A constraint as a grammar of the library."""
     match constraint:
         case JsonSchema():
-            return f"start: %json {checked(constraint.text)}"
+            return f"start: %json {checked(constraint.text, close_objects=constraint.close_objects)}"
         case JsonObject():
             return f"start: %json {checked(json.dumps({'type': 'object'}))}"
         case Regex(pattern):
@@ -271,6 +271,11 @@ def library_text(constraint: Constraint) -> str:
             return f"start: /(?:{'|'.join(map(literal, choices))})/"
         case Lark(grammar):
             return checked_lark(grammar)
+
+
+def warnings_of(constraint: Constraint | None) -> tuple[str, ...]:
+    """What a constraint that was compiled says without effect, in sentences."""
+    return schema_warnings(constraint.text) if isinstance(constraint, JsonSchema) else ()
 
 
 def _name(constraint: Constraint) -> str:

@@ -1,4 +1,4 @@
-"""From a JSON schema (draft 2020-12) to one that the library enforces exactly, or a refusal that names the keyword.
+"""From a JSON schema to one that the library enforces exactly, or a refusal that names the keyword.
 
 Everything the library reads otherwise than the specification, ignores, or cannot bound is rewritten or refused here.
 Refuses to know tokens and the library itself.
@@ -17,8 +17,10 @@ from typing import Any
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from .formats import FORMATS
 from .pattern import UNWRITABLE, search_in_string
+from .schema_dialect import SchemaReader
 from .schema_finite import check_finite
-from .schema_source import LIST, NAMED, ONE, Path, Schema, SchemaDocument, kind, named
+from .schema_place import Path, Schema, kind, named
+from .schema_source import LIST, NAMED, ONE, SchemaDocument, parse_json
 
 MAX_NODES = 10_000  # schemas after references inside oneOf are written out
 MAX_VALUES = 4096  # that const and enum name in all, those inside others included
@@ -37,14 +39,10 @@ MAX_MULTIPLE = 10_000  # the least common multiple of all that stand in a schema
 STYLE: Mapping[str, str] = {"whitespace_pattern": r"(?:\x20|\x0A[\x20\x09]{0,40})", "json_allowed_escapes": 'nrbtf\\"'}
 
 _UNWRITABLE = re.compile(f"[{''.join(f'{chr(low)}-{chr(high)}' for low, high in UNWRITABLE)}]")
-_NEWEST = "draft/2020-12/schema"
-_DRAFTS = (_NEWEST, "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
 _TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 _ANNOTATIONS = frozenset(
     [
-        *("$id", "$anchor", "$defs", "definitions", "$comment", "title", "description", "default", "examples"),
-        *("deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema"),
-        "discriminator",  # OpenAPI's hint how to read a oneOf; the oneOf is enforced without it
+        *("$schema", "$id", "$anchor", "$defs", "definitions"),
     ]
 )
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -54,14 +52,26 @@ _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _ORDERING = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
 
 
-def checked(text: str) -> str:
-    """The schema to give to the library for this one, as JSON text."""
+def checked(text: str, *, close_objects: bool = False) -> str:
+    """The schema to give to the library for this one, as JSON text.
+
+    With `close_objects`, objects whose schema names properties and says nothing of others have no others.
+    """
     try:
-        result = json.dumps(_Writer(SchemaDocument.read(text)).document(), ensure_ascii=False)
+        source = SchemaDocument.read(text, SchemaReader(close_objects=close_objects))
+        result = json.dumps(_Writer(source).document(), ensure_ascii=False)
         result.encode()
     except UnicodeEncodeError:
         raise GrammarError("json_schema", "holds half of a surrogate pair, which is no text") from None
     return result
+
+
+@functools.lru_cache(maxsize=64)
+def schema_warnings(text: str) -> tuple[str, ...]:
+    """What a schema that was compiled says without effect: keywords and formats that are not known."""
+    reader = SchemaReader()
+    reader.read(parse_json(text))
+    return reader.notes()
 
 
 class _Writer:
@@ -69,8 +79,6 @@ class _Writer:
 
     def __init__(self, source: SchemaDocument) -> None:
         self.source = source
-        root = source.places[()].schema
-        self.draft = _draft_name(root.get("$schema", _NEWEST)) if isinstance(root, dict) else _NEWEST
         self.names: dict[Path, str] = {}
         self.pending: list[Path] = []
         self.inlined: list[Path] = []
@@ -83,7 +91,6 @@ class _Writer:
         self.bounds: list[tuple[Path, str, int | float]] = []
         self.merges = False  # whether keywords of one schema may come to stand beside those of another
         self.special: dict[str, Callable[[Path, Any], dict[str, Any]]] = {
-            "$schema": self._draft,
             "$ref": self._reference,
             "type": _type,
             "const": lambda path, value: {"const": self._value(path, "const", value)},
@@ -153,8 +160,6 @@ class _Writer:
             return {}
         if keyword in _MOST and len(value) > (most := _MOST[keyword]):
             raise GrammarTooLarge(named(path), f"{keyword} may hold at most {most} schemas, not {len(value)}")
-        if keyword == "prefixItems" and self.draft != _NEWEST:
-            raise GrammarUnsupported(named(path), keyword, "prefixItems means nothing in this draft; use 2020-12")
         if keyword in ONE:
             return {keyword: self._schema((*path, keyword))}
         if keyword == "oneOf":
@@ -189,17 +194,8 @@ class _Writer:
         assert isinstance(schema, dict)
         return schema
 
-    def _draft(self, path: Path, value: Any) -> dict[str, Any]:
-        if self.draft not in _DRAFTS or _draft_name(value) != self.draft:
-            raise GrammarUnsupported(named(path), "$schema", "this $schema is not supported; use JSON Schema 2020-12")
-        return {}
-
-    def _reference(self, path: Path, value: str) -> dict[str, Any]:
+    def _reference(self, path: Path, _value: str) -> dict[str, Any]:
         target = self.source.target(path)
-        beside = self._beside(path).keys() - (_ANNOTATIONS - {"$id"}) - {"$ref", "$schema"}
-        if self.draft.startswith("draft-0") and beside:
-            what = f"this draft ignores what stands beside $ref {value[:60]!r}; use 2020-12"
-            raise GrammarUnsupported(named(path), "$ref", what)
         if target not in self.names:
             self.names[target] = f"s{len(self.names)}"
             self.pending.append(target)
@@ -327,12 +323,6 @@ def _grouped(schema: dict[str, Any]) -> dict[str, Any]:
     own = [key for key in keys if key not in _IN_PLACE]
     after = [key for key in keys[first:] if key in _IN_PLACE]
     return {key: schema[key] for key in (*before, *own, *after)}
-
-
-def _draft_name(value: Any) -> str:
-    """The draft that a `$schema` names, without the parts that all of them share."""
-    text = value if isinstance(value, str) else ""
-    return text.removesuffix("#").removeprefix("https://json-schema.org/").removeprefix("http://json-schema.org/")
 
 
 def _type(path: Path, value: Any) -> dict[str, Any]:

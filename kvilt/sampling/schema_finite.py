@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_source import Path, SchemaDocument, named
+from .schema_place import Path, named
+from .schema_source import SchemaDocument
 
 _WORK = 200_000  # looks at schemas; a chain of references that takes more is believed to end
 

@@ -5,6 +5,7 @@ Refuses to fetch anything, and to know what keywords mean beyond where they hold
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,11 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from .schema_dialect import SchemaReader
+from .schema_place import Path, Schema, kind, named
 
 MAX_DEPTH = 64
 MAX_URI = 2048  # of names and references, joined with those around them
-
-Path = tuple[str, ...]
-Schema = dict[str, Any] | bool
 
 # Where a keyword's value holds schemas: itself, its items, or its values.
 ONE = ("items", "additionalProperties")
@@ -45,13 +45,13 @@ class SchemaDocument:
     targets: dict[Path, Path] = field(default_factory=dict)  # found so far
 
     @classmethod
-    def read(cls, text: str) -> SchemaDocument:
+    def read(cls, text: str, reader: SchemaReader | None = None) -> SchemaDocument:
         """The subschemas of a schema given as JSON text."""
         source = cls()
         source.resources[""] = ()
         schema = parse_json(text)
         _check_depth(schema)
-        source._add((), schema, "")
+        source._add((), (reader or SchemaReader()).read(schema), "")
         return source
 
     def _add(self, path: Path, schema: Any, base: str) -> None:
@@ -96,6 +96,7 @@ class SchemaDocument:
         else:
             steps = fragment.split("/")[1:]
             found = (*root, *(step.replace("~1", "/").replace("~0", "~") for step in steps))
+        found = found if found is None or found in self.places else _moved(found)
         if found is None or found not in self.places:
             raise GrammarUnsupported(
                 named(path), "$ref", f"$ref {reference[:80]!r} points at nothing that kvilt reads as a schema"
@@ -135,6 +136,15 @@ class SchemaDocument:
             yield self.target(path)
         for keyword in IN_PLACE:
             yield from ((*path, keyword, str(i)) for i in range(len(schema.get(keyword, ()))))
+
+
+def _moved(path: Path) -> Path:
+    """Where a schema stands today that an earlier draft had in a list of items or among dependencies."""
+    found = list(path)
+    for at, (step, following) in enumerate(itertools.pairwise(path)):
+        if step == "items" and following.isdigit():
+            found[at] = "prefixItems"
+    return tuple({"additionalItems": "items", "dependencies": "dependentSchemas"}.get(step, step) for step in found)
 
 
 def parse_json(text: str) -> Any:
@@ -216,19 +226,3 @@ def _join(path: Path, base: str, reference: str) -> str:
         return urljoin(base, reference)
     except ValueError:
         return reference
-
-
-def kind(value: object) -> str:
-    """The JSON type of a wrong value: never the value itself."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def named(path: Path) -> str:
-    """A place as a message names it."""
-    text = "#"
-    for step in path:
-        text += f"/{step[:100]}"
-        if len(text) > 100:
-            return f"json_schema at {text[:97]}..."
-    return f"json_schema at {text}"

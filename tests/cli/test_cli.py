@@ -88,16 +88,21 @@ def test_an_answer_follows_a_schema_a_pattern_or_a_choice(model: str, tmp_path: 
     asked = ("run", "--model", model, "--max-tokens", "60", "Two and two?")
     done = kvilt(*asked, "--json-schema", str(schema))
     assert isinstance(json.loads(done.stdout)["n"], int), done.stderr
+    schema.write_text(json.dumps({"type": "object", "properties": {"n": digit}, "required": ["n"], "x-order": 1}))
+    closed = kvilt(*asked, "--json-schema", str(schema), "--close-objects")
+    assert json.loads(closed.stdout).keys() == {"n"}, closed.stderr
+    assert "note: the keyword 'x-order' is not known and has no effect at #" in closed.stderr
     assert kvilt(*asked, "--regex", "[0-9]").stdout.strip().isdigit()
     assert kvilt(*asked, "--choice", "four", "--choice", "five").stdout.strip() in ("four", "five")
 
 
 def test_a_grammar_that_cannot_be_is_refused(model: str, tmp_path: Path) -> None:
     odd = tmp_path / "schema.json"
-    odd.write_text('{"not": {}}')
-    refused(kvilt("run", "hi", "--model", model, "--json-schema", str(odd)), "the keyword 'not' is not supported")
+    odd.write_text('{"contains": {}}')
+    refused(kvilt("run", "hi", "--model", model, "--json-schema", str(odd)), "the keyword 'contains' is not supported")
     refused(kvilt("run", "hi", "--json-schema", str(tmp_path / "absent.json")), "json_schema", "absent.json")
     refused(kvilt("run", "hi", "--regex", "a", "--json-object"), "second grammar")
+    refused(kvilt("run", "hi", "--close-objects"), "--json-schema")
 
 
 def test_verbose_names_the_model_and_the_backend(model: str) -> None:

@@ -286,7 +286,24 @@ def test_the_default_model_chooses_and_matches(llm: LLM) -> None:
     assert done.finish_reason == "length" or isinstance(json.loads(done.text), dict)
 
 
+def test_what_a_schema_says_without_effect_is_told(llm: LLM) -> None:
+    schema = {"enum": ["a"], "x-order": 1}
+    told = ("the keyword 'x-order' is not known and has no effect at #",)
+    assert llm.generate("x", json_schema=schema).warnings == told
+    with llm.stream("x", json_schema=schema) as stream:
+        assert "".join(stream) == '"a"'
+        assert stream.completion.warnings == told
+    assert llm.generate("x", max_tokens=1).warnings == ()
+
+
+def test_closed_objects_end(llm: LLM) -> None:
+    """Without it this model adds properties until the limit."""
+    closed = JsonSchema({"type": "object", "properties": {"a": {"enum": [1]}}}, close_objects=True)
+    done = llm.generate("An object:", grammar=closed, max_tokens=40, temperature=0.0)
+    assert (done.finish_reason, json.loads(done.text)) in (("stop", {"a": 1}), ("stop", {}))
+
+
 def test_a_grammar_that_cannot_be_is_refused_before_any_work(llm: LLM) -> None:
     with pytest.raises(GrammarUnsupported) as caught:
-        llm.generate("x", json_schema={"not": {}})
-    assert caught.value.keyword == "not"
+        llm.generate("x", json_schema={"contains": {}})
+    assert caught.value.keyword == "contains"

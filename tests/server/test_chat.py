@@ -216,6 +216,20 @@ def test_answers_take_the_form_that_is_asked_for(server: Running, given: dict[st
         assert check(text), text
 
 
+def test_what_a_schema_says_without_effect_is_a_warning(server: Running) -> None:
+    schema = {"properties": {"a": {"enum": [1], "x-order": 1}}, "type": "object"}
+    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "close_objects": True}}
+    fields = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "response_format": given}
+    told = ["the keyword 'x-order' is not known and has no effect at #/properties/a"]
+    done = server.http().post("/v1/chat/completions", json=fields).json()
+    assert done["warnings"] == told
+    assert json.loads(done["choices"][0]["message"]["content"]) in ({}, {"a": 1}), "the object is closed"
+    chunks = list(server.openai().chat.completions.create(**fields, stream=True))  # type: ignore[call-overload]
+    assert [chunk.model_extra["warnings"] for chunk in chunks if "warnings" in (chunk.model_extra or {})] == [told]
+    text = {"model": "tiny", "prompt": "x", "max_tokens": 60, "response_format": given}
+    assert server.http().post("/v1/completions", json=text).json()["warnings"] == told
+
+
 def test_structured_outputs_are_response_formats_by_other_names(server: Running) -> None:
     def say(**more: Any) -> str:
         fields = {**SHORT, "max_tokens": 40, "extra_body": more}

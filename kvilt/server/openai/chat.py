@@ -177,6 +177,7 @@ def _answer(
         **answer_header(service, "chat.completion", prepared.name, prepared.lora),
         "choices": choices,
         "usage": completion_usage([done]),
+        **({"warnings": list(done.warnings)} if done.warnings else {}),
     }
 
 
@@ -230,6 +231,8 @@ class ChatStream:
         self._on_usage(took := completion_usage([done]))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
+        if done.warnings:
+            yield sse_event({**self._head, "choices": [], "warnings": list(done.warnings)})
 
     def close(self) -> None:
         """End the request."""

@@ -134,6 +134,7 @@ def _answer(
         **answer_header(service, "text_completion", prepared.name, prepared.lora),
         "choices": choices,
         "usage": completion_usage(done),
+        **({"warnings": list(done[0].warnings)} if done[0].warnings else {}),
     }
 
 
@@ -233,6 +234,8 @@ class CompletionStream:
         self._on_usage(took := completion_usage(done))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
+        if done[0].warnings:
+            yield sse_event({**self._head, "choices": [], "warnings": list(done[0].warnings)})
 
     def close(self) -> None:
         """End the requests."""

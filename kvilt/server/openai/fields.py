@@ -54,6 +54,9 @@ class JsonSchemaSpec(RequestModel):
     description: str | None = None
     json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = Field(None, description="Accepted without effect: a schema is always enforced.")
+    close_objects: bool | None = Field(
+        None, description="Objects whose schema names properties and says nothing of others have no others."
+    )
 
 
 class TextFormat(RequestModel):

@@ -9,6 +9,7 @@ from typing import Any
 from ...blend.recipe import Recipe
 from ...errors import ParamError
 from ...llm import ReadingProgress
+from ...sampling.constraint import JsonSchema
 from ...sampling.params import SamplingParams
 from ..auth import Caller
 from ..config import ServeConfig
@@ -75,7 +76,7 @@ def _format(body: GenerationRequest) -> dict[str, Any]:
         case JsonObjectFormat():
             return {"json_object": True}
         case JsonSchemaFormat(json_schema=spec):
-            return {"json_schema": spec.json_schema}
+            return {"json_schema": JsonSchema(spec.json_schema, bool(spec.close_objects))}
         case RegexFormat(regex=regex):
             return {"regex": regex}
         case ChoiceFormat(choice=choice):

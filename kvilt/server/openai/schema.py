@@ -184,6 +184,7 @@ class ChatCompletion(ResponseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    warnings: list[str] | None = None
 
 
 class TextLogprobs(ResponseModel):
@@ -215,3 +216,4 @@ class TextCompletion(ResponseModel):
     system_fingerprint: str
     choices: list[TextChoice]
     usage: TokenUsage
+    warnings: list[str] | None = None
