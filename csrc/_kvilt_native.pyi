@@ -275,6 +275,19 @@ class KernelRunner:
         out: F32Address,
         /,
     ) -> None: ...
+    def per_head_linear(
+        self,
+        x: F32Address,
+        tokens: int,
+        heads: int,
+        inputs: int,
+        moved: int,
+        weight: FloatsAddress,  # [heads, inputs, outputs padded to whole lanes]
+        kind: WeightKind,
+        outputs: int,
+        out: F32Address,
+        /,
+    ) -> None: ...
     def add(self, a: F32Address, b: F32Address, count: int, out: F32Address, /) -> None: ...
     def soft_cap(self, x: F32Address, count: int, cap: float, /) -> None: ...
     def argmax(self, logits: F32Address, rows: int, columns: int, out: I64Address, /) -> None: ...
@@ -349,6 +362,19 @@ class KernelRunner:
         window: int,
         soft_cap: float,
         sinks: F32Address,  # 0: none
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def latent_attention(
+        self,
+        query: F32Address,  # [tokens, heads, key_dim + value_dim]
+        heads: int,
+        layer: PageLayer,
+        tables: I64Address,
+        width: int,
+        starts: Sequence[int],
+        positions: I64Address,
+        scale: float,
         out: F32Address,
         /,
     ) -> None: ...

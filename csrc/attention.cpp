@@ -151,8 +151,8 @@ void Attention::deal() {
 void Attention::attention_item(const AttentionArgs& a, const Item& item, int worker) {
   Unit& unit = units_[size_t(item.unit)];
   const int64_t group = a.group(), head = unit.head * group;
-  const Queries queries{a.query + (unit.first * a.heads + head) * a.pages.dim,
-                        a.heads * a.pages.dim,
+  const Queries queries{a.query + (unit.first * a.heads + head) * a.pages.query_dim(),
+                        a.heads * a.pages.query_dim(),
                         unit.tokens,
                         group,
                         a.positions + unit.first,

@@ -43,7 +43,7 @@ struct InterpolateArgs {
 };
 
 struct AttentionArgs {
-  const float* query;  // [tokens][heads][dim]
+  const float* query;  // [tokens][heads][query_dim]
   int64_t heads;
   Pages pages;
   const int64_t* tables;  // [rows][width]

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "pages.h"
+#include "tile_impl.h"
 #include "vectors.h"
 
 namespace kvilt::KVILT_ISA {
@@ -28,30 +29,6 @@ constexpr int vectors_for(int rows, int most) {
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504088896341f;
 
-struct Float32Loader {
-  using Number = float;
-  static constexpr int kLevel = 2;  // the cache level to prefetch the next tile into: memory is read once
-  static f32x16 at(const Number* p) { return load(p); }
-};
-struct CachedFloat32Loader : Float32Loader {  // a tile that stays in the cache
-  static constexpr int kLevel = 0;
-};
-struct Float16Loader {
-  using Number = uint16_t;
-  static constexpr int kLevel = 2;
-  static f32x16 at(const Number* p) { return load_half(p); }
-};
-struct Bfloat16Loader {
-  using Number = uint16_t;
-  static constexpr int kLevel = 2;
-  static f32x16 at(const Number* p) { return load_bfloat(p); }
-};
-struct Int8Loader {
-  using Number = int8_t;
-  static constexpr int kLevel = 3;  // so small that the nearest cache has room for it
-  static f32x16 at(const Number* p) { return load_byte(p); }
-};
-
 // 2^x for x <= 0, to a unit in the last place or two; nothing at all below -126.
 inline f32x16 exp2_16(f32x16 x) {
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -65,13 +42,6 @@ inline f32x16 exp2_16(f32x16 x) {
   p = fma(p, r, splat(1.0f));
   return zero_below(x, splat(-126.0f), p * exp2_bits(rounded));
 }
-
-// Where the pages of a tile are; only those that a query of the block sees.
-struct Tile {
-  std::array<const char*, kTileLanes / 16> keys, values;
-  std::array<const float*, kTileLanes / 16> key_scales, value_scales;
-  std::array<const char*, kTileLanes / 16> next;  // keys of the tile that comes after
-};
 
 // Prefetches bytes that are needed soon: pages lie too far apart for the hardware prefetcher.
 template <int kLevel>
@@ -130,14 +100,15 @@ template <typename Loader, int M>
 inline void page_scores(const Pages& pages, const Tile& tile, int64_t page, const float* queries, float* scores) {
   constexpr int N = vectors_for(M, 2);
   using Number = typename Loader::Number;
+  const int64_t dim = pages.query_dim();
   const auto* keys = reinterpret_cast<const Number*>(tile.keys[page]);
-  const auto ahead = [&](int64_t lane) { return tile.values[page] + lane * pages.dim * int64_t(sizeof(Number)); };
+  const auto ahead = [&](int64_t lane) { return tile.values[page] + lane * dim * int64_t(sizeof(Number)); };
   scores += page * pages.lanes;
   int64_t lane = 0;
   for (; lane + 16 * N <= pages.lanes; lane += 16 * N)
-    key_products<Loader, M, N>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
+    key_products<Loader, M, N>(keys + lane, dim, pages.lanes, queries, scores + lane, ahead(lane));
   for (; lane < pages.lanes; lane += 16)
-    key_products<Loader, M, 1>(keys + lane, pages.dim, pages.lanes, queries, scores + lane, ahead(lane));
+    key_products<Loader, M, 1>(keys + lane, dim, pages.lanes, queries, scores + lane, ahead(lane));
   if (const float* scales = tile.key_scales[page])
     for (int m = 0; m < M; ++m)
       for (lane = 0; lane < pages.lanes; lane += 16) {
@@ -320,31 +291,6 @@ inline Tile find_tile(const Pages& pages, const Queries& queries, const Mask& ma
   return tile;
 }
 
-template <typename Loader>
-inline const char* to_floats(const char* from, int64_t count, float* to) {
-  const auto* numbers = reinterpret_cast<const typename Loader::Number*>(from);
-  for (int64_t i = 0; i < count; i += 16) store(to + i, Loader::at(numbers + i));
-  return reinterpret_cast<const char*>(to);
-}
-inline const char* to_floats(KVDtype dtype, const char* from, int64_t count, float* to) {
-  switch (dtype) {
-    case KVDtype::kFloat16: return to_floats<Float16Loader>(from, count, to);
-    case KVDtype::kBfloat16: return to_floats<Bfloat16Loader>(from, count, to);
-    case KVDtype::kInt8: return to_floats<Int8Loader>(from, count, to);
-    default: return from;
-  }
-}
-
-// The tile as floats, for blocks that go through it many times.
-inline void unpack_tile(const Pages& pages, Tile& tile, float* room) {
-  const int64_t keys = pages.dim * pages.lanes, values = pages.page_tokens * pages.value_lanes;
-  for (int64_t page = 0; page < tile_pages(pages); ++page, room += keys + values) {
-    if (!tile.keys[page]) continue;
-    tile.keys[page] = to_floats(pages.dtype, tile.keys[page], keys, room);
-    tile.values[page] = to_floats(pages.dtype, tile.values[page], values, room + keys);
-  }
-}
-
 inline int64_t panel_rows(int64_t rows, int64_t first) { return rows - first < kPanel ? rows - first : kPanel; }
 
 // Queries as panels of [dim][rows of the panel], scaled so that scores come out in base two.
@@ -354,10 +300,10 @@ inline void pack_queries(const Pages& pages, const Queries& queries, const Mask&
     const int64_t count = panel_rows(queries.rows(), first);
     for (int64_t m = 0; m < count; ++m) {
       const int64_t token = (first + m) / queries.group, head = (first + m) % queries.group;
-      const float* query = queries.query + token * queries.stride + head * pages.dim;
-      for (int64_t d = 0; d < pages.dim; ++d) packed[d * count + m] = query[d] * scale;
+      const float* query = queries.query + token * queries.stride + head * pages.query_dim();
+      for (int64_t d = 0; d < pages.query_dim(); ++d) packed[d * count + m] = query[d] * scale;
     }
-    packed += count * pages.dim;
+    packed += count * pages.query_dim();
   }
 }
 
@@ -399,16 +345,17 @@ inline void merge_rows(const Pages& pages, int64_t rows, const PartialAttention&
 }
 
 inline int64_t attention_scratch(const Pages& pages, int64_t rows) {
-  const int64_t tile = tile_pages(pages) * (pages.dim * pages.lanes + pages.page_tokens * pages.value_lanes);
-  return rows * pages.dim + kPanel * kTileLanes + partial_floats(kPanel, pages) + tile;
+  const int64_t page = pages.dim * pages.lanes + pages.page_tokens * pages.value_lanes;
+  const int64_t tile = tile_pages(pages) * (pages.latent ? latent_page_floats(pages) : page);
+  return rows * pages.query_dim() + kPanel * kTileLanes + partial_floats(kPanel, pages) + tile;
 }
 
 inline void attention_tiles(const Pages& pages, const Queries& queries, const Mask& mask, int64_t first, int64_t last,
                             bool apart, float* records, float* scratch) {
   const int64_t rows = queries.rows(), tile_size = tile_tokens(pages);
-  float *packed = scratch, *scores = packed + rows * pages.dim, *fresh = scores + kPanel * kTileLanes;
+  float *packed = scratch, *scores = packed + rows * pages.query_dim(), *fresh = scores + kPanel * kTileLanes;
   float* room = fresh + partial_floats(kPanel, pages);
-  const bool often = rows > 2 * kPanel;
+  const bool often = rows > 2 * kPanel || pages.latent;
   pack_queries(pages, queries, mask, packed);
   Tile next = find_tile(pages, queries, mask, first);
   for (int64_t index = first; index < last; ++index) {
@@ -416,7 +363,8 @@ inline void attention_tiles(const Pages& pages, const Queries& queries, const Ma
     if (index + 1 < last) next = find_tile(pages, queries, mask, index + 1);
     for (int64_t page = 0; page < tile_pages(pages); ++page)
       tile.next[page] = next.keys[page] ? next.keys[page] : tile.keys[page];
-    if (often) unpack_tile(pages, tile, room);
+    if (pages.latent) unpack_latent_tile(pages, tile, room);
+    else if (often) unpack_tile(pages, tile, room);
     const bool direct = apart || index == first;
     const int64_t record = apart ? (index - first) * partial_floats(rows, pages) : 0;
     const PartialAttention all = partial_at(records + record, rows, pages);
@@ -426,7 +374,7 @@ inline void attention_tiles(const Pages& pages, const Queries& queries, const Ma
       for (int64_t m = 0; m < count; ++m)
         visible[m] = visible_of(pages, mask, queries.positions[(row + m) / queries.group], index * tile_size);
       const PartialAttention own = all.from(row, pages), to = direct ? own : partial_at(fresh, count, pages);
-      panel_of(pages.dtype, often, count)(pages, tile, mask, packed + row * pages.dim, visible, scores, to);
+      panel_of(pages.dtype, often, count)(pages, tile, mask, packed + row * pages.query_dim(), visible, scores, to);
       if (!direct) merge_rows(pages, count, to, own);
     }
   }

@@ -119,6 +119,15 @@ void KernelRunner::layer_norm(const float* x, const float* weight, const float* 
   else pool_.run(rows, one);
 }
 
+void KernelRunner::per_head_linear(const PerHeadArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  constexpr int64_t kTokens = 32;  // of an item
+  pool_.run((args.tokens + kTokens - 1) / kTokens * args.heads, [&](int64_t item, int) {
+    const int64_t first = item / args.heads * kTokens;
+    kernels_.per_head.linear(args, item % args.heads, first, std::min(args.tokens, first + kTokens));
+  });
+}
+
 void KernelRunner::pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work) {
   std::lock_guard<std::mutex> guard(lock_);
   constexpr int64_t kPiece = 4096;

@@ -52,6 +52,7 @@ class KernelRunner {
   void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* out);
   void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t rows, int64_t n,
                   float* out);
+  void per_head_linear(const PerHeadArgs& args);
   void add(const float* a, const float* b, int64_t n, float* out);
   void add_scaled(const float* a, const float* b, float scale, int64_t n, float* out);
   // Rows of `n` numbers times 1 + beta * log(1 + floor((position + offset) / length)).

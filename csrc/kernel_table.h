@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "lora.h"
 #include "pages.h"
+#include "per_head.h"
 #include "recurrent.h"
 #include "reduce.h"
 
@@ -18,6 +19,7 @@ struct KernelTable {
   ReduceKernels reduce;
   LoraKernels lora;
   RecurrentKernels recurrent;
+  PerHeadKernels per_head;
 };
 
 extern const KernelTable kGenericKernels;

@@ -11,6 +11,7 @@
 #include "linear_impl.h"
 #include "lora_impl.h"
 #include "pages_impl.h"
+#include "per_head_impl.h"
 #include "recurrent_impl.h"
 #include "reduce_impl.h"
 
@@ -25,6 +26,7 @@ constexpr KernelTable kernel_table(const char* isa) {
        draw},
       {shrink, expand, act_mul},
       {conv, fold_memory, sigmoid_mul},
+      {per_head_linear},
   };
 }
 

@@ -89,6 +89,23 @@ void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& l
   r.run_and_record([=, &r] { r.attention(args); });
 }
 
+// Over pages whose keys go on in their values: queries have numbers for both.
+void latent_attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& layer, Address tables,
+                      int64_t width, std::vector<int64_t> starts, Address positions, float scale, Address out) {
+  AttentionArgs args{at<const float>(query),
+                     heads,
+                     layer.pages,
+                     at<const int64_t>(tables),
+                     width,
+                     std::move(starts),
+                     at<const int64_t>(positions),
+                     Mask{scale, 0, 0},
+                     nullptr,
+                     at<float>(out)};
+  args.pages.latent = true;
+  r.run_and_record([=, &r] { r.attention(args); });
+}
+
 // ---- KV in canonical order ----
 
 nb::dlpack::dtype number_of(KVDtype dtype) {
@@ -147,6 +164,7 @@ void bind_pages(nb::module_& m, nb::class_<KernelRunner>& runner) {
       .def("write", &write, Release())
       .def("interpolate", &interpolate, Release())
       .def("attention", &attention, Release())
+      .def("latent_attention", &latent_attention, Release())
       .def("read_slots", &move_slots<&KernelRunner::read_slots>, Release(), plain(), array(), array(), array(), array(),
            array())
       .def("write_slots", &move_slots<&KernelRunner::write_slots>, Release(), plain(), array(), array(), array(),

@@ -53,6 +53,14 @@ void scale_queries(KernelRunner& r, Address x, Address positions, int64_t tokens
   });
 }
 
+void per_head_linear(KernelRunner& r, Address x, int64_t tokens, int64_t heads, int64_t inputs, int64_t moved,
+                     Address weight, WeightKind kind, int64_t outputs, Address out) {
+  check(kind <= WeightKind::kBfloat16, "projections of single heads are floats of some width");
+  const PerHeadArgs args{at<const float>(x), tokens, heads, inputs, moved, at<const void>(weight), kind, outputs,
+                         at<float>(out)};
+  r.run_and_record([=, &r] { r.per_head_linear(args); });
+}
+
 void add(KernelRunner& r, Address a, Address b, int64_t n, Address out) {
   r.run_and_record([=, &r] { r.add(at<const float>(a), at<const float>(b), n, at<float>(out)); });
 }
@@ -92,6 +100,7 @@ void bind_steps(nb::class_<KernelRunner>& runner) {
       .def("embed", &embed, Release())
       .def("rms_norm", &rms_norm, Release())
       .def("layer_norm", &layer_norm, Release())
+      .def("per_head_linear", &per_head_linear, Release())
       .def("add", &add, Release())
       .def("add_scaled", &add_scaled, Release())
       .def("scale_queries", &scale_queries, Release())

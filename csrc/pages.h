@@ -25,6 +25,7 @@ struct Pages {
   int64_t lanes;        // page_tokens rounded up to sixteen
   int64_t value_lanes;  // value_dim rounded up to sixteen
   int64_t key_bytes, value_bytes, head_bytes;
+  bool latent = false;  // latent attention: a key goes on in its value
 
   Pages(KVDtype dtype, int64_t pages, int64_t page_tokens, int64_t kv_heads, int64_t dim, int64_t value_dim, char* data,
         int64_t page_bytes)
@@ -34,6 +35,9 @@ struct Pages {
     const int64_t scales = dtype == KVDtype::kInt8 ? 2 * lanes * 4 : 0;
     head_bytes = (key_bytes + value_bytes + scales + 63) / 64 * 64;
   }
+
+  // Numbers of a query: those for the key, and with latent KV those for the value behind them.
+  int64_t query_dim() const { return latent ? dim + value_dim : dim; }
 
   char* keys(int64_t page, int64_t head) const { return data + page * page_bytes + head * head_bytes; }
   char* values(int64_t page, int64_t head) const { return keys(page, head) + key_bytes; }

@@ -233,8 +233,9 @@ def _read_group(found: Any) -> LayerGroup:
     if not layers or not all(_count(layer, _MAX_EXTENT) for layer in layers):
         raise BlobError("layout.layers", "not numbers of layers")
     heads, key_dim, value_dim = (_extent(found, name) for name in ("kv_heads", "key_dim", "value_dim"))
-    shape = PageShape(len(layers), 1, heads, key_dim, value_dim, dtype)
-    return LayerGroup(_read_reach(found.get("reach")), tuple(layers), shape)
+    reach = _read_reach(found.get("reach"))
+    shape = PageShape(len(layers), 1, heads, key_dim, value_dim, dtype, isinstance(reach, Latent))
+    return LayerGroup(reach, tuple(layers), shape)
 
 
 def _extent(found: dict[str, Any], name: str) -> int:

@@ -25,7 +25,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One compressed vector per token stands for keys and values; its last `rope_dims` are rotated."""
+    """Latent attention: every query sees every earlier token, of which two vectors are kept for all heads.
+
+    The value is a compressed vector; the key is a rotated part of `rope_dims` numbers, and goes on in the value.
+    """
 
     rope_dims: int
 

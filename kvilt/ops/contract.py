@@ -249,6 +249,18 @@ class Ops(Protocol):
         """
         ...
 
+    def prepare_per_head(self, weight: Tensor) -> Prepared:
+        """Bring floats [heads, out, in] into the form that `per_head_linear` multiplies with, once, at load."""
+        ...
+
+    def per_head_linear(self, x: Tensor, weight: Prepared, moved: int = 0) -> Tensor:
+        """Each head of `x` [tokens, heads, in + moved] times its own matrix of `weight` [heads, out, in].
+
+        The last `moved` numbers of a head are not multiplied and stand first in the result, [tokens, heads, moved +
+        out]: the part that a rope turns, in a query of latent attention.
+        """
+        ...
+
     def gate_up(
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
     ) -> Tensor:
@@ -346,7 +358,7 @@ class Ops(Protocol):
         mask: AttentionMask,
         new: NewKV | None = None,
     ) -> Tensor:
-        """Attention of `query` [tokens, heads, dim] over the pages of each token's row, by position.
+        """Attention of `query` [tokens, heads, query_dim] over the pages of each token's row, by position.
 
         With `new` the query is not rotated yet, and comes after `rotate_and_write` into the slots of `paging`.
         """

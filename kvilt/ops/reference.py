@@ -127,6 +127,14 @@ class ReferenceOps:
         x = x if norm is None else self.rms_norm(x, *norm)
         return [self.linear(x, weight, bias) for weight, bias in maps]
 
+    def prepare_per_head(self, weight: Tensor) -> Prepared:
+        return weight.to(self.device, self.dtype, copy=True)
+
+    def per_head_linear(self, x: Tensor, weight: Prepared, moved: int = 0) -> Tensor:
+        factor = x.shape[2] - moved
+        made = torch.einsum("thi,hoi->tho", x[..., :factor], _plain(weight))
+        return torch.cat((x[..., factor:], made), dim=-1) if moved else made.contiguous()
+
     def gate_up(
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
     ) -> Tensor:
@@ -258,9 +266,7 @@ class ReferenceOps:
         pages, first = _own(store), first_seen(positions, mask)
         at = torch.arange(first, int(positions.max()) + 1, device=query.device)
         slots = table[at // pages.shape.page_tokens] * pages.shape.page_tokens + at % pages.shape.page_tokens
-        keys = pages.keys[layer, slots].float()
-        if pages.shape.scales:
-            keys = keys * pages.key_scales[layer, slots]
+        keys, _ = _kept(pages, layer, slots)
         return key_mass(query.float(), keys, first, positions, mask)
 
     def new_pages(self, shape: PageShape, pages: int, device: torch.device) -> ReferencePages:
@@ -350,10 +356,7 @@ def _attend_block(
     at = torch.arange(low, high, device=query.device)
     size = pages.shape.page_tokens
     slots = table[at // size] * size + at % size
-    keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots].float()
-    if pages.shape.scales:
-        keys, values = keys * pages.key_scales[layer, slots], values * pages.value_scales[layer, slots]
-
+    keys, values = _kept(pages, layer, slots)
     (tokens, heads, dim), kv_heads = query.shape, keys.shape[1]
     query = query.float()
     # Heads that share keys stand together: [kv_heads, group * tokens, dim].
@@ -368,6 +371,14 @@ def _attend_block(
     values = values.masked_fill(hidden.all(0).view(-1, 1, 1), 0.0)  # never written, perhaps: 0 * NaN is NaN
     mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))
     return mixed.view(kv_heads, -1, tokens, values.shape[-1]).permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+
+
+def _kept(pages: ReferencePages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [tokens, kv_heads, query_dim] and values of some slots, in float32."""
+    keys, values = pages.keys[layer, slots].float(), pages.values[layer, slots].float()
+    if pages.shape.scales:
+        keys, values = keys * pages.key_scales[layer, slots], values * pages.value_scales[layer, slots]
+    return (torch.cat((keys, values), dim=-1) if pages.shape.latent else keys), values
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

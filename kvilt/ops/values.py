@@ -52,8 +52,15 @@ class PageShape:
     page_tokens: int
     kv_heads: int
     key_dim: int
-    value_dim: int  # 0 where values are part of the keys (latent attention)
+    value_dim: int
     dtype: KVDtype
+    # Latent attention: a key goes on in its value, so that a query has numbers for both and values are stored once.
+    latent: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query: first those for the key, then, with latent KV, those for the value."""
+        return self.key_dim + self.value_dim if self.latent else self.key_dim
 
     @property
     def scales(self) -> int:

@@ -38,7 +38,7 @@ class LayerForm:
 
     heads: int
     key_dim: int
-    value_dim: int  # 0 where values are part of the keys
+    value_dim: int
     dtype: str  # the name of a KV dtype
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 from kvilt.kv.cache import KVCache
 from kvilt.kv.identity import Identity
-from kvilt.kv.layout import Full, KVLayout, LayerGroup, RecurrentGroup, Window
+from kvilt.kv.layout import Full, KVLayout, Latent, LayerGroup, RecurrentGroup, Window
 from kvilt.kv.pool import PagePool
 from kvilt.kv.row import CacheRow, Token, held
 from kvilt.ops.contract import KeysValues, PageShape, StateShape
@@ -53,8 +53,15 @@ class Scribe:
         paged = LayerGroup(Full(), (1,), PageShape(1, page_tokens, 1, 4, 4, _named(dtype)))
         return KVLayout((paged,), RecurrentGroup((0, 2), StateShape(2, (3, 2), (2, 2, 3))))
 
+    def latent(self, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
+        """Two layers of latent attention: keys that go on in their values, one head."""
+        return KVLayout(
+            (LayerGroup(Latent(2), (0, 1), PageShape(2, page_tokens, 1, 2, 4, _named(dtype), latent=True)),)
+        )
+
     def layout(self, name: str, dtype: torch.dtype = torch.float32, page_tokens: int = 4) -> KVLayout:
-        return {"full": self.full, "windowed": self.windowed, "recurrent": self.recurrent}[name](dtype, page_tokens)
+        made = {"full": self.full, "windowed": self.windowed, "latent": self.latent, "recurrent": self.recurrent}
+        return made[name](dtype, page_tokens)
 
     def pool(
         self,

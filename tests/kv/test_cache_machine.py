@@ -392,8 +392,9 @@ class CacheMachine(RuleBasedStateMachine):
         ("windowed", torch.bfloat16, PAGES),
         ("windowed", torch.float32, FEW_PAGES),
         ("recurrent", torch.float32, PAGES),
+        pytest.param("latent", torch.float32, PAGES, marks=pytest.mark.slow),
     ],
-    ids=["full", "windowed", "windowed-bfloat16", "few-window-pages", "recurrent"],
+    ids=["full", "windowed", "windowed-bfloat16", "few-window-pages", "recurrent", "latent"],
 )
 def test_no_order_of_verbs_breaks_a_cache(
     scribe: Any, layout: str, dtype: torch.dtype, pages: int | tuple[int, ...]

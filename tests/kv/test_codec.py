@@ -315,7 +315,7 @@ def test_kv_of_another_layout_is_refused(scribe: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("layout", ["full", "windowed"])
+@pytest.mark.parametrize("layout", ["full", "windowed", "latent"])
 def test_a_round_trip_keeps_every_bit_also_of_nan_and_infinity(scribe: Any, layout: str, dtype: torch.dtype) -> None:
     pool = scribe.pool(scribe.layout(layout, dtype))
     awkward = torch.tensor([float("nan"), float("inf"), -0.0, 1e-7])

@@ -36,7 +36,7 @@ def leave(desk: Desk, pages: int) -> range:
     return kept
 
 
-@pytest.mark.parametrize("layout", ["full", "windowed"])
+@pytest.mark.parametrize("layout", ["full", "windowed", "latent"])
 def test_salts_do_not_flush_another_key(scribe: Any, layout: str) -> None:
     """220 requests under salts of their own: the other key still finds its half of the pool."""
     desk = Desk(scribe, scribe.layout(layout, page_tokens=SIZE), PAGES)
@@ -84,7 +84,7 @@ MOVES = st.lists(
 )
 
 
-@given(st.integers(1, PAGES // 2), st.sampled_from(["full", "windowed"]), MOVES)
+@given(st.integers(1, PAGES // 2), st.sampled_from(["full", "windowed", "latent"]), MOVES)
 @settings(max_examples=examples(60))
 def test_a_fair_share_survives_whatever_another_owner_does(
     scribe: Any, share: int, layout: str, moves: list[tuple[str, int, int, int]]

@@ -16,7 +16,7 @@ LAWS = settings(max_examples=examples(80), derandomize=True, database=None)
 
 tokens = st.lists(st.integers(0, 99), max_size=30)
 some_tokens = st.lists(st.integers(0, 99), min_size=1, max_size=30)
-each_layout = pytest.mark.parametrize("layout", ["full", "windowed", "recurrent"])
+each_layout = pytest.mark.parametrize("layout", ["full", "windowed", "latent", "recurrent"])
 
 
 @each_layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from kvilt.ops.contract import AttentionMask, Ops, PageShape
 from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
 SHAPE = PageShape(layers=2, page_tokens=4, kv_heads=2, key_dim=8, value_dim=8, dtype=FLOAT32)
+
+LATENT = PageShape(2, 4, 1, 6, 20, FLOAT32, latent=True)  # keys go on in their values
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,16 @@ CASES = {
         mask=AttentionMask(0.35, sinks=SINKS),
         shape=PageShape(2, 4, 2, 8, 8, FLOAT8),
     ),
+    "latent keys of a prompt": Case([RowCase([5, 0, 7], range(10), range(10))], shape=LATENT),
+    "latent keys of ragged rows": Case(
+        [RowCase([5, 0, 7], range(10), [9]), RowCase([1], range(3), range(3)), RowCase([2, 4], range(8), [1, 4, 7])],
+        heads=20,
+        shape=LATENT,
+    ),
+    "latent keys of a row in many shares": Case([RowCase(list(range(75))[::-1], range(300), [299])], shape=LATENT),
+    "latent keys in bfloat16": Case([RowCase([5, 0], range(7), range(7))], shape=replace(LATENT, dtype=BFLOAT16)),
+    "latent keys in int8": Case([RowCase([5, 0], range(7), range(7))], shape=replace(LATENT, dtype=INT8)),
+    "latent keys in float8": Case([RowCase([5, 0], range(7), [2, 6])], shape=replace(LATENT, dtype=FLOAT8)),
     "sinks beside scores that overflow": Case(
         [RowCase([5, 0], range(7), range(7))], mask=AttentionMask(300.0, sinks=100 * SINKS)
     ),
@@ -143,7 +155,7 @@ class Scene:
         ops.write(self.store, case.layer, at, keys, values)
         self.keys, self.values = self._stored(ops, case.layer, list(slots))
         self.paging = paging_of(size, *((row.table, list(row.asking)) for row in case.rows))
-        self.query = random_of(self.paging.starts[-1], case.heads, shape.key_dim, seed=2)
+        self.query = random_of(self.paging.starts[-1], case.heads, shape.query_dim, seed=2)
 
     def _stored(self, ops: Ops, layer: int, slots: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """What the store says it holds, token by token; tests of pages say what it must be."""
@@ -151,6 +163,8 @@ class Scene:
         keys, values = kv.keys[layer].double(), kv.values[layer].double()
         if kv.key_scales.numel():
             keys, values = keys * kv.key_scales[layer].unsqueeze(-1), values * kv.value_scales[layer].unsqueeze(-1)
+        if self.case.shape.latent:
+            keys = torch.cat((keys, values), dim=-1)
         return dict(zip(slots, keys, strict=True)), dict(zip(slots, values, strict=True))
 
     def truth(self) -> Tensor:

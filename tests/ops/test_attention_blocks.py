@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import _kvilt_native
@@ -70,7 +70,7 @@ class Drawn:
     def queries(self) -> Tensor:
         tokens, heads = sum(len(positions) for _, positions in self.rows), self.group * self.shape.kv_heads
         random = torch.Generator().manual_seed(self.seed + 1)
-        return 3 * torch.randn((tokens, heads, self.shape.key_dim), generator=random)
+        return 3 * torch.randn((tokens, heads, self.shape.query_dim), generator=random)
 
 
 @st.composite
@@ -78,10 +78,11 @@ def drawn(draw: st.DrawFn) -> Drawn:
     size = draw(st.sampled_from([1, 4, 16, 19, 32]))
     dims = st.sampled_from([1, 8, 16, 24, 64, 80])
     shape = PageShape(1, size, draw(st.integers(1, 3)), draw(dims), draw(dims), draw(st.sampled_from(DTYPES)))
+    latent = draw(st.sampled_from([False, False, True]))
     window = draw(st.sampled_from([0, 0, 1, 5, 40]))
     group, soft_cap = draw(st.integers(1, 7)), draw(st.sampled_from([0.0, 0.0, 2.0]))
     sinks = draw(st.sampled_from([None, None, torch.linspace(-3.0, 8.0, shape.kv_heads * group)]))
-    mask = AttentionMask(0.3, window, soft_cap, sinks)
+    mask = AttentionMask(0.3) if latent else AttentionMask(0.3, window, soft_cap, sinks)
     rows, pages = [], 0
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 6 * size if size < 32 else 300))
@@ -91,7 +92,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         first = draw(st.integers(0, length - 1))
         asking = sorted(draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=9))) if sparse else []
         rows.append((draw(st.permutations(used)), asking or list(range(first, length))))
-    return Drawn(shape, group, mask, rows, draw(st.integers(0, 1 << 20)))
+    return Drawn(replace(shape, latent=latent), group, mask, rows, draw(st.integers(0, 1 << 20)))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -134,6 +135,18 @@ def test_a_long_context_is_cut_among_threads_without_a_trace(isa: str) -> None:
     case = Drawn(shape, 4, AttentionMask(0.3, sinks=torch.tensor([0.0, 5.0, -5.0, 30.0])), rows, 3)
     found = []
     for threads in (1, 2, 5, 16):
+        ops = NativeOps(threads, isa)
+        found.append(ops.attention(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone())
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_latent_keys_of_a_real_size_are_cut_among_threads_without_a_trace(isa: str) -> None:
+    shape = PageShape(1, 32, 1, 64, 512, FLOAT16, latent=True)
+    rows = [(list(range(8)), [200]), (list(range(8, 12)), [40, 41, 99])]
+    case = Drawn(shape, 16, AttentionMask(0.05), rows, 3)
+    found = []
+    for threads in (1, 2, 5):
         ops = NativeOps(threads, isa)
         found.append(ops.attention(case.queries(), case.fill(ops), 0, case.paging(rows), case.mask).clone())
     assert all(torch.equal(found[0], other) for other in found)

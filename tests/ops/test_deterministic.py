@@ -27,7 +27,7 @@ from kvilt.ops.triton.deterministic import DeterministicTritonOps
 from kvilt.ops.triton.quantized import expanded
 from kvilt.quant.groups import GROUPED_FORMATS
 
-USUAL = {"ragged rows", "sinks under soft caps", "float8 pages"}
+USUAL = {"latent keys of ragged rows", "ragged rows", "sinks under soft caps", "float8 pages"}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ class LongRow:
         ops.write(
             self.store, 0, slots, random_of(len(slots), 1, shape.key_dim), random_of(len(slots), 1, shape.value_dim)
         )
-        self.query = random_of(self.tokens, 2, shape.key_dim, seed=3)
+        self.query = random_of(self.tokens, 2, shape.query_dim, seed=3)
 
     def attend(self, *spans: range, beside: bool = False) -> Tensor:
         """The attention of the long row, cut into steps; `beside` a short row."""
@@ -75,6 +75,7 @@ class LongRow:
 
 CHUNKED = {
     "float32": (FLOAT32, AttentionMask(0.5)),
+    "latent": (FLOAT32, AttentionMask(0.5)),
     "int8 in a window": (INT8, AttentionMask(0.5, window=70)),
     "float8": (FLOAT8, AttentionMask(0.5)),
     "int8": (INT8, AttentionMask(0.5)),
@@ -83,14 +84,14 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(CHUNKED)]
+    "name", [n if i < 3 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(CHUNKED)]
 )
 def test_attention_has_its_bits_in_any_chunks(
     ops: Ops, paging_of: Any, random_of: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(invariant_attention, "SEGMENT", 64)
     dtype, mask = CHUNKED[name]
-    row = LongRow(ops, paging_of, random_of, PageShape(1, 24, 1, 8, 8, dtype), mask)
+    row = LongRow(ops, paging_of, random_of, PageShape(1, 24, 1, 8, 8, dtype, latent=name == "latent"), mask)
     whole = row.attend(range(row.tokens))
     cuts = [range(5), range(5, 70), range(70, row.tokens)]
     assert torch.equal(row.attend(*cuts), whole)

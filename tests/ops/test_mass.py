@@ -47,3 +47,21 @@ def test_mass_is_the_sum_of_weights(
     torch.testing.assert_close(found, weights.mean(1).sum(0)[: max(at) + 1], rtol=0, atol=2e-3)
     if mask.sinks is None:
         torch.testing.assert_close(found.sum(), torch.tensor(float(len(at))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_mass_on_latent_keys_counts_their_values(
+    ops: Ops,
+    noisy_pages: Callable[[PageShape, int], PageStore],
+    paging_of: Callable[..., Paging],
+    random_of: Callable[..., Tensor],
+    dtype: str,
+) -> None:
+    table, at, mask = [5, 0, 7, 2], [3, 15], MASKS["plain"]
+    store = noisy_pages(PageShape(2, 4, 1, 6, KEYS, KV_DTYPES[dtype], latent=True), 8)
+    query, names = random_of(len(at), 4, 6 + KEYS), torch.eye(KEYS).unsqueeze(1).contiguous()
+    ops.write(store, 1, paging_of(4, (table, list(range(KEYS)))).slots, random_of(KEYS, 1, 6, seed=1), names)
+    paging = paging_of(4, (table, at))
+    weights = ops.attention(query, store, 1, paging, mask)  # [tokens, heads, keys]
+    found = ops.key_mass(query, store, 1, paging.tables[0], paging.positions, mask)
+    torch.testing.assert_close(found, weights.mean(1).sum(0)[: max(at) + 1], rtol=0, atol=2e-3)

@@ -219,3 +219,27 @@ def test_a_row_of_a_batch_equals_the_row_alone(ops: Ops, near: Any, random_of: A
     together = ops.linear(x, weight)
     for row in range(9):
         near(ops.linear(x[row : row + 1], weight), together[row : row + 1].double())
+
+
+# Maps of single heads.
+
+
+@pytest.mark.parametrize(("tokens", "moved"), [(1, 0), (1, 6), (9, 3), (40, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_head_goes_through_its_own_matrix(
+    ops: Ops, near: Any, random_of: Any, tokens: int, moved: int, dtype: torch.dtype
+) -> None:
+    x, weight = random_of(tokens, 3, 70 + moved), random_of(3, 37, 70, seed=1).to(dtype)
+    found = ops.per_head_linear(x, ops.prepare_per_head(weight), moved)
+    truth = torch.einsum("thi,hoi->tho", x[..., :70].double(), weight.double())
+    assert torch.equal(found[..., :moved], x[..., 70:])
+    near(found[..., moved:], truth)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_a_head_has_its_bits_beside_any_tokens(ops: Ops, backend: str, random_of: Any, tokens: int) -> None:
+    if backend == "reference":
+        return  # torch sums in an order that depends on shapes
+    x, weight = random_of(40, 3, 34), ops.prepare_per_head(random_of(3, 21, 30, seed=1))
+    whole = ops.per_head_linear(x, weight, 4).clone()
+    assert torch.equal(ops.per_head_linear(x[7 : 7 + tokens].clone(), weight, 4), whole[7 : 7 + tokens])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvilt.ops.contract import AttentionMask, NewKV, Ops, PageShape, Paging, Pairing, RowLengths
 from kvilt.ops.kv_dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
@@ -22,6 +23,7 @@ CASES: dict[str, tuple[PageShape, int, Pairing, AttentionMask]] = {
     "bfloat16": (PageShape(2, 4, 2, 16, 16, BFLOAT16), 8, "half", PLAIN),
     "float16": (PageShape(2, 4, 2, 16, 16, FLOAT16), 8, "half", PLAIN),
     "float8": (PageShape(2, 4, 2, 16, 16, FLOAT8), 8, "half", PLAIN),
+    "latent": (PageShape(2, 4, 1, 8, 20, FLOAT32, latent=True), 4, "interleaved", PLAIN),
 }
 
 
@@ -48,10 +50,16 @@ def test_it_is_a_write_and_then_attention(
     paging, rows = paging_of(positions, 48, shape.page_tokens), len(positions)
     stores = [new_pages(shape, 48) for _ in range(2)]
     old, slots = 4 * 48, torch.arange(4 * 48)
+
+    def new(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        heads = shape.kv_heads
+        return random_of(tokens, heads, shape.key_dim, seed=seed), random_of(
+            tokens, heads, shape.value_dim, seed=seed + 1
+        )
+
     for store in stores:
-        ops.write(store, 1, slots, random_of(old, 2, shape.key_dim, seed=1), random_of(old, 2, shape.value_dim, seed=2))
-    query, keys = random_of(rows, 4, shape.key_dim, seed=3), random_of(rows, 2, shape.key_dim, seed=4)
-    values = random_of(rows, 2, shape.value_dim, seed=5)
+        ops.write(store, 1, slots, *new(old, seed=1))
+    query, (keys, values) = random_of(rows, 4, shape.query_dim, seed=3), new(rows, seed=4)
     rotation = ops.rotation(paging.positions, 0.7 ** torch.arange(pairs).float(), 1.1, pairing)
     found = ops.attention(query, stores[0], 1, paging, mask, NewKV(keys, values, rotation))
     turned = ops.rotate_and_write(stores[1], 1, paging.slots, query, keys, values, rotation)

@@ -42,7 +42,7 @@ from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from . import experts as experts_of
-from . import lora, recurrent
+from . import lora, per_head, recurrent
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
 from .memory import Buffers, Slabs
@@ -147,6 +147,12 @@ class NativeOps:
         to = ([f32(bias) for _, bias in maps], [F32Address(0)] * len(maps), [f32(out) for out in outs])
         self._runner.linears([one.handle for one in packed], *to, f32(x), x.shape[0])
         return outs
+
+    def prepare_per_head(self, weight: Tensor) -> PackedWeight:
+        return per_head.pack(weight)
+
+    def per_head_linear(self, x: Tensor, weight: Prepared, moved: int = 0) -> Tensor:
+        return per_head.linear(self._runner, self.buffers, x, weight, moved)
 
     def gate_up(
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None

@@ -68,6 +68,10 @@ def attention(
     out = buffers.empty(query.shape[0], query.shape[1], pages.shape.value_dim)
     tables, positions = paging.tables.contiguous(), paging.positions.contiguous()
     where = (i64(tables), tables.shape[1], list(paging.starts), i64(positions))
+    if pages.shape.latent:
+        check(not mask.window and not mask.soft_cap and mask.sinks is None, "mask", "latent attention sees every key")
+        runner.latent_attention(f32(query), query.shape[1], pages.layers[layer], *where, mask.scale, f32(out))
+        return out
     sinks = None if mask.sinks is None else checked("sinks", mask.sinks, (query.shape[1],))
     sees = (mask.scale, mask.window, mask.soft_cap, f32(sinks))
     runner.attention(f32(query), query.shape[1], pages.layers[layer], *where, *sees, f32(out))
@@ -91,6 +95,9 @@ def key_mass(
     keys = kv.keys[0].float()
     if pages.shape.scales:
         keys = keys * kv.key_scales[0].unsqueeze(-1)
+    if pages.shape.latent:
+        values = kv.values[0].float()
+        keys = torch.cat((keys, values * kv.value_scales[0].unsqueeze(-1) if pages.shape.scales else values), dim=-1)
     return attention_mass(query, keys, first, positions, mask)
 
 
@@ -180,7 +187,7 @@ def _check_query(shape: PageShape, query: Tensor, paging: Paging) -> None:
     check_dims("query", query, 3)
     check_dims("tables", paging.tables, 2)
     tokens, heads, _ = query.shape
-    checked("query", query, (tokens, heads, shape.key_dim))
+    checked("query", query, (tokens, heads, shape.query_dim))
     checked("tables", paging.tables.contiguous(), paging.tables.shape, I64)
     checked("positions", paging.positions.contiguous(), (tokens,), I64)
     check(heads % shape.kv_heads == 0, "query", f"has {heads} heads for {shape.kv_heads} of the keys")

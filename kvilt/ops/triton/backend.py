@@ -41,7 +41,7 @@ from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import experts as experts_of
-from . import lora, pages, products, quantized, recurrent, repair, vectors
+from . import invariant_attention, lora, pages, per_head, products, quantized, recurrent, repair, vectors
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
@@ -134,6 +134,10 @@ class TritonOps(ReferenceOps):
         else:
             return [self.linear(x, weight) for weight in weights]
         return list(made.split(sizes, dim=1))
+
+    def per_head_linear(self, x: Tensor, weight: Prepared, moved: int = 0) -> Tensor:
+        assert isinstance(weight, Tensor)
+        return per_head.linear(x, weight, moved)
 
     def gate_up(
         self, x: Tensor, gate: LinearMap, up: LinearMap, activation: Activation, norm: RmsNorm | None = None
@@ -228,9 +232,12 @@ class TritonOps(ReferenceOps):
         new: NewKV | None = None,
     ) -> Tensor:
         pages = _own(store)
-        if new is not None and (paging.lengths.max_query > 1 or pages.shape.scales):  # no kernel does both
+        apart = paging.lengths.max_query > 1 or pages.shape.scales or pages.shape.latent  # no kernel does both
+        if new is not None and apart:
             query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
             new = None
+        if pages.shape.latent:
+            return invariant_attention.attention(query, pages, layer, paging, mask, self._counters)
         return paged.attention(query, pages, layer, paging, mask, self._counters, new)
 
     def write(
@@ -254,7 +261,11 @@ class TritonOps(ReferenceOps):
         values: Tensor,
         rotation: Rotation,
     ) -> Tensor:
-        return pages.rotate_and_write(_own(store), layer, slots, query, keys, values, rotation)
+        own = _own(store)
+        if own.shape.latent:  # queries and keys have not one size
+            pages.write(own, layer, slots, keys, values, rotation)
+            return vectors.rotate(query, rotation)
+        return pages.rotate_and_write(own, layer, slots, query, keys, values, rotation)
 
     def interpolate(
         self,

@@ -5,6 +5,9 @@ and segments are merged in ascending order: in registers by a program that walks
 programs that share them out. Both merge the same numbers in the same order, so how a step is shared out among programs
 changes no bit. Nor does it matter which queries share a tile: a key that a query does not see adds nothing to it.
 
+Latent attention, whose keys go on in their values, has its only kernel here: programs share out the heads, since all of
+them read the same keys.
+
 Products are never fused with sums behind the source's back (`enable_fp_fusion`), since a compiler might do that in one
 variant of the kernel and not in another.
 """
@@ -23,6 +26,7 @@ from ..reference import ReferencePages
 from .attention import _constants, _row_of
 from .overlap import await_inputs, launch_next, overlap
 
+LATENT_HEADS = 16  # of a program, where all heads share their keys: a tile of a tensor core
 SEGMENT = 256  # keys that have a softmax of their own; a multiple of every tile
 PROGRAMS = 264  # that fill a card
 SHARED_BYTES = 160 << 10
@@ -35,23 +39,25 @@ def attention(
     """`query` [tokens, heads, dim] to [tokens, heads, value_dim]. `counters` are zero before and after."""
     tokens, heads, _ = query.shape
     shape, lengths = pages.shape, paging.lengths
-    group = heads // shape.kv_heads
-    tile = _tile(query, pages, lengths.max_query * group, lengths.rows * shape.kv_heads)
+    group = min(heads, LATENT_HEADS) if shape.latent else heads // shape.kv_heads
+    units = triton.cdiv(heads, group)  # groups of heads that share a program
+    tile = _tile(query, pages, lengths.max_query * group, lengths.rows * units)
     queries = tile["BLOCK_M"] // group
     single = lengths.max_query <= queries  # a row is one tile
     tiles = lengths.rows if single else tokens // queries + lengths.rows
     segments = triton.cdiv(paging.tables.shape[1] * shape.page_tokens, SEGMENT)
-    splits = min(segments, max(1, PROGRAMS // (tiles * shape.kv_heads))) if single else 1
+    splits = min(segments, max(1, PROGRAMS // (tiles * units))) if single else 1
     out = torch.empty((tokens, heads, shape.value_dim), dtype=query.dtype, device=query.device)
     wide = (segments, tokens, heads)
     parts = out if splits == 1 else torch.empty((*wide, shape.value_dim), dtype=torch.float32, device=query.device)
     sums = out if splits == 1 else torch.empty((*wide, 2), dtype=torch.float32, device=query.device)
-    _attention[(tiles, shape.kv_heads, splits)](
+    _attention[(tiles, units, splits)](
         query, _numbers(pages.keys, layer), _numbers(pages.values, layer), pages.key_scales[layer],
         pages.value_scales[layer], out if mask.sinks is None else mask.sinks, paging.tables, paging.positions,
         lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale * LOG2E.value, mask.scale, mask.window, mask.soft_cap,
-        query.stride(0), query.stride(1), paging.tables.stride(0), **_constants(pages, heads),
+        query.stride(0), query.stride(1), paging.tables.stride(0),
+        **_constants(pages, heads) | {"GROUP": group}, HEADS=heads, LATENT=shape.latent,
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
         SHARED=splits > 1, SINGLE=single, SEGMENT=SEGMENT, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, **tile, **overlap(query),
@@ -72,6 +78,8 @@ def _tile(query: Tensor, pages: ReferencePages, rows: int, programs: int) -> dic
     """
     shape, group = pages.shape, query.shape[1] // pages.shape.kv_heads
     dim, keys = max(shape.key_dim, shape.value_dim), 64
+    if shape.latent:
+        return _latent_tile(query, dim)
     while keys > 16 and 4 * keys * dim * query.element_size() > SHARED_BYTES:
         keys //= 2
     block, warps, stages = 64, 4, 2
@@ -82,6 +90,12 @@ def _tile(query: Tensor, pages: ReferencePages, rows: int, programs: int) -> dic
             block, warps, stages = 16, 1, 3 if programs >= PROGRAMS else 2
     block = max(block, triton.next_power_of_2(group))
     return {"BLOCK_M": block, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+
+
+def _latent_tile(query: Tensor, dim: int) -> dict[str, Any]:
+    """One tile for all steps, so that sums may leave a warp: wide values fill the registers of several."""
+    keys = 32 if 4 * 32 * dim * query.element_size() <= SHARED_BYTES else 16
+    return {"BLOCK_M": LATENT_HEADS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -98,21 +112,26 @@ def _loaded(at, scales_at, inside, there, kind: tl.constexpr, SCALED: tl.constex
 
 @triton.jit
 def _over_keys(
-    q, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale, window, soft_cap,
-    best, total, mixed,
+    q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale, window,
+    soft_cap, best, total, mixed,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FLOATS: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, FLOATS: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into a segment's softmax. `best` is a power of two, as `unit` makes it."""
     d, dv, key = tl.arange(0, D_PAD), tl.arange(0, DV_PAD), start + tl.arange(0, BLOCK_N)
     there = key < stop if MASKED else key >= 0
     page = tl.load(table + key // PAGE, mask=there, other=0)
-    slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head
+    slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + (0 if LATENT else head)
     inside = (d < D)[:, None] & there[None, :]
     k_at, scales_at = keys + slot[None, :] * D + d[:, None], (key_scales + slot)[None, :]
     k = _loaded(k_at, scales_at, inside, there[None, :], q.dtype, SCALED, FLOATS)
     scores = tl.dot(q, k, input_precision=PRECISION)
+    if LATENT:  # a key that no query sees may be noise here: its scores are masked, and its value is loaded again
+        more = (dv < DV)[:, None] & there[None, :]
+        rest_at, scales_at = values + slot[None, :] * DV + dv[:, None], (value_scales + slot)[None, :]
+        rest = _loaded(rest_at, scales_at, more, there[None, :], q.dtype, SCALED, FLOATS)
+        scores = tl.dot(q_value, rest, scores, input_precision=PRECISION)
     if CAPPED:
         scores = soft_cap * (2 * tl.sigmoid(2 * (scores * scale) / soft_cap) - 1)
     useful = there
@@ -152,7 +171,8 @@ def _attention(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, PDL: tl.constexpr,
+    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -168,10 +188,14 @@ def _attention(
 
     m, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     token, head_of = first + m // GROUP, head * GROUP + m % GROUP
-    known = (m < BLOCK_Q * GROUP) & (token < row_stop)
+    known = (m < BLOCK_Q * GROUP) & (token < row_stop) & (head_of < HEADS)
     at = tl.load(positions + token, mask=known, other=0).to(tl.int32)
     q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head + d[None, :]
     q = tl.load(q_at, mask=known[:, None] & (d < D)[None, :], other=0.0)
+    q_value = q
+    if LATENT:
+        rest_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head + D + dv[None, :]
+        q_value = tl.load(rest_at, mask=known[:, None] & (dv < DV)[None, :], other=0.0)
     if CAPPED:
         unit = unit * 0 + LOG2E
 
@@ -193,16 +217,17 @@ def _attention(
     if not WINDOW:
         plain = tl.minimum(tl.maximum(oldest + 1, begin), stop) // BLOCK_N * BLOCK_N
 
-    place, step = token.to(tl.int64) * KV_HEADS * GROUP + head_of, tokens.to(tl.int64) * KV_HEADS * GROUP
+    place, step = token.to(tl.int64) * HEADS + head_of, tokens.to(tl.int64) * HEADS
     inside, table = known[:, None] & (dv < DV)[None, :], tables + row * stride_table
     whole_best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     whole_total, whole_mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     best, total, mixed = whole_best, whole_total, whole_mixed
     for start in range(begin, plain, BLOCK_N):
         best, total, mixed = _over_keys(
-            q, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale, window,
-            soft_cap, best, total, mixed,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, False,
+            q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
+            window, soft_cap, best, total, mixed,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
+            False,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
             if not SHARED:
@@ -213,9 +238,10 @@ def _attention(
             total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     for start in range(plain, stop, BLOCK_N):
         best, total, mixed = _over_keys(
-            q, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale, window,
-            soft_cap, best, total, mixed,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, True,
+            q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
+            window, soft_cap, best, total, mixed,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
+            True,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
             if not SHARED:
@@ -229,7 +255,7 @@ def _attention(
         if shares > 1:
             # The program that comes last merges the segments of all, and leaves the counter as it was.
             tl.debug_barrier()
-            counter = counters + tile * KV_HEADS + head
+            counter = counters + tile * tl.num_programs(1) + head
             if tl.atomic_add(counter, 1, sem="acq_rel") < shares - 1:
                 return
             tl.store(counter, 0)

@@ -1,0 +1,126 @@
+// A tile of keys and values: where its pages are, how their numbers are read, and the tile as floats.
+#pragma once
+#include <array>
+
+#include "pages.h"
+#include "vectors.h"
+
+namespace kvilt::KVILT_ISA {
+
+struct Float32Loader {
+  using Number = float;
+  static constexpr int kLevel = 2;  // the cache level to prefetch the next tile into: memory is read once
+  static f32x16 at(const Number* p) { return load(p); }
+};
+struct CachedFloat32Loader : Float32Loader {  // a tile that stays in the cache
+  static constexpr int kLevel = 0;
+};
+struct Float16Loader {
+  using Number = uint16_t;
+  static constexpr int kLevel = 2;
+  static f32x16 at(const Number* p) { return load_half(p); }
+};
+struct Bfloat16Loader {
+  using Number = uint16_t;
+  static constexpr int kLevel = 2;
+  static f32x16 at(const Number* p) { return load_bfloat(p); }
+};
+struct Int8Loader {
+  using Number = int8_t;
+  static constexpr int kLevel = 3;  // so small that the nearest cache has room for it
+  static f32x16 at(const Number* p) { return load_byte(p); }
+};
+
+// Where the pages of a tile are; only those that a query of the block sees.
+struct Tile {
+  std::array<const char*, kTileLanes / 16> keys, values;
+  std::array<const float*, kTileLanes / 16> key_scales, value_scales;
+  std::array<const char*, kTileLanes / 16> next;  // keys of the tile that comes after
+};
+
+template <typename Loader>
+inline const char* to_floats(const char* from, int64_t count, float* to) {
+  const auto* numbers = reinterpret_cast<const typename Loader::Number*>(from);
+  for (int64_t i = 0; i < count; i += 16) store(to + i, Loader::at(numbers + i));
+  return reinterpret_cast<const char*>(to);
+}
+inline const char* to_floats(KVDtype dtype, const char* from, int64_t count, float* to) {
+  switch (dtype) {
+    case KVDtype::kFloat16: return to_floats<Float16Loader>(from, count, to);
+    case KVDtype::kBfloat16: return to_floats<Bfloat16Loader>(from, count, to);
+    case KVDtype::kInt8: return to_floats<Int8Loader>(from, count, to);
+    default: return from;
+  }
+}
+
+// The tile as floats, for blocks that go through it many times.
+inline void unpack_tile(const Pages& pages, Tile& tile, float* room) {
+  const int64_t keys = pages.dim * pages.lanes, values = pages.page_tokens * pages.value_lanes;
+  for (int64_t page = 0; page < tile_pages(pages); ++page, room += keys + values) {
+    if (!tile.keys[page]) continue;
+    tile.keys[page] = to_floats(pages.dtype, tile.keys[page], keys, room);
+    tile.values[page] = to_floats(pages.dtype, tile.values[page], values, room + keys);
+  }
+}
+
+// Eight rows of eight floats as columns. Copies only.
+inline void transpose_8(const float* from, int64_t stride, float* to, int64_t to_stride) {
+#if defined(__AVX2__)
+  __m256 row[8], pair[8], four[8];
+  for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from + i * stride);
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    four[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
+    four[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xee);
+    four[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
+    four[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
+  }
+#else
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * stride + j];
+#endif
+}
+
+inline void copy_floats(KVDtype dtype, const char* from, int64_t count, float* to) {
+  if (dtype == KVDtype::kFloat32) std::memcpy(to, from, size_t(count) * sizeof(float));
+  else to_floats(dtype, from, count, to);
+}
+
+inline int64_t latent_page_floats(const Pages& pages) { return pages.lanes * (pages.dim + 2 * pages.value_lanes); }
+
+// A page of latent KV as floats: keys that go on in the values' columns [query_dim][lanes], and values with a row for
+// each lane. Scales of bytes are multiplied in, since key and value have one each.
+inline void unpack_latent_page(const Pages& pages, Tile& tile, int64_t page, float* room) {
+  float *keys = room, *columns = keys + pages.dim * pages.lanes, *values = columns + pages.value_lanes * pages.lanes;
+  copy_floats(pages.dtype, tile.keys[page], pages.dim * pages.lanes, keys);
+  copy_floats(pages.dtype, tile.values[page], pages.page_tokens * pages.value_lanes, values);
+  if (const float* scales = tile.key_scales[page]) {
+    for (int64_t i = 0; i < pages.dim * pages.lanes; i += 16)
+      store(keys + i, load(keys + i) * load(scales + i % pages.lanes));
+    for (int64_t t = 0; t < pages.page_tokens; ++t)
+      for (int64_t d = 0; d < pages.value_lanes; d += 16) {
+        float* at = values + t * pages.value_lanes + d;
+        store(at, load(at) * tile.value_scales[page][t]);
+      }
+    tile.key_scales[page] = tile.value_scales[page] = nullptr;
+  }
+  for (int64_t t = 0; t < pages.lanes; t += 8)  // lanes past the tokens have no weight, whatever stands there
+    for (int64_t d = 0; d < pages.value_lanes; d += 8)
+      transpose_8(values + t * pages.value_lanes + d, pages.value_lanes, columns + d * pages.lanes + t, pages.lanes);
+  tile.keys[page] = reinterpret_cast<const char*>(keys);
+  tile.values[page] = reinterpret_cast<const char*>(values);
+}
+
+inline void unpack_latent_tile(const Pages& pages, Tile& tile, float* room) {
+  for (int64_t page = 0; page < tile_pages(pages); ++page, room += latent_page_floats(pages))
+    if (tile.keys[page]) unpack_latent_page(pages, tile, page, room);
+}
+
+}  // namespace kvilt::KVILT_ISA
