@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ParamError
 from ..executor.protocol import Executor
-from ..models.spec import ExpertsSpec, FeedForwardSpec, ModelSpec
+from ..models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelSpec
 from ..ops.native.limits import MachineLimits
 from ..ops.native.limits import measure as measure_limits
 from .cold_start import ColdStart, measure_cold_start
@@ -90,9 +90,17 @@ def matmul_counts(spec: ModelSpec) -> MatmulCounts:
     layers = 0
     for layer in spec.layers:
         a = layer.attention
-        layers += spec.hidden_size * a.head_dim * 2 * (a.heads + a.kv_heads)
+        layers += _attention_products(a, spec.hidden_size)
         layers += spec.hidden_size * _feed_forward_width(layer.feed_forward)
     return MatmulCounts(layers, spec.hidden_size * spec.vocab_size)
+
+
+def _attention_products(a: AttentionSpec, width: int) -> int:
+    if (latent := a.latent) is None:
+        return width * a.head_dim * 2 * (a.heads + a.kv_heads)
+    per_head = latent.kv_rank * (latent.plain_dim + latent.value_dim) + width * latent.value_dim
+    query = latent.q_rank * (width + a.heads * a.head_dim) if latent.q_rank else width * a.heads * a.head_dim
+    return query + width * (latent.kv_rank + latent.rope_dim) + a.heads * per_head
 
 
 def _feed_forward_width(spec: FeedForwardSpec | ExpertsSpec) -> int:

@@ -33,7 +33,7 @@ class ChunkCache:
                 "leave out the documents, and give their text in the prompt"
             )
         if any(group.shape.value_dim == 0 for group in executor.layout.groups):
-            raise InputError("documents of models with latent attention cannot be blended")
+            raise InputError("documents of models whose KV has no values cannot be blended")
         self.context_prefix = tuple(context_prefix)
         self._executor = executor
         self._store = store

@@ -84,7 +84,7 @@ class KeyRotation:
 
 def key_rotations(spec: ModelSpec) -> tuple[KeyRotation, ...]:
     """How each layer of a model rotates."""
-    return tuple(KeyRotation(layer.attention.rope, head_dim=layer.attention.head_dim) for layer in spec.layers)
+    return tuple(KeyRotation(layer.attention.rope, head_dim=layer.attention.kv_dims[0]) for layer in spec.layers)
 
 
 def as_key_rotations(ropes: Sequence[KeyRotation | Rope]) -> tuple[KeyRotation, ...]:

@@ -53,19 +53,18 @@ class RetrievedDocument:
         if found.k is None or found.v is None or found.valid_mask is not self._whole:
             self._reason = self.reason or "absent"
             raise StoreMiss(self._reason)
-        return LayerKV(self._unrotated(index, found, found.k), self._heads(index, found.v))
+        keys = self._unrotated(index, found, found.k)
+        values = found.v[span].reshape(*keys.shape[:2], -1)  # not always of the keys' size
+        return LayerKV(keys, values.to(self._dtype))
 
     def _unrotated(self, index: int, found: BlendRetrieverResult, keys: Tensor) -> Tensor:
-        rotation, keys = self._rotations[index], self._heads(index, keys)
+        rotation = self._rotations[index]
+        assert rotation.head_dim is not None
+        keys = keys[self._span].reshape(self._span.stop - self._span.start, -1, rotation.head_dim).to(self._dtype)
         if found.rotated is False:
             return keys
         rotation.check_said(found.rotated, index)
         return rotation.strip(keys, found.original_positions[self._span].to(keys.device))
-
-    def _heads(self, index: int, given: Tensor) -> Tensor:
-        head_dim = self._rotations[index].head_dim
-        assert head_dim is not None
-        return given[self._span].reshape(self._span.stop - self._span.start, -1, head_dim).to(self._dtype)
 
 
 class PromptDocuments:

@@ -315,7 +315,7 @@ def _reach(reach: Reach) -> str:
         case Window(tokens):
             return f"window of {tokens:,}"
         case Latent(rope_dims):
-            return f"latent with {rope_dims} rotated"
+            return f"latent, absorbed, {rope_dims} numbers of a key rotated"
 
 
 def _rope(rope: Rope) -> str:

@@ -244,6 +244,8 @@ def _reordered(name: str, up: Tensor, spec: ModelSpec, kind: str) -> Tensor:
     if part not in ("q", "k") or paired == given:
         return up
     attention = spec.layers[int(name.partition(".")[0])].attention
+    if attention.latent is not None:  # its queries have one order in all checkpoints
+        return up
     heads = attention.heads if part == "q" else attention.kv_heads
     split = (heads, 2, -1, up.shape[1]) if paired else (heads, -1, 2, up.shape[1])
     return up.reshape(split).transpose(1, 2).reshape(up.shape)

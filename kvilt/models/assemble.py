@@ -12,6 +12,7 @@ from ..errors import WeightError
 from ..kv.layout import KVLayout, LayerSlot
 from ..ops.contract import Ops, Prepared
 from ..quant.tensor import QuantTensor, Weight
+from ..quant.unpack import dequantize
 from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
@@ -20,6 +21,8 @@ from .expert_slices import ExpertSlice, expert_slices
 from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
+from .latent import LatentAttention
+from .latent_loading import latent_attention, latent_shapes, per_head_shapes
 from .layers import AnyNorm, DenseFeedForward, LayerNorm, Linear, Norm, PlainFeedForward
 from .recurrent import Recurrent
 from .recurrent_loading import recurrent_block
@@ -79,7 +82,7 @@ def _ropes(spec: ModelSpec) -> list[RopeSpec]:
 def _needed(
     spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
 ) -> Iterator[tuple[str, ExpectedTensor]]:
-    """Every tensor the spec asks for, by our name."""
+    """Every tensor the spec asks for, by our name; `present` are those of the checkpoint."""
     width = spec.hidden_size
     yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
     for name in _with_biases(["norm"], spec):
@@ -93,6 +96,9 @@ def _needed(
         for whole, parts in _fused_in(dialect, shapes):
             each = [shapes.pop(part) for part in parts]
             shapes[whole] = (sum(rows for rows, *_ in each), *each[0][1:])
+        if layer.attention.latent is not None:
+            cut = "key_up" in dialect.names and dialect.name_of(i, "key_up") in present
+            shapes |= per_head_shapes(layer.attention.heads, layer.attention.latent, cut)
         for name, shape in shapes.items():
             if expert_part(name) not in dialect.stacks:
                 stored = shape[::-1] if name in dialect.transposed else shape
@@ -170,6 +176,8 @@ def _recurrent(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, ...]]:
+    if spec.latent is not None:
+        return latent_shapes(spec, spec.latent, width)
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {"q": (q, width), "k": (kv, width), "v": (kv, width), "out": (width, q)}
     if spec.qkv_bias:
@@ -267,13 +275,20 @@ class _Loader:
         held = bias in self.found or bias in self.slices
         return Linear(self.weight(name), self.vector(bias, self.ops.dtype) if held else None, name)
 
-    def norm(self, name: str) -> AnyNorm:
+    def floats(self, name: str) -> Tensor:
+        """A tensor as floats, packed or not."""
+        tensor = self._take(name)
+        plain = dequantize(tensor) if isinstance(tensor, QuantTensor) else tensor
+        self.checkpoint.tensors.forget(self.found[name])
+        return plain
+
+    def norm(self, name: str, eps: float | None = None) -> AnyNorm:
         weight, shift, bias = self.vector(name, torch.float32), self.dialect.norm_shift, f"{name}_bias"
-        weight = weight + shift if shift else weight
+        weight, eps = weight + shift if shift else weight, self.spec.norm_eps if eps is None else eps
         if self.spec.norm_kind == "rms":
-            return Norm(weight, self.spec.norm_eps)
+            return Norm(weight, eps)
         own = self.vector(bias, torch.float32) if bias in self.found else None
-        return LayerNorm(weight, own, self.spec.norm_eps)
+        return LayerNorm(weight, own, eps)
 
     @property
     def norm_eps(self) -> float:
@@ -300,7 +315,7 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
     def at(name: str) -> str:
         return f"{index}.{name}"
 
-    attention: Attention | Recurrent
+    attention: Attention | LatentAttention | Recurrent
     if spec.recurrent is not None:
         attention = recurrent_block(loader, index, spec.recurrent, place)
     else:
@@ -320,7 +335,10 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
     )
 
 
-def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention:
+def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention | LatentAttention:
+    if spec.latent is not None:
+        return latent_attention(loader, index, spec, spec.latent, place)
+
     def at(name: str) -> str:
         return f"{index}.{name}"
 

@@ -17,6 +17,7 @@ from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, Stat
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
 from .experts import Experts, FeedForward
+from .latent import LatentAttention
 from .layers import AnyNorm, LayerContext, LayerRepair, Linear, linears_in
 from .recurrent import Recurrent
 from .rope import rotation
@@ -36,7 +37,7 @@ class Layer:
     """Attention, then feed-forward, each added to the stream it reads; or both of the same normed input."""
 
     attention_norm: AnyNorm | None
-    attention: Attention | Recurrent
+    attention: Attention | LatentAttention | Recurrent
     feed_forward_norm: AnyNorm | None
     feed_forward: FeedForward
     post_attention_norm: AnyNorm | None = None
@@ -57,7 +58,7 @@ class Layer:
 
     def _added(
         self,
-        block: Attention | Recurrent | FeedForward,
+        block: Attention | LatentAttention | Recurrent | FeedForward,
         norm: AnyNorm | None,
         context: LayerContext,
         stream: Tensor,
@@ -143,7 +144,9 @@ class Decoder:
         for layer in self.layers:
             if isinstance(block := layer.feed_forward, Experts):
                 idle += (1 - block.spec.top_k / block.spec.experts) * sum(map(_nbytes, linears_in(block.experts)))
-        return _nbytes(self.head) + sum(map(_nbytes, linears_in(self.layers))) - round(idle)
+        attentions = [layer.attention for layer in self.layers]
+        per_head = sum(one.per_head_bytes for one in attentions if isinstance(one, LatentAttention))
+        return _nbytes(self.head) + sum(map(_nbytes, linears_in(self.layers))) + per_head - round(idle)
 
     def _through(
         self,
@@ -185,7 +188,7 @@ class Decoder:
     ) -> None:
         """Stored KV of one layer into its pages."""
         attention = self.layers[index].attention
-        assert isinstance(attention, Attention), "a batch places no stored KV in a model with recurrent state"
+        assert not isinstance(attention, Recurrent), "a batch places no stored KV in a model with recurrent state"
         place, rope = attention.place, attention.spec.rope
         for load, rotations in loads:
             here = [stored.on_device(one) for one in load.stored.get(index, ())]

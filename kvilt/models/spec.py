@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..errors import Unsupported, WeightError
-from ..kv.layout import Full, KVLayout, LayerGroup, Reach, RecurrentGroup
+from ..kv.layout import Full, KVLayout, Latent, LayerGroup, Reach, RecurrentGroup
 from ..ops.contract import Activation, PageShape, Pairing, Routing, StateShape, TemperatureScaling
 from ..ops.kv_dtypes import KVDtype
 from ..ops.routing import GroupScore, RouterScores
@@ -132,8 +132,20 @@ Rope = RopeSpec | NoRope
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """What latent attention (MLA) has beside a grouped-query one: its ranks, and the parts of a head."""
+
+    kv_rank: int  # numbers of the compressed vector that stands for a token's keys and values
+    plain_dim: int  # numbers of a head's query and key that no rope turns (qk_nope_head_dim)
+    rope_dim: int  # numbers that a rope turns; the keys' are shared by all heads
+    value_dim: int
+    q_rank: int = 0  # queries come from a compressed vector too; 0: they do not
+    norm_eps: float = 1e-6  # of the norms of compressed vectors, whatever the other norms have
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention."""
+    """Grouped-query attention; with `latent`, multi-head latent attention."""
 
     heads: int
     kv_heads: int
@@ -152,8 +164,15 @@ class AttentionSpec:
     temperature: TemperatureScaling | None = field(default=None, repr=False)  # of queries, by position
     v_norm: bool = field(default=False, repr=False)  # values are normed by head, without a learned scale
     values_are_keys: bool = field(default=False, repr=False)  # as projected: neither normed nor rotated
+    latent: LatentSpec | None = field(default=None, repr=False)
 
     __repr__ = _repr
+
+    @property
+    def kv_dims(self) -> tuple[int, int]:
+        """Numbers of a key and of a value, as pages keep them."""
+        latent = self.latent
+        return (self.head_dim, self.head_dim) if latent is None else (latent.rope_dim, latent.kv_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,19 +323,17 @@ def at_context(spec: ModelSpec, context: int) -> ModelSpec:
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
     """The KV layout of a model: layers with the same reach and shape form a group."""
-    kinds: dict[tuple[Reach, int, int], list[int]] = {}
+    kinds: dict[tuple[Reach, int, tuple[int, int]], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         if layer.recurrent is not None:
             continue
         attention = layer.attention
-        kinds.setdefault((attention.reach, attention.kv_heads, attention.head_dim), []).append(index)
-    return KVLayout(
-        tuple(
-            LayerGroup(reach, tuple(layers), PageShape(len(layers), page_tokens, heads, dim, dim, dtype))
-            for (reach, heads, dim), layers in kinds.items()
-        ),
-        _recurrent_group(spec),
-    )
+        kinds.setdefault((attention.reach, attention.kv_heads, attention.kv_dims), []).append(index)
+    groups = []
+    for (reach, heads, dims), layers in kinds.items():
+        shape = PageShape(len(layers), page_tokens, heads, *dims, dtype, isinstance(reach, Latent))
+        groups.append(LayerGroup(reach, tuple(layers), shape))
+    return KVLayout(tuple(groups), _recurrent_group(spec))
 
 
 def _recurrent_group(spec: ModelSpec) -> RecurrentGroup | None:

@@ -13,6 +13,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -234,6 +238,31 @@ def gpt_oss(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: GptOssForCausalLM(GptOssConfig(**SMALL | SPECIALS | own | changes))
 
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def _deepseek_v2(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**SMALL | _LATENT | changes))
+
+
+def _deepseek_v3(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SMALL | _LATENT | changes))
+
+
 def _phi3(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Phi3ForCausalLM(Phi3Config(**SMALL | SPECIALS | changes))
 
@@ -380,6 +409,21 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "ministral3": lambda: Ministral3ForCausalLM(_ministral3()),
     "mistral3-ministral3": _mistral3(_ministral3),
     "mistral3-mistral": _mistral3(lambda: MistralConfig(**SMALL | {"sliding_window": None, "head_dim": 8})),
+    "deepseek-v2": _deepseek_v2(topk_method="group_limited_greedy", n_group=3, topk_group=2),
+    "deepseek-v2-lite": _deepseek_v2(q_lora_rank=None),
+    "deepseek-v3": _deepseek_v3(
+        n_group=3,
+        topk_group=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+        },
+    ),
+    "deepseek-v3-halves": _deepseek_v3(rope_interleave=False, first_k_dense_replace=3),
     "gemma2": _gemma2(),
     "gemma4": _gemma4(),
     "gemma4-nested": _gemma4_nested,
@@ -413,6 +457,8 @@ VARIANTS = frozenset(
         "lfm2-moe-plain",
         "mistral3-mistral",
         "mistral3-ministral3",
+        "deepseek-v2-lite",
+        "deepseek-v3-halves",
     }
 )
 

@@ -25,6 +25,7 @@ TESTS = (
     "tests/models/test_gguf_dialects.py",
     "tests/models/test_gguf_experts.py",
     "tests/models/test_gguf_hybrids.py",
+    "tests/models/test_latent.py",
     "tests/text/test_parse.py",
     "tests/e2e/test_real_weights.py",
 )

@@ -22,16 +22,18 @@ from torch import Tensor
 
 from kvilt.batch import Adapter, Base, Batch, Embeds, Ids, Row
 from kvilt.config import RunConfig
-from kvilt.errors import Unsupported
+from kvilt.errors import Unsupported, WeightError
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 
 IDS = [3, 17, 41, 5, 5, 60, 22, 9, 77, 31, 2, 64, 18, 18, 90, 11, 7]
+LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 TARGETS = {
     "phi3": FUSED,
+    "deepseek": LATENT,
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "starcoder2": ["q_proj", "v_proj", "o_proj", "c_fc", "c_proj"],
     "glm": ["q_proj", "k_proj", "o_proj", "gate_up_proj", "down_proj"],
@@ -327,3 +329,9 @@ def test_a_gguf_adapter_that_tokens_switch_on(tmp_path: Path) -> None:
     assert executor.adapters.find(found).invocation == tuple(IDS[4:6])
     assert torch.equal(logits_of(executor, found), logits_of(executor, same))
     executor.close()
+
+
+def test_adapters_of_single_heads_projections_are_refused_by_name(tmp_path: Path) -> None:
+    made = tuned(tmp_path, "deepseek-v2", target_modules=["kv_b_proj"])
+    with pytest.raises(WeightError, match="kv_b_proj"):
+        open_at(made.base, "reference").load_lora(made.adapter)

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from ...errors import Unsupported
 from ...weights.source import Checkpoint
 from .cohere import COHERE
+from .deepseek import DEEPSEEK
 from .ernie import ERNIE
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .family import CheckpointDialect, Family
@@ -38,7 +39,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
     SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    LFM2_MOE, GRANITE_HYBRID,
+    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK,
 )  # fmt: skip
 
 
