@@ -61,6 +61,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -161,6 +163,11 @@ def _qwen2_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
 
 def _mixtral(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: MixtralForCausalLM(MixtralConfig(**SMALL | {"num_local_experts": 4} | changes))
+
+
+def _olmoe(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
+    return lambda: OlmoeForCausalLM(OlmoeConfig(**SMALL | SPECIALS | own | changes))
 
 
 def _glm4_moe(**changes: Any) -> Callable[[], PreTrainedModel]:
@@ -350,6 +357,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-moe-windows": _qwen2_moe(use_sliding_window=True, sliding_window=7, mlp_only_layers=[1]),
     "mixtral": _mixtral(),
     "mixtral-window": _mixtral(sliding_window=9),
+    "olmoe": _olmoe(),
+    "olmoe-normalized": _olmoe(norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True),
     "glm4-moe": _glm4_moe(use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5),
     "glm4-moe-groups": _glm4_moe(n_group=3, topk_group=2, n_shared_experts=2, norm_topk_prob=False),
     "ernie4-5-moe": _ernie4_5_moe(),
@@ -457,6 +466,7 @@ VARIANTS = frozenset(
         "lfm2-moe-plain",
         "mistral3-mistral",
         "mistral3-ministral3",
+        "olmoe-normalized",
         "deepseek-v2-lite",
         "deepseek-v3-halves",
     }

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3-moe-normalized": "qwen3moe",
     "qwen2-moe-plain": "qwen2moe",
     "mixtral": "llama",
+    "olmoe": "olmoe",
     "glm4-moe": "glm4moe",
     "ernie4-5-moe": "ernie4_5-moe",
     "gpt-oss": "gpt-oss",
@@ -83,7 +84,7 @@ def write_fields(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     write_rope(writer, config, head_dim)
     writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if arch != "llama":
+    if arch not in ("llama", "olmoe"):
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     match arch:
         case "qwen2moe":

@@ -20,6 +20,8 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -93,6 +95,13 @@ FAMILIES: dict[str, tuple[Any, Any, bool, st.SearchStrategy[dict[str, Any]], Opt
         routed("num_local_experts", "num_experts_per_tok", "intermediate_size"),
         TIED | {"sliding_window": st.integers(1, 30)},
     ),
+    "olmoe": (
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        False,
+        routed("num_experts", "num_experts_per_tok", "intermediate_size"),
+        flags("norm_topk_prob", "attention_bias") | TIED | {"clip_qkv": st.just(1.5)},
+    ),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
@@ -161,4 +170,11 @@ def test_experts_that_cannot_be_are_refused_by_name(
         setattr(model.config, name, value)
     write_checkpoint(model, tmp_path)
     with pytest.raises(error, match=says):
+        load_executor(tmp_path, RunConfig(kv_memory=1 << 20, backend="reference"))
+
+
+def test_clipped_queries_of_olmoe_are_refused_by_name(tmp_path: Path) -> None:
+    own = {"num_experts": 3, "num_experts_per_tok": 2, "clip_qkv": 4.0}
+    write_checkpoint(OlmoeForCausalLM(OlmoeConfig(**TINY | own)), tmp_path)
+    with pytest.raises(Unsupported, match="clip_qkv"):
         load_executor(tmp_path, RunConfig(kv_memory=1 << 20, backend="reference"))

@@ -26,6 +26,7 @@ from .llama import LLAMA
 from .mistral3 import MISTRAL3
 from .mixtral import MIXTRAL
 from .olmo import OLMO
+from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
@@ -39,7 +40,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
     SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK,
+    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK, OLMOE,
 )  # fmt: skip
 
 
