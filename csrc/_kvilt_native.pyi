@@ -43,6 +43,7 @@ class RouterScores(Enum):
     softmax = 0
     sigmoid = 1
     chosen_softmax = 2
+    chosen_sigmoid = 3
 
 def available_isas() -> list[str]:
     """The instruction sets this machine can run, best first."""
@@ -361,6 +362,7 @@ class KernelRunner:
         scale: float,
         window: int,
         soft_cap: float,
+        chunked: bool,
         sinks: F32Address,  # 0: none
         out: F32Address,
         /,
@@ -406,6 +408,7 @@ class KernelRunner:
         weights: F32Address,
         top_k: int,
         activation: Activation,
+        weigh_inputs: bool,
         residual: F32Address,  # 0: none
         shared: F32Address,  # 0: none
         shared_gate: F32Address,  # 0: none

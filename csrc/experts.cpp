@@ -40,9 +40,11 @@ void ExpertRunner::sort(const ExpertsArgs& a) {
   }
   grow(token_, a.rows());
   grow(place_, a.rows());
+  grow(row_weights_, a.rows());
   for (int64_t i = 0; i < a.rows(); ++i) {
     const int64_t row = starts_[size_t(a.chosen[i])]++;
     token_[size_t(row)] = int32_t(i / a.top_k);
+    row_weights_[size_t(row)] = a.weights[i];
     place_[size_t(i)] = int32_t(row);
   }
   groups_.clear();
@@ -79,8 +81,16 @@ void ExpertRunner::gather(const ExpertsArgs& a, int64_t inputs) {
     const Item& one = groups_[size_t(item)];
     const int64_t first = one.segment->first + one.group * kRowGroup;
     const int64_t last = std::min(one.segment->first + one.segment->rows, first + kRowGroup);
-    for (int64_t row = first; row < last; ++row)
-      std::memcpy(in_.plain.data() + row * inputs, a.x + token_[size_t(row)] * inputs, size_t(inputs) * sizeof(float));
+    for (int64_t row = first; row < last; ++row) {
+      const float* x = a.x + token_[size_t(row)] * inputs;
+      float* out = in_.plain.data() + row * inputs;
+      if (!a.weigh_inputs) {
+        std::memcpy(out, x, size_t(inputs) * sizeof(float));
+        continue;
+      }
+      const float weight = row_weights_[size_t(row)];
+      for (int64_t i = 0; i < inputs; ++i) out[i] = x[i] * weight;
+    }
   });
 }
 
@@ -148,7 +158,7 @@ void ExpertRunner::experts(const ExpertsArgs& a) {
   }
   sort(a);
   const int64_t groups = int64_t(groups_.size());
-  const bool alone = a.tokens == 1;  // all experts read the same row, which is quantized once
+  const bool alone = a.tokens == 1 && !a.weigh_inputs;  // all experts read the same row, which is quantized once
   reserve(in_, alone ? 1 : rows, hidden, alone ? 1 : groups, !alone);
   reserve(inner_, rows, inner, groups, true);
   grow(up_, rows * inner);
@@ -175,7 +185,9 @@ void ExpertRunner::experts(const ExpertsArgs& a) {
     for (int64_t tile = one.tile; tile < one.last_tile; ++tile)
       kernels_.linear_tile(maps.down, tile, x, one.group, one.last_group, to);
   });
-  sum({made_.data(), place_.data(), a.weights, a.tokens, a.top_k, hidden, a.residual, a.shared, a.shared_gate, a.out});
+  if (a.weigh_inputs) ones_.assign(size_t(rows), 1.0f);
+  const float* weights = a.weigh_inputs ? ones_.data() : a.weights;
+  sum({made_.data(), place_.data(), weights, a.tokens, a.top_k, hidden, a.residual, a.shared, a.shared_gate, a.out});
 }
 
 }  // namespace kvilt

@@ -11,8 +11,9 @@
 
 namespace kvilt {
 
-// What the weights of the chosen experts are made of. kChosenSoftmax is a softmax over the logits of the chosen ones.
-enum class RouterScores : int { kSoftmax, kSigmoid, kChosenSoftmax };
+// What the weights of the chosen experts are made of. kChosenSoftmax is a softmax over the logits of the chosen ones;
+// with kChosenSigmoid logits choose, and their sigmoids are the weights.
+enum class RouterScores : int { kSoftmax, kSigmoid, kChosenSoftmax, kChosenSigmoid };
 
 struct Routing {
   RouterScores scores;
@@ -59,6 +60,7 @@ struct ExpertsArgs {
   const float* weights;   // [tokens][top_k]
   int64_t top_k;
   Activation activation;
+  bool weigh_inputs;  // weights multiply what an expert reads, not what it makes
   const float *residual, *shared, *shared_gate;  // as in ExpertSumArgs
   float* out;
 
@@ -113,7 +115,7 @@ class ExpertRunner {
   std::vector<int32_t> token_, place_;  // of each row; and of each token's experts, the row
   std::vector<Item> items_, groups_;
   RowScratch in_, inner_;
-  std::vector<float> up_, made_;
+  std::vector<float> up_, made_, row_weights_, ones_;
 };
 
 }  // namespace kvilt

@@ -44,7 +44,8 @@ void route(KernelRunner& r, Address logits, Address bias, int64_t tokens, int64_
 }
 
 void experts(KernelRunner& r, const ExpertStack& stack, Address x, int64_t tokens, Address chosen, Address weights,
-             int64_t top_k, Activation activation, Address residual, Address shared, Address shared_gate, Address out) {
+             int64_t top_k, Activation activation, bool weigh_inputs, Address residual, Address shared,
+             Address shared_gate, Address out) {
   check(tokens >= 0 && top_k >= 1, "each token has an expert");
   const ExpertsArgs args{stack.maps,
                          at<const float>(x),
@@ -53,6 +54,7 @@ void experts(KernelRunner& r, const ExpertStack& stack, Address x, int64_t token
                          at<const float>(weights),
                          top_k,
                          activation,
+                         weigh_inputs,
                          at<const float>(residual),
                          at<const float>(shared),
                          at<const float>(shared_gate),
@@ -81,7 +83,8 @@ void bind_experts(nb::module_& m, nb::class_<KernelRunner>& runner) {
   nb::enum_<RouterScores>(m, "RouterScores")
       .value("softmax", RouterScores::kSoftmax)
       .value("sigmoid", RouterScores::kSigmoid)
-      .value("chosen_softmax", RouterScores::kChosenSoftmax);
+      .value("chosen_softmax", RouterScores::kChosenSoftmax)
+      .value("chosen_sigmoid", RouterScores::kChosenSigmoid);
   nb::class_<ExpertStack>(m, "ExpertStack")
       .def(nb::init<const std::vector<const Weight*>&, const std::vector<const Weight*>&,
                     const std::vector<const Weight*>&, const std::vector<Address>&, const std::vector<Address>&,

@@ -75,7 +75,8 @@ void interpolate(KernelRunner& r, const PageLayer& layer, Address slots, int64_t
 
 void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& layer, Address tables, int64_t width,
                std::vector<int64_t> starts, Address positions, float scale, int64_t window, float soft_cap,
-               Address sinks, Address out) {
+               bool chunked, Address sinks, Address out) {
+  check(window >= 0 && (window > 0 || !chunked), "a window has a length");
   const AttentionArgs args{at<const float>(query),
                            heads,
                            layer.pages,
@@ -83,7 +84,7 @@ void attention(KernelRunner& r, Address query, int64_t heads, const PageLayer& l
                            width,
                            std::move(starts),
                            at<const int64_t>(positions),
-                           Mask{scale, window, soft_cap},
+                           Mask{scale, window, soft_cap, chunked},
                            at<const float>(sinks),
                            at<float>(out)};
   r.run_and_record([=, &r] { r.attention(args); });
@@ -99,7 +100,7 @@ void latent_attention(KernelRunner& r, Address query, int64_t heads, const PageL
                      width,
                      std::move(starts),
                      at<const int64_t>(positions),
-                     Mask{scale, 0, 0},
+                     Mask{scale, 0, 0, false},
                      nullptr,
                      at<float>(out)};
   args.pages.latent = true;

@@ -58,8 +58,12 @@ struct Mask {
   float scale;
   int64_t window;  // 0: all
   float soft_cap;  // 0: none
+  bool chunked;    // a query sees keys from the last multiple of the window on
 
-  int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+  int64_t first_seen(int64_t position) const {
+    if (chunked) return position / window * window;
+    return window && position >= window ? position - window + 1 : 0;
+  }
 };
 
 // Queries of one row and one KV head.

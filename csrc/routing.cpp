@@ -53,10 +53,13 @@ void leave_groups_out(const Routing& how, int64_t experts, Room& room) {
   for (int32_t g : room.groups) std::fill_n(taken.begin() + g * size, size, uint8_t(0));
 }
 
-void weigh(const Routing& how, const float* logits, const Room& room, const int32_t* chosen, float* weights) {
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+void weigh(const Routing& how, const Room& room, const int32_t* chosen, float* weights) {
   for (int64_t i = 0; i < how.top_k; ++i)
-    weights[i] = how.scores == RouterScores::kChosenSoftmax ? logits[chosen[i]] : room.scores[size_t(chosen[i])];
+    weights[i] = room.scores[size_t(chosen[i])];
   if (how.scores == RouterScores::kChosenSoftmax) softmax(weights, how.top_k, weights);
+  if (how.scores == RouterScores::kChosenSigmoid) std::transform(weights, weights + how.top_k, weights, sigmoid);
   float sum = 0;
   for (int64_t i = 0; i < how.top_k; ++i) sum += weights[i];
   const float by = how.normalized ? std::max(sum + how.epsilon, how.floor) : 1.0f;
@@ -71,9 +74,10 @@ void route_token(const RouteArgs& a, int64_t token, Room& room) {
   switch (a.how.scores) {
     case RouterScores::kSoftmax: softmax(logits, a.experts, scores); break;
     case RouterScores::kSigmoid:
-      for (int64_t e = 0; e < a.experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+      std::transform(logits, logits + a.experts, scores, sigmoid);
       break;
-    case RouterScores::kChosenSoftmax: std::copy_n(logits, a.experts, scores); break;
+    case RouterScores::kChosenSoftmax:
+    case RouterScores::kChosenSigmoid: std::copy_n(logits, a.experts, scores); break;
   }
   for (int64_t e = 0; e < a.experts; ++e) choice[e] = a.bias ? scores[e] + a.bias[e] : scores[e];
   if (a.how.groups > 1) leave_groups_out(a.how, a.experts, room);
@@ -81,7 +85,7 @@ void route_token(const RouteArgs& a, int64_t token, Room& room) {
   int32_t* chosen = a.chosen + token * a.how.top_k;
   choose(choice, a.experts, a.how.top_k, room.taken, chosen);
   std::sort(chosen, chosen + a.how.top_k);
-  weigh(a.how, logits, room, chosen, a.weights + token * a.how.top_k);
+  weigh(a.how, room, chosen, a.weights + token * a.how.top_k);
 }
 
 constexpr int64_t kWorthSharing = 4096;  // scores: fewer take less time than waking a thread

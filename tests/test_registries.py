@@ -45,6 +45,8 @@ def test_the_families_whose_queries_and_keys_are_paired() -> None:
         ("granite", "gguf"),
         ("granite_hybrid", "gguf"),
         ("llama", "gguf"),
+        ("llama4", "gguf"),
+        ("llama4", "hf"),
         ("mistral3", "gguf"),
         ("smollm3", "gguf"),
         ("ernie4_5_moe", "gguf"),

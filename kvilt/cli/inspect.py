@@ -281,7 +281,7 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         feed_forward=_shares(_feed_forward(layer.feed_forward) for layer in spec.layers),
         context=spec.context,
         vocabulary=spec.vocab_size,
-        attention=_shares(_reach(a.reach) for a in attention),
+        attention=_shares(_reach(a.reach, a.chunked) for a in attention),
         rope=_shares(_rope(a.rope) for a in attention),
         tied_head=spec.tied_head,
     )
@@ -308,12 +308,12 @@ def _feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> str:
             return f"{experts} experts of {expert.hidden:,}, {top_k} for each token{of_all}"
 
 
-def _reach(reach: Reach) -> str:
+def _reach(reach: Reach, chunked: bool = False) -> str:
     match reach:
         case Full():
             return "full"
         case Window(tokens):
-            return f"window of {tokens:,}"
+            return f"chunks of {tokens:,}" if chunked else f"window of {tokens:,}"
         case Latent(rope_dims):
             return f"latent, absorbed, {rope_dims} numbers of a key rotated"
 

@@ -88,4 +88,4 @@ class Attention:
     def mask(self) -> AttentionMask:
         """Which keys a query sees, as the backend takes it."""
         window = self.spec.reach.tokens if isinstance(self.spec.reach, Window) else 0
-        return AttentionMask(self.spec.scale, window, self.spec.soft_cap, self.sinks)
+        return AttentionMask(self.spec.scale, window, self.spec.soft_cap, self.sinks, self.spec.chunked)

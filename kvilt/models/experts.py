@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ..ops.contract import ExpertStack, Routed
+from ..ops.routing import weighed
 from .layers import AnyNorm, DenseFeedForward, LayerContext, Linear, PlainFeedForward
 from .spec import ExpertsSpec
 
@@ -32,15 +33,16 @@ class Experts:
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """The experts of `x`, which is normalized first, plus `residual`."""
-        ops = context.ops
+        ops, weigh_inputs = context.ops, self.spec.router.weigh_inputs
         x = x if norm is None else norm(x, ops)
         maps = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         logits, *gates = context.linears(x, maps)
         routed = ops.route(logits, self.spec.routing, self.selection_bias)
         shared = None if self.shared is None else (self.shared(x, context), gates[0] if gates else None)
         if self._adapted(context):
-            return ops.sum_experts(self._one_by_one(x, routed, context), routed, residual, shared)
-        return ops.experts(x, routed, self.stack, self.spec.expert.activation, residual, shared)
+            made = self._one_by_one(x, routed, context)
+            return ops.sum_experts(made, routed.unweighted() if weigh_inputs else routed, residual, shared)
+        return ops.experts(x, routed, self.stack, self.spec.expert.activation, residual, shared, weigh_inputs)
 
     def _adapted(self, context: LayerContext) -> bool:
         """Whether some row of the step changes a map of an expert."""
@@ -54,7 +56,10 @@ class Experts:
         made = x.new_empty((*routed.chosen.shape, x.shape[1]))
         for index in sorted(set(routed.chosen.flatten().tolist())):
             tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
-            made[tokens, place] = self.experts[index](x[tokens], context.of(tokens))
+            read = x[tokens]
+            if self.spec.router.weigh_inputs:
+                read = weighed(read, routed.weights[tokens, place])
+            made[tokens, place] = self.experts[index](read, context.of(tokens))
         return made
 
 

@@ -162,6 +162,9 @@ class AttentionSpec:
     output_gate: bool = field(default=False, repr=False)  # what heads read is multiplied by a sigmoid
     qk_norm_whole: bool = field(default=False, repr=False)  # the norms cover all heads together, not each head
     temperature: TemperatureScaling | None = field(default=None, repr=False)  # of queries, by position
+    qk_norm_plain: bool = field(default=False, repr=False)  # each head is normed, without a learned scale
+    # The reach is a window that begins at its last multiple: queries see keys of their own chunk alone.
+    chunked: bool = field(default=False, repr=False)
     v_norm: bool = field(default=False, repr=False)  # values are normed by head, without a learned scale
     values_are_keys: bool = field(default=False, repr=False)  # as projected: neither normed nor rotated
     latent: LatentSpec | None = field(default=None, repr=False)
@@ -200,6 +203,9 @@ class RouterSpec:
     group_score: GroupScore = "best"
     epsilon: float = 0.0  # added to the sum that weights are divided by
     floor: float = 0.0  # the least that this sum counts as
+    weigh_inputs: bool = field(default=False, repr=False)  # weights multiply what experts read, not what they make
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,10 +287,12 @@ class Ops(Protocol):
         activation: Activation,
         residual: Tensor | None = None,
         shared: SharedExpert | None = None,
+        weigh_inputs: bool = False,
     ) -> Tensor:
         """`residual` plus each token's weighted sum of down(activation(gate(x)) * up(x)) over its experts.
 
-        Each expert's weights are read once, for the tokens that chose it. What `shared` made is added at last.
+        Each expert's weights are read once, for the tokens that chose it. What `shared` made is added at last. With
+        `weigh_inputs` a token's weights multiply what its experts read, and the sum is a plain one.
         """
         ...
 

@@ -12,7 +12,7 @@ QUERY_BLOCK = 128  # bounds the score matrix: heads * 128 * keys floats
 
 def first_seen(positions: Tensor, mask: AttentionMask) -> int:
     """The oldest key that any of these queries sees."""
-    return max(0, int(positions.min()) - mask.window + 1) if mask.window else 0
+    return int(mask.first_seen(positions).min())
 
 
 def key_mass(query: Tensor, keys: Tensor, first: int, positions: Tensor, mask: AttentionMask) -> Tensor:
@@ -38,7 +38,7 @@ def _block(query: Tensor, keys: Tensor, at: Tensor, positions: Tensor, mask: Att
         scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
     hidden = at > positions.unsqueeze(1)
     if mask.window:
-        hidden |= at <= positions.unsqueeze(1) - mask.window
+        hidden |= at < mask.first_seen(positions).unsqueeze(1)
     return softmax_with_sinks(scores.masked_fill_(hidden, float("-inf")), mask.sinks).sum((0, 1, 2))
 
 

@@ -158,13 +158,15 @@ class ReferenceOps:
         activation: Activation,
         residual: Tensor | None = None,
         shared: SharedExpert | None = None,
+        weigh_inputs: bool = False,
     ) -> Tensor:
         made = x.new_empty((*routed.chosen.shape, x.shape[1]))
         for index in sorted(set(routed.chosen.flatten().tolist())):
             tokens, place = (routed.chosen == index).nonzero(as_tuple=True)
             gate, up, down = stack.maps[index]
-            made[tokens, place] = self.linear(self.gate_up(x[tokens], gate, up, activation), *down)
-        return self.sum_experts(made, routed, residual, shared)
+            read = x[tokens] if not weigh_inputs else routing_module.weighed(x[tokens], routed.weights[tokens, place])
+            made[tokens, place] = self.linear(self.gate_up(read, gate, up, activation), *down)
+        return self.sum_experts(made, routed.unweighted() if weigh_inputs else routed, residual, shared)
 
     def sum_experts(
         self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
@@ -352,7 +354,7 @@ def _attend_block(
 ) -> Tensor:
     """One block of one row's queries over exactly the keys that some query of the block may see."""
     high = int(positions.max()) + 1
-    low = max(0, int(positions.min()) - mask.window + 1) if mask.window else 0
+    low = int(mask.first_seen(positions).min())
     at = torch.arange(low, high, device=query.device)
     size = pages.shape.page_tokens
     slots = table[at // size] * size + at % size
@@ -366,7 +368,7 @@ def _attend_block(
         scores = mask.soft_cap * torch.tanh(scores / mask.soft_cap)
     hidden = at > positions.unsqueeze(1)  # [tokens, keys]
     if mask.window:
-        hidden |= at <= positions.unsqueeze(1) - mask.window
+        hidden |= at < mask.first_seen(positions).unsqueeze(1)
     weights = softmax_with_sinks(scores.masked_fill_(hidden, float("-inf")), mask.sinks)
     values = values.masked_fill(hidden.all(0).view(-1, 1, 1), 0.0)  # never written, perhaps: 0 * NaN is NaN
     mixed = torch.matmul(weights.flatten(1, 2), values.permute(1, 0, 2))

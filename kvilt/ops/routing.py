@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .values import LinearMap
 
-# "chosen_softmax" is a softmax over the logits of the chosen experts alone.
-RouterScores = Literal["softmax", "sigmoid", "chosen_softmax"]
+# "chosen_softmax" is a softmax over the logits of the chosen experts alone; with "chosen_sigmoid" logits choose, and
+# their sigmoids are the weights. Sigmoids of large logits are equal, and would choose others.
+RouterScores = Literal["softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid"]
 # A group of experts counts by its best one, or by the sum of its two best.
 GroupScore = Literal["best", "two_best"]
 
@@ -40,6 +41,10 @@ class Routed:
 
     chosen: Tensor  # [tokens, top_k] int32
     weights: Tensor  # [tokens, top_k] float32
+
+    def unweighted(self) -> Routed:
+        """The same experts, whose results are added as they are."""
+        return Routed(self.chosen, torch.ones_like(self.weights))
 
 
 # An expert's maps: gate, up and down.
@@ -68,6 +73,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Route
     weights = scores.gather(-1, chosen)
     if routing.scores == "chosen_softmax":
         weights = weights.softmax(-1)
+    if routing.scores == "chosen_sigmoid":
+        weights = weights.sigmoid()
     if routing.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon).clamp(min=routing.floor)
     return Routed(chosen.int(), weights * routing.scale)
@@ -79,7 +86,7 @@ def _scores(logits: Tensor, routing: Routing) -> Tensor:
             return logits.softmax(-1)
         case "sigmoid":
             return logits.sigmoid()
-        case "chosen_softmax":
+        case "chosen_softmax" | "chosen_sigmoid":
             return logits
 
 
@@ -94,6 +101,11 @@ def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Where the largest scores of each row stand; `topk` takes any of those that are equal."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def weighed(x: Tensor, weights: Tensor) -> Tensor:
+    """Rows [n, hidden] times a weight each [n]."""
+    return (x.float() * weights.unsqueeze(-1)).to(x.dtype)
 
 
 def sum_experts(made: Tensor, weights: Tensor, residual: Tensor | None, shared: SharedExpert | None) -> Tensor:

@@ -154,12 +154,23 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which keys a query at position p sees: (p - window, p], all of 0..p when window is 0."""
+    """Which keys a query at position p sees: (p - window, p], all of 0..p when window is 0.
+
+    Where it is `chunked`, those from the last multiple of the window on: [p // window * window, p].
+    """
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0  # 0: none; otherwise scores become cap * tanh(score / cap)
     sinks: Tensor | None = None  # float32 [heads]: a logit of each head that joins its softmax and has no value
+    chunked: bool = False
+
+    def first_seen(self, positions: Tensor) -> Tensor:
+        """The oldest keys that queries at `positions` see."""
+        if not self.window:
+            return torch.zeros_like(positions)
+        chunks = positions // self.window * self.window
+        return chunks if self.chunked else (positions - self.window + 1).clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True)

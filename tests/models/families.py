@@ -47,6 +47,10 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -334,6 +338,21 @@ def _mistral3(text: Callable[[], Any]) -> Callable[[], PreTrainedModel]:
     )
 
 
+def _llama4_text(**changes: Any) -> Llama4TextConfig:
+    """Chunks, full layers without rope, experts in every second layer, and a temperature that grows soon."""
+    own = {"num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40}
+    own |= {"num_local_experts": 5, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3}
+    own |= {"attention_chunk_size": 9, "floor_scale": 8, "attn_scale": 0.4}
+    return Llama4TextConfig(**SMALL | SPECIALS | own | changes)
+
+
+def _llama4_nested() -> PreTrainedModel:
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision |= {"vision_output_dim": 16, "image_size": 28, "patch_size": 14}
+    vision |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    return Llama4ForConditionalGeneration(Llama4Config(text_config=_llama4_text().to_dict(), vision_config=vision))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama(),
     "llama-tied": _llama(tie_word_embeddings=True),
@@ -418,6 +437,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "ministral3": lambda: Ministral3ForCausalLM(_ministral3()),
     "mistral3-ministral3": _mistral3(_ministral3),
     "mistral3-mistral": _mistral3(lambda: MistralConfig(**SMALL | {"sliding_window": None, "head_dim": 8})),
+    "llama4": lambda: Llama4ForCausalLM(_llama4_text(rope_parameters=LLAMA3_ROPE)),
+    "llama4-nested": _llama4_nested,
+    # Files of llama.cpp have no other pattern of layers, chunks and temperatures.
+    "llama4-as-published": lambda: Llama4ForCausalLM(
+        _llama4_text(no_rope_layer_interval=4, attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1)
+    ),
+    "llama4-top-2": lambda: Llama4ForCausalLM(
+        _llama4_text(
+            use_qk_norm=False, attn_temperature_tuning=False, num_experts_per_tok=2, interleave_moe_layer_step=1
+        )
+    ),
     "deepseek-v2": _deepseek_v2(topk_method="group_limited_greedy", n_group=3, topk_group=2),
     "deepseek-v2-lite": _deepseek_v2(q_lora_rank=None),
     "deepseek-v3": _deepseek_v3(
@@ -467,6 +497,8 @@ VARIANTS = frozenset(
         "mistral3-mistral",
         "mistral3-ministral3",
         "olmoe-normalized",
+        "llama4-nested",
+        "llama4-top-2",
         "deepseek-v2-lite",
         "deepseek-v3-halves",
     }
@@ -474,7 +506,7 @@ VARIANTS = frozenset(
 
 
 # Variants whose kind of attention or of routing other entries cover: they wait for --slow.
-SLOW = {"qwen3-moe-window", "qwen2-moe-plain", "qwen2-moe-windows", "mixtral-window"}
+SLOW = {"llama4-as-published", "qwen3-moe-window", "qwen2-moe-plain", "qwen2-moe-windows", "mixtral-window"}
 
 
 def random_model(name: str) -> PreTrainedModel:

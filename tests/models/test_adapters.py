@@ -38,6 +38,7 @@ TARGETS = {
     "starcoder2": ["q_proj", "v_proj", "o_proj", "c_fc", "c_proj"],
     "glm": ["q_proj", "k_proj", "o_proj", "gate_up_proj", "down_proj"],
     "mistral3": r".*language_model.*(q_proj|k_proj|o_proj|up_proj|down_proj)",
+    "llama4-nested": r".*language_model.*(q_proj|k_proj|o_proj|up_proj|down_proj)",
 }
 
 # Of families with recurrent layers, the maps of these too.

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen2-moe-plain": "qwen2moe",
     "mixtral": "llama",
     "olmoe": "olmoe",
+    "llama4-as-published": "llama4",
     "glm4-moe": "glm4moe",
     "ernie4-5-moe": "ernie4_5-moe",
     "gpt-oss": "gpt-oss",
@@ -46,6 +47,7 @@ NAMES = {
 
 def layer_name(name: str, arch: str) -> str:
     """The same tensor in a GGUF, without its layer."""
+    name = name.replace("feed_forward.", "mlp.")  # Llama 4
     if name == "post_attention_layernorm.weight":
         return "post_attention_norm.weight" if arch in ("glm4moe", "gpt-oss") else "ffn_norm.weight"
     for theirs, ours in NAMES.items():
@@ -61,11 +63,9 @@ def layer_name(name: str, arch: str) -> str:
 def expert_tensors(name: str, data: np.ndarray, arch: str) -> dict[str, np.ndarray]:
     """The maps that a stacked tensor of transformers holds, [experts, outputs, inputs] each."""
     kind = "bias" if name.endswith("_bias") else "weight"
-    if arch == "gpt-oss":
-        data = data if kind == "bias" else data.swapaxes(1, 2)
-        halves = (data[:, 0::2], data[:, 1::2])
-    else:
-        halves = tuple(np.split(data, 2, axis=1))
+    if arch in ("gpt-oss", "llama4") and kind == "weight":
+        data = data.swapaxes(1, 2)
+    halves = (data[:, 0::2], data[:, 1::2]) if arch == "gpt-oss" else tuple(np.split(data, 2, axis=1))
     if "down_proj" in name:
         return {f"ffn_down_exps.{kind}": data}
     return {f"ffn_gate_exps.{kind}": halves[0], f"ffn_up_exps.{kind}": halves[1]}
@@ -75,7 +75,7 @@ def write_fields(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -98,6 +98,8 @@ def write_fields(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         case "ernie4_5-moe":
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        case "llama4":
+            writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
         case "gpt-oss":
             writer.add_sliding_window(config.sliding_window)
 

@@ -37,6 +37,7 @@ class Case:
 
 
 WINDOW = AttentionMask(scale=0.35, window=6)
+CHUNKS = AttentionMask(scale=0.35, window=5, chunked=True)
 SINKS = torch.tensor([0.5, -2.0, 3.0, 40.0])  # of the four heads that a case has by default
 
 CASES = {
@@ -90,6 +91,10 @@ CASES = {
         mask=WINDOW,
     ),
     "a window at the edge of what is held": Case([RowCase([-1, 7, 1], range(4, 12), range(9, 12))], mask=WINDOW),
+    "chunks of a prompt": Case([RowCase([5, 0, 7, 1], range(14), range(14))], mask=CHUNKS),
+    "the first token of a chunk": Case([RowCase([5, 0, 7], range(11), [10])], mask=CHUNKS),
+    "a chunk whose old pages are gone": Case([RowCase([-1, 7, 1], range(5, 12), range(8, 12))], mask=CHUNKS),
+    "chunks and sparse positions": Case([RowCase([5, 0, 7, 1], range(16), [4, 5, 15])], mask=CHUNKS),
     "a window and sparse positions": Case([RowCase([5, 0, 7, 1], range(16), [2, 9, 15])], mask=WINDOW),
     "soft caps": Case([RowCase([5, 0], range(7), range(7))], mask=AttentionMask(scale=3.0, soft_cap=5.0)),
     "soft caps in a window": Case(
@@ -175,6 +180,8 @@ class Scene:
     def _token(self, index: int, table: list[int], position: int) -> Tensor:
         mask, size = self.case.mask, self.case.shape.page_tokens
         oldest = max(0, position - mask.window + 1) if mask.window else 0
+        if mask.chunked:
+            oldest = position - position % mask.window
         slots = [table[p // size] * size + p % size for p in range(oldest, position + 1)]
         per_head = self.case.heads // self.case.shape.kv_heads
         return torch.stack([self._head(index, h, h // per_head, slots) for h in range(self.case.heads)])

@@ -47,7 +47,8 @@ class Drawn:
         slots: dict[int, None] = {}
         for table, positions in self.rows:
             for p in positions:
-                for q in range(max(0, p - window + 1) if window else 0, p + 1):
+                chunk = p - p % window if window else 0
+                for q in range(chunk if self.mask.chunked else max(0, p - window + 1) if window else 0, p + 1):
                     slots[table[q // size] * size + q % size] = None
         return list(slots)
 
@@ -82,7 +83,8 @@ def drawn(draw: st.DrawFn) -> Drawn:
     window = draw(st.sampled_from([0, 0, 1, 5, 40]))
     group, soft_cap = draw(st.integers(1, 7)), draw(st.sampled_from([0.0, 0.0, 2.0]))
     sinks = draw(st.sampled_from([None, None, torch.linspace(-3.0, 8.0, shape.kv_heads * group)]))
-    mask = AttentionMask(0.3) if latent else AttentionMask(0.3, window, soft_cap, sinks)
+    chunked = window > 0 and draw(st.booleans())
+    mask = AttentionMask(0.3) if latent else AttentionMask(0.3, window, soft_cap, sinks, chunked)
     rows, pages = [], 0
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 6 * size if size < 32 else 300))

@@ -79,6 +79,7 @@ CHUNKED = {
     "int8 in a window": (INT8, AttentionMask(0.5, window=70)),
     "float8": (FLOAT8, AttentionMask(0.5)),
     "int8": (INT8, AttentionMask(0.5)),
+    "float32 in chunks": (FLOAT32, AttentionMask(0.5, window=70, chunked=True)),
     "float32 in a window": (FLOAT32, AttentionMask(0.5, window=70, soft_cap=3.0)),
 }
 

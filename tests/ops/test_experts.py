@@ -23,6 +23,7 @@ PACKED = {"native": 2e-2, "triton": 2e-3, "reference": 1e-5}
 ROUTINGS = {
     "softmax": Routing(2),
     "softmax, not normalized": Routing(3, normalized=False, scale=2.5),
+    "chosen sigmoid": Routing(2, "chosen_sigmoid", normalized=False),
     "chosen softmax": Routing(3, "chosen_softmax", normalized=False),
     "sigmoid": Routing(2, "sigmoid", epsilon=1e-20, scale=1.5),
     "two of three groups": Routing(3, "sigmoid", groups=3, top_groups=2, group_score="two_best"),
@@ -42,6 +43,7 @@ def truth_of(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[lis
             "softmax": [x / sum(own) for x in own],
             "sigmoid": [1 / (1 + 2.718281828459045**-x) for x in row],
             "chosen_softmax": row,
+            "chosen_sigmoid": row,
         }[routing.scores]
         choice = scores if bias is None else [a + b for a, b in zip(scores, bias.tolist(), strict=True)]
         size, counted = len(row) // routing.groups, 2 if routing.group_score == "two_best" else 1
@@ -51,6 +53,7 @@ def truth_of(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[lis
         mine = sorted(sorted(allowed, key=lambda e: (-choice[e], e))[: routing.top_k])
         values = torch.tensor([scores[e] for e in mine], dtype=torch.float64)
         values = values.softmax(0) if routing.scores == "chosen_softmax" else values
+        values = values.sigmoid() if routing.scores == "chosen_sigmoid" else values
         if routing.normalized:
             values = values / max(float(values.sum()) + routing.epsilon, routing.floor)
         chosen.append(mine)
@@ -126,6 +129,27 @@ def test_experts_make_their_weighted_sum(
     residual, made, gate = random_of(tokens, HIDDEN, seed=7), random_of(tokens, HIDDEN, seed=8), random_of(tokens, 1)
     near(ops.experts(x, routed, stack, activation, residual.clone(), (made, None)), truth + residual + made)
     near(ops.experts(x, routed, stack, activation, None, (made, gate)), truth + made * gate.sigmoid())
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_weights_of_inputs_multiply_what_experts_read(ops: Ops, near: Any, random_of: Any, tokens: int) -> None:
+    weights, biases = matrices(random_of, HIDDEN, INNER), biases_of(random_of)
+    stack = ops.stack_experts(
+        [tuple((ops.prepare(w), b) for w, b in zip(*maps, strict=True)) for maps in zip(weights, biases, strict=True)]
+    )
+    x, routed = random_of(tokens, HIDDEN), route(random_of(tokens, EXPERTS), Routing(2, normalized=False))
+    truth = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
+    for place in range(2):
+        one = Routed(routed.chosen[:, place : place + 1], torch.ones(tokens, 1))
+        truth += expected(x * routed.weights[:, place : place + 1], one, weights, biases, "silu")
+    residual, made = random_of(tokens, HIDDEN, seed=7), random_of(tokens, HIDDEN, seed=8)
+    found = ops.experts(x, routed, stack, "silu", residual.clone(), (made, None), weigh_inputs=True)
+    near(found, truth + residual + made)
+
+
+def test_logits_choose_where_their_sigmoids_are_equal(ops: Ops) -> None:
+    logits = torch.tensor([[40.0, 60.0, 50.0, 0.0]])
+    assert ops.route(logits, Routing(1, "chosen_sigmoid", normalized=False)).chosen.tolist() == [[1]]
 
 
 def packed(name: str, rows: int, columns: int, seed: int) -> QuantTensor:

@@ -16,6 +16,7 @@ KEYS = 16
 MASKS = {
     "plain": AttentionMask(0.35),
     "window": AttentionMask(0.35, window=5),
+    "chunks": AttentionMask(0.35, window=5, chunked=True),
     "capped": AttentionMask(0.5, soft_cap=2.0),
     "sinks": AttentionMask(0.35, sinks=torch.tensor([0.0, 1.0, -4.0, 5.0])),
 }

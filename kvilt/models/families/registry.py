@@ -23,6 +23,7 @@ from .granite_hybrid import GRANITE_HYBRID
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
+from .llama4 import LLAMA4
 from .mistral3 import MISTRAL3
 from .mixtral import MIXTRAL
 from .olmo import OLMO
@@ -40,7 +41,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
     SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK, OLMOE,
+    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK, OLMOE, LLAMA4,
 )  # fmt: skip
 
 

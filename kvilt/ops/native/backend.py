@@ -188,9 +188,10 @@ class NativeOps:
         activation: Activation,
         residual: Tensor | None = None,
         shared: SharedExpert | None = None,
+        weigh_inputs: bool = False,
     ) -> Tensor:
         how = self._activations[activation]
-        return experts_of.experts(self._runner, self.buffers, x, routed, stack, how, residual, shared)
+        return experts_of.experts(self._runner, self.buffers, x, routed, stack, how, residual, shared, weigh_inputs)
 
     def sum_experts(
         self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None

@@ -67,6 +67,7 @@ def experts(
     activation: Activation,
     residual: Tensor | None,
     shared: SharedExpert | None,
+    weigh_inputs: bool,
 ) -> Tensor:
     """The weighted sums over each token's experts."""
     check_dims("x", x, 2)
@@ -75,7 +76,8 @@ def experts(
     chosen, weights, top_k = _routed(routed, len(x))
     out = buffers.empty(*x.shape)
     added = _added(x.shape, residual, shared)
-    runner.experts(all_experts.handle, f32(x), len(x), chosen, weights, top_k, activation, *added, f32(out))
+    how = (chosen, weights, top_k, activation, weigh_inputs)
+    runner.experts(all_experts.handle, f32(x), len(x), *how, *added, f32(out))
     return out
 
 

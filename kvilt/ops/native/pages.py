@@ -73,8 +73,10 @@ def attention(
         runner.latent_attention(f32(query), query.shape[1], pages.layers[layer], *where, mask.scale, f32(out))
         return out
     sinks = None if mask.sinks is None else checked("sinks", mask.sinks, (query.shape[1],))
-    sees = (mask.scale, mask.window, mask.soft_cap, f32(sinks))
-    runner.attention(f32(query), query.shape[1], pages.layers[layer], *where, *sees, f32(out))
+    runner.attention(
+        f32(query), query.shape[1], pages.layers[layer], *where,
+        mask.scale, mask.window, mask.soft_cap, mask.chunked, f32(sinks), f32(out),
+    )  # fmt: skip
     return out
 
 

@@ -66,8 +66,9 @@ def attention(
         *((out,) * 5 + (0,) * 4 if new is None else _new_arguments(new, paging.slots)),
         **_constants(pages, heads), NEW=new is not None, PAIRS=1 if new is None else new.rotation.cos.shape[1],
         HALF=new is None or new.rotation.pairing == "half",
-        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
-        SPLITS=splits, SINGLE=single, BLOCK_M=block_m, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CHUNKED=mask.chunked, CAPPED=mask.soft_cap > 0,
+        SINKS=mask.sinks is not None, SPLITS=splits, SINGLE=single, BLOCK_M=block_m,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
         **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
         **overlap(query),
@@ -159,6 +160,12 @@ def _constants(pages: ReferencePages, heads: int) -> dict[str, Any]:
 
 
 @triton.jit
+def _first_seen(position, window, CHUNKED: tl.constexpr):
+    """The oldest key that queries see."""
+    return position // window * window if CHUNKED else tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
 def _row_of(cu_seqlens, tile, rows, BLOCK_Q: tl.constexpr):
     """The row of a tile: the last one whose first tile is not after it. Each row may leave one tile unused."""
     low, high = 0, rows
@@ -195,8 +202,8 @@ def _over_keys(
     q, q_odd, q_scale, keys, values, key_scales, value_scales, table,
     known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
+    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into the running softmax; without masks where every query sees all of the tile."""
     WORD: tl.constexpr = 2 if SCALED else 1
@@ -220,7 +227,7 @@ def _over_keys(
     if MASKED:
         seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
         if WINDOW:
-            seen = seen & (key[None, :] > at[:, None] - window)
+            seen = seen & (key[None, :] >= _first_seen(at, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         # What no query sees may never have been written: 0 * NaN would be NaN.
         useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
@@ -285,9 +292,9 @@ def _attention(
     new_keys, new_values, cos, sin, slots, key_token, key_head, value_token, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, NEW: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
-    SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     # Positions, tables and keys of earlier steps are in memory before a step begins, so they are read before the wait.
@@ -311,7 +318,7 @@ def _attention(
     stop = tl.load(positions + last) + 1
     begin = stop * 0
     if WINDOW:
-        begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = _first_seen(tl.load(positions + first), window, CHUNKED) // BLOCK_N * BLOCK_N
     begin, stop, shares = share_of_keys(begin, stop, split, SPLITS, BLOCK_N)
     if SPLITS > 1:
         if split >= shares:
@@ -350,13 +357,15 @@ def _attention(
         best, total, mixed, odd, unit = _over_keys(
             q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
             known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, ASSEMBLY, False,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
+            ASSEMBLY, False,
         )  # fmt: skip
     for start in range(plain, stop, BLOCK_N):
         best, total, mixed, odd, unit = _over_keys(
             q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
             known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, ASSEMBLY, True,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
+            ASSEMBLY, True,
         )  # fmt: skip
     if SCALED:
         mixed = tl.reshape(tl.join(mixed, odd), (BLOCK_M, DV_PAD)) * unit

@@ -170,10 +170,11 @@ class TritonOps(ReferenceOps):
         activation: Activation,
         residual: Tensor | None = None,
         shared: SharedExpert | None = None,
+        weigh_inputs: bool = False,
     ) -> Tensor:
         if not isinstance(stack.handle, experts_of.ExpertTensors):
-            return super().experts(x, routed, stack, activation, residual, shared)
-        return experts_of.experts(x, routed, stack.handle, activation, residual, shared)
+            return super().experts(x, routed, stack, activation, residual, shared, weigh_inputs)
+        return experts_of.experts(x, routed, stack.handle, activation, residual, shared, weigh_inputs)
 
     def sum_experts(
         self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None

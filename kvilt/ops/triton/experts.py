@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Activation, ExpertMaps, Routed, SharedExpert
+from ..routing import weighed
 from .vectors import _ACTIVATIONS, gated
 
 FEW = 4  # tokens whose experts are read once for each of them
@@ -91,10 +92,15 @@ def experts(
     activation: Activation,
     residual: Tensor | None,
     shared: SharedExpert | None,
+    weigh_inputs: bool = False,
 ) -> Tensor:
     """The weighted sums over each token's experts."""
     (tokens, hidden), top_k, inner = x.shape, routed.chosen.shape[1], tensors.down.shape[2]
-    x, pairs = x.contiguous(), tokens * top_k
+    pairs, readers = tokens * top_k, top_k  # experts that read one row of x
+    if weigh_inputs:
+        x = weighed(x.repeat_interleave(top_k, dim=0), routed.weights.flatten())
+        routed, readers = routed.unweighted(), 1
+    x = x.contiguous()
     opened = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     made = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
     kind = {"KIND": _ACTIVATIONS[activation], "BIAS": tensors.gate_up_bias is not None}
@@ -102,7 +108,7 @@ def experts(
     on = (opened, tensors.down, _or(tensors.down_bias, x), made)
     if tokens <= FEW:
         _one_gate_up[(pairs, triton.cdiv(inner, OUTPUTS))](
-            *at, routed.chosen, inner, hidden, top_k, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, **kind
+            *at, routed.chosen, inner, hidden, readers, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, **kind
         )
         _one_down[(pairs, triton.cdiv(hidden, OUTPUTS))](
             *on, routed.chosen, hidden, inner, BIAS=kind["BIAS"], OUTPUTS=OUTPUTS, COLUMNS=COLUMNS
@@ -113,7 +119,7 @@ def experts(
         size: dict[str, Any] = {"EXPERTS": len(tensors.down), "ROWS": ROWS, "WIDE": WIDE, "DEEP": DEEP}
         size["PRECISION"] = "ieee" if x.dtype == torch.float32 else "tf32"
         _grouped_gate_up[(len(tiles.experts), triton.cdiv(inner, WIDE))](
-            *at, *where, inner, hidden, top_k, **kind, **size
+            *at, *where, inner, hidden, readers, **kind, **size
         )
         _grouped_down[(len(tiles.experts), triton.cdiv(hidden, WIDE))](
             *on, *where, hidden, inner, BIAS=kind["BIAS"], **size

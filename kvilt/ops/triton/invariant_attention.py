@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
-from .attention import _constants, _row_of
+from .attention import _constants, _first_seen, _row_of
 from .overlap import await_inputs, launch_next, overlap
 
 LATENT_HEADS = 16  # of a program, where all heads share their keys: a tile of a tensor core
@@ -58,8 +58,9 @@ def attention(
         lengths.rows, tokens, mask.scale * LOG2E.value, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0),
         **_constants(pages, heads) | {"GROUP": group}, HEADS=heads, LATENT=shape.latent,
-        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CAPPED=mask.soft_cap > 0, SINKS=mask.sinks is not None,
-        SHARED=splits > 1, SINGLE=single, SEGMENT=SEGMENT, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SCALED=bool(shape.scales), WINDOW=mask.window > 0, CHUNKED=mask.chunked, CAPPED=mask.soft_cap > 0,
+        SINKS=mask.sinks is not None, SHARED=splits > 1, SINGLE=single, SEGMENT=SEGMENT,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, **tile, **overlap(query),
     )  # fmt: skip
     return out
@@ -115,8 +116,8 @@ def _over_keys(
     q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale, window,
     soft_cap, best, total, mixed,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FLOATS: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into a segment's softmax. `best` is a power of two, as `unit` makes it."""
     d, dv, key = tl.arange(0, D_PAD), tl.arange(0, DV_PAD), start + tl.arange(0, BLOCK_N)
@@ -138,7 +139,7 @@ def _over_keys(
     if MASKED:
         seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
         if WINDOW:
-            seen = seen & (key[None, :] > at[:, None] - window)
+            seen = seen & (key[None, :] >= _first_seen(at, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         # What no query sees may never have been written: 0 * NaN would be NaN.
         useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
@@ -169,10 +170,10 @@ def _attention(
     query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, unit, scale, window, soft_cap, stride_token, stride_head, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr,
-    PDL: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, HEADS: tl.constexpr,
+    LATENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -203,7 +204,7 @@ def _attention(
     stop, oldest = tl.load(positions + last).to(tl.int32) + 1, tl.load(positions + first).to(tl.int32)
     begin, shares = stop * 0, stop * 0 + 1
     if WINDOW:
-        begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = _first_seen(oldest, window, CHUNKED) // BLOCK_N * BLOCK_N
     leftmost, end = begin // SEGMENT, tl.cdiv(stop, SEGMENT)
     if SHARED:
         each = tl.cdiv(end - leftmost, tl.num_programs(2))
@@ -226,7 +227,7 @@ def _attention(
         best, total, mixed = _over_keys(
             q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
             window, soft_cap, best, total, mixed,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
             False,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
@@ -240,7 +241,7 @@ def _attention(
         best, total, mixed = _over_keys(
             q, q_value, keys, values, key_scales, value_scales, table, known, at, head, start, stop, unit, scale,
             window, soft_cap, best, total, mixed,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
+            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS, LATENT,
             True,
         )  # fmt: skip
         if ((start + BLOCK_N) % SEGMENT == 0) | (start + BLOCK_N >= stop):
