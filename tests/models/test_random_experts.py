@@ -12,12 +12,16 @@ from families import SMALL, SPECIALS, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -127,6 +131,39 @@ FAMILIES: dict[str, tuple[Any, Any, bool, st.SearchStrategy[dict[str, Any]], Opt
             "moe_layer_start_index": st.integers(0, 2),
             "moe_layer_end_index": st.sampled_from([-1, 0, 1, 2]),
             "moe_layer_interval": st.integers(1, 2),
+        },
+    ),
+    "llama4": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        True,
+        routed("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        flags("use_qk_norm", "attn_temperature_tuning", "attention_bias")
+        | TIED
+        | {
+            "attention_chunk_size": st.integers(1, 30),
+            "floor_scale": st.integers(1, 9),
+            "attn_scale": st.sampled_from([0.1, 0.5]),
+            "interleave_moe_layer_step": st.integers(1, 3),
+            "no_rope_layer_interval": st.integers(1, 4),
+            "intermediate_size_mlp": WIDTH,
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        False,
+        grouped(),
+        flags("norm_topk_prob", "rope_interleave", "attention_bias")
+        | TIED
+        | {
+            "kv_lora_rank": st.integers(1, 40),
+            "q_lora_rank": st.none() | st.integers(1, 40),
+            "qk_nope_head_dim": st.integers(1, 20),
+            "qk_rope_head_dim": st.sampled_from([2, 6, 8, 16, 5]),
+            "v_head_dim": st.integers(1, 20),
+            "first_k_dense_replace": st.integers(0, 3),
+            "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
         },
     ),
     "gpt_oss": (
