@@ -104,11 +104,13 @@ LIKELY = {**dict.fromkeys(b"0123456789", 1.0), **dict.fromkeys(b'abc"', 6.0), **
 LIKELY |= {**dict.fromkeys(b"}]", 8.0), END: 20.0}
 
 
-def random_text(grammar: Grammar, dice: random.Random, most: int = 300) -> str | None:
-    """Some text of a grammar, token by token out of what its masks allow; None if it becomes too long."""
+def random_text(grammar: Grammar, dice: random.Random, most: int = 300, dead_ends: bool = False) -> str | None:
+    """Some text of a grammar, token by token out of what its masks allow; None if it becomes too long or stops."""
     matcher, drawn = grammar.matcher(), bytearray()
     while len(drawn) < most:
         ids = allowed(matcher)
+        if dead_ends and not ids:
+            return None
         assert ids, f"nothing may follow {bytes(drawn)!r}"
         token = dice.choices(ids, [LIKELY.get(i, 0.05 if i < 128 else 0.005) for i in ids])[0]
         if token == END:

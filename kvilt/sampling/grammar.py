@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,8 @@ from .lark_check import checked_lark
 from .library import CompileResult
 from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
-from .schema_check import checked, schema_warnings
+from .schema_check import CheckedSchema, checked, checked_schema, schema_warnings
+from .unique_items import UniqueWatch, VocabularyBytes
 
 if TYPE_CHECKING:
     from .library import LLMatcher
@@ -102,9 +104,15 @@ class Compiler:
             raise Unsupported(
                 "structured output needs llguidance; install it with: pip install 'kvilt[grammar]'"
             ) from None
+        self._vocabulary = vocabulary
         self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._queue = self._new_queue(vocabulary) if isolated else None
+
+    @cached_property
+    def token_bytes(self) -> VocabularyBytes:
+        """The vocabulary for those who watch texts."""
+        return VocabularyBytes(self._vocabulary)
 
     def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint, made now or kept from before; GrammarError says why there is none."""
@@ -202,6 +210,7 @@ class Grammar:
         self.constraint = constraint
         self.grown_bytes = grown_bytes
         self._text = text
+        self._unique = _schema(constraint).unique if isinstance(constraint, JsonSchema) else None
         self._lock = threading.Lock()
         self._credit_s = compiler.limits.mask_credit_s
         self._compile_s = 0.0
@@ -211,6 +220,10 @@ class Grammar:
     def matcher(self) -> Matcher:
         """A matcher at the beginning."""
         return Matcher(self)
+
+    def watch(self) -> UniqueWatch | None:
+        """Follows a sample from the beginning, where arrays must have different items."""
+        return None if self._unique is None else UniqueWatch(self._unique, self.compiler.token_bytes)
 
     def lexer(self) -> Lexer:
         """The lexer for samples that have none: the one that others use, or a new one.
@@ -262,7 +275,7 @@ def library_text(constraint: Constraint) -> str:
     """A constraint as a grammar of the library."""
     match constraint:
         case JsonSchema():
-            return f"start: %json {checked(constraint.text, close_objects=constraint.close_objects)}"
+            return f"start: %json {_schema(constraint).text}"
         case JsonObject():
             return f"start: %json {checked(json.dumps({'type': 'object'}))}"
         case Regex(pattern):
@@ -271,6 +284,10 @@ def library_text(constraint: Constraint) -> str:
             return f"start: /(?:{'|'.join(map(literal, choices))})/"
         case Lark(grammar):
             return checked_lark(grammar)
+
+
+def _schema(constraint: JsonSchema) -> CheckedSchema:
+    return checked_schema(constraint.text, close_objects=constraint.close_objects)
 
 
 def warnings_of(constraint: Constraint | None) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class GrammarPosition:
 class Matcher:
     """The position of one sample in its grammar: which tokens may come next, and whether it may end."""
 
-    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_position", "_taken_s", "_tokens")
+    __slots__ = ("__weakref__", "_ends", "_failure", "_grammar", "_mask", "_position", "_taken_s", "_tokens", "_watch")
 
     def __init__(self, grammar: Grammar, tokens: Iterable[int] = (), ends: int = 0) -> None:
         self._grammar = grammar
@@ -57,6 +57,7 @@ class Matcher:
         self._mask: Bits | None = None  # of this place, once it is known; never written to again
         self._taken_s = 0.0  # for taking in tokens since the last mask
         self._position: GrammarPosition | None = None  # after the tokens; None until it is needed
+        self._watch = grammar.watch()
 
     @property
     def accepting(self) -> bool:
@@ -86,7 +87,7 @@ class Matcher:
             self._ends += 1
             return
         began = time.thread_time()
-        if self._ends or not self._take(token):
+        if self._ends or not self._follow(token):
             raise _not_allowed(token)
         self._tokens.append(token)
         self._mask = None
@@ -102,6 +103,8 @@ class Matcher:
         if not back:
             return
         del self._tokens[len(self._tokens) - back :]
+        if self._watch is not None:
+            self._watch.keep(len(self._tokens))
         self._mask = None
         if self._failure or self._position is None or not self._position.place.rollback(back):
             self._position, self._failure = None, ""
@@ -110,6 +113,7 @@ class Matcher:
         """An independent matcher at the same position."""
         other = Matcher(self._grammar, self._tokens, self._ends)
         other._failure, other._mask = self._failure, self._mask
+        other._watch = None if self._watch is None else self._watch.fork()
         if self._position is not None:
             other._move(GrammarPosition(self._position.lexer, self._position.place.deep_copy()))
         return other
@@ -118,6 +122,18 @@ class Matcher:
         """Release a broken lexer and its memory; the sample takes another one when it continues."""
         if self._position is not None and self._position.lexer is lexer:
             self._position = None
+
+    def _follow(self, token: int) -> bool:
+        """Take in a token, here and where items are watched."""
+        if self._watch is None:
+            return self._take(token)
+        if not 0 <= token < self._grammar.compiler.vocab_size or not (self._allows(token) or self._failure):
+            return False
+        if not self._take(token):
+            return False
+        if not self._failure:  # what is taken in after that is taken back before anything else follows
+            self._watch.take(token)
+        return True
 
     def _take(self, token: int) -> bool:
         if not 0 <= token < self._grammar.compiler.vocab_size:
@@ -143,6 +159,8 @@ class Matcher:
             self._failure = self._failure or self._grammar.overspent
             began = time.thread_time()
             self._compute(mask)
+            if self._watch is not None:
+                self._watch.forbid(mask)
             self._grammar.spend(self._taken_s + time.thread_time() - began)
             self._taken_s = 0.0
             self._mask = np.zeros_like(mask) if self._failure else mask

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +22,7 @@ from .schema_dialect import SchemaReader
 from .schema_finite import check_finite
 from .schema_place import Path, Schema, kind, named
 from .schema_source import LIST, NAMED, ONE, SchemaDocument, parse_json
+from .unique_items import UniqueRules
 
 MAX_NODES = 10_000  # schemas after references inside oneOf are written out
 MAX_VALUES = 4096  # that const and enum name in all, those inside others included
@@ -52,14 +54,31 @@ _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _ORDERING = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems")
 
 
-def checked(text: str, *, close_objects: bool = False) -> str:
-    """The schema to give to the library for this one, as JSON text.
+@dataclass(frozen=True, slots=True)
+class CheckedSchema:
+    """A schema to give to the library, as JSON text, and what has to be watched beside it."""
+
+    text: str
+    unique: UniqueRules | None
+
+
+def checked(text: str) -> str:
+    """The schema to give to the library for this one, as JSON text; refused where it says more than a grammar can."""
+    return _written(SchemaDocument.read(text), watched=False)
+
+
+def checked_schema(text: str, *, close_objects: bool = False) -> CheckedSchema:
+    """The same for a schema of a whole text, which can be watched.
 
     With `close_objects`, objects whose schema names properties and says nothing of others have no others.
     """
+    source = SchemaDocument.read(text, SchemaReader(close_objects=close_objects))
+    return CheckedSchema(_written(source, watched=True), UniqueRules.of(source))
+
+
+def _written(source: SchemaDocument, watched: bool) -> str:
     try:
-        source = SchemaDocument.read(text, SchemaReader(close_objects=close_objects))
-        result = json.dumps(_Writer(source).document(), ensure_ascii=False)
+        result = json.dumps(_Writer(source, watched).document(), ensure_ascii=False)
         result.encode()
     except UnicodeEncodeError:
         raise GrammarError("json_schema", "holds half of a surrogate pair, which is no text") from None
@@ -77,8 +96,9 @@ def schema_warnings(text: str) -> tuple[str, ...]:
 class _Writer:
     """Rewrites one document; referenced schemas get a name, the others stay in place."""
 
-    def __init__(self, source: SchemaDocument) -> None:
+    def __init__(self, source: SchemaDocument, watched: bool) -> None:
         self.source = source
+        self.watched = watched
         self.names: dict[Path, str] = {}
         self.pending: list[Path] = []
         self.inlined: list[Path] = []
@@ -232,9 +252,9 @@ class _Writer:
         if not isinstance(value, bool):
             raise GrammarError(named(path), f"uniqueItems must be a boolean, not {kind(value)}")
         most = self._beside(path).get("maxItems")
-        if value and not (isinstance(most, int) and most <= 1):
+        if value and not self.watched and not (isinstance(most, int) and most <= 1):
             raise GrammarUnsupported(
-                named(path), "uniqueItems", "the keyword uniqueItems is not supported; leave it out"
+                named(path), "uniqueItems", "the keyword uniqueItems is not supported inside a grammar; leave it out"
             )
         return {}
 

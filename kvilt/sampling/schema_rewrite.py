@@ -100,6 +100,9 @@ def _names(rest: dict[str, Any]) -> list[Schema]:
     match own:
         case {"pattern": str(pattern), **more} if not more:
             named: dict[str, Any] = {"patternProperties": {pattern: others}}
+        case {**more} if more and more.keys() <= {"minLength", "maxLength"}:
+            low, high = more.get("minLength", 0), more.get("maxLength", "")
+            named = {"patternProperties": {f"^[\\s\\S]{{{low},{high}}}$": others}}
         case {"enum": list(names), **more} if not more and all(isinstance(name, str) for name in names):
             named = {"properties": dict.fromkeys(names, others)}
         case _:
@@ -144,6 +147,8 @@ def _unique(rest: dict[str, Any]) -> list[Schema]:
     least, most = rest.get("minItems", 0), rest.get("maxItems", MAX_UNIQUE)
     counted = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in (least, most))
     plain = isinstance(values, list) and all(isinstance(value, str | bool) for value in values)
+    if counted and isinstance(items.get("enum"), list):
+        rest["maxItems"] = min(rest.get("maxItems", len(items["enum"])), len(items["enum"]))
     if not counted or not plain or not values or len(values) > MAX_UNIQUE or not _has_type(items, values):
         return []
     del rest["uniqueItems"]

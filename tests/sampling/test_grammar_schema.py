@@ -101,7 +101,8 @@ def said_otherwise(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy
         "contains": inner,
         "minContains": st.integers(0, 1),
         "uniqueItems": st.booleans(),
-        "items": pick([{"enum": ["a", "b", "c"]}, {"type": "boolean"}, {"type": "string", "enum": ["a", True]}]),
+        "items": pick([{"enum": ["a", "b", "c"]}, {"type": "boolean"}, {"type": "string", "enum": ["a", True]}])
+        | inner,
         "unknown": values,
     }
 
@@ -135,7 +136,8 @@ def test_a_schema_takes_exactly_what_jsonschema_finds_valid(schema: Any, instanc
         assert takes_value(grammar, value) == judge.is_valid(value), value
     dice = random.Random(seed)
     for _ in range(3):
-        if (text := random_text(grammar, dice)) is not None:
+        # The items of few values that differ may be used up, other than those of an enum.
+        if (text := random_text(grammar, dice, dead_ends="uniqueItems" in json.dumps(schema))) is not None:
             assert judge.is_valid(json.loads(text)), text
 
 
@@ -202,13 +204,11 @@ UNSUPPORTED = [
     ("not", {"not": {"type": "integer"}}),
     ("not", {"not": {"const": [1]}}),
     ("if", {"if": {"pattern": "a"}, "then": {"maxLength": 3}}),
-    ("propertyNames", {"propertyNames": {"maxLength": 3}}),
+    ("propertyNames", {"propertyNames": {"maxLength": 3, "pattern": "a"}}),
     ("propertyNames", {"propertyNames": {"pattern": "^a"}, "properties": {"a": {}}}),
     *[(name, {name: False, "allOf": [{"type": "null"}]}) for name in ("unevaluatedItems", "unevaluatedProperties")],
     ("$dynamicRef", {"$dynamicRef": "#x"}),
     ("contains", {"x-guidance": {"lenient": True}, "contains": {}}),
-    ("uniqueItems", {"uniqueItems": True}),
-    ("uniqueItems", {"uniqueItems": True, "items": {"enum": list("abcdef")}}),
     ("$ref", {"$ref": "http://example.com/schema.json"}),
     ("$ref", {"$ref": "file:///etc/passwd"}),
     ("$ref", {"$ref": "#/$defs/absent"}),
