@@ -25,12 +25,15 @@ from .metrics import CONTENT_TYPE
 from .ollama import routes as ollama
 from .ollama.errors import ollama_error
 from .openai import chat, completions, models, tokenizer
+from .responses import routes as responses
+from .responses.writer import responses_error
 from .service import Service
 
 # Also the order in which paths are matched.
 _ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
     anthropic.router,
     ollama.router,
     models.router,
@@ -61,6 +64,8 @@ def error_shape(path: str, headers: Mapping[str, str]) -> ErrorShape:
         return anthropic_error
     if path.startswith("/api/"):
         return ollama_error
+    if path.startswith("/v1/responses"):
+        return responses_error
     return HTTPError.body
 
 

@@ -43,13 +43,24 @@ class ServeConfig:
     max_messages: int = 2048
     max_tools: int = 128
     max_documents: int = 1024
+    max_responses: int = 128  # stored ones of one key
     max_saved: int = 64  # files of one key
     max_saved_bytes: int = 8 << 30  # of all files of one key
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
         _whole("metrics_port", 0 if self.metrics_port is None else self.metrics_port, 0, 65535)
-        for name in ("body_bytes", "connections", "prompts", "messages", "tools", "documents", "saved", "saved_bytes"):
+        for name in (
+            "body_bytes",
+            "connections",
+            "prompts",
+            "messages",
+            "tools",
+            "documents",
+            "responses",
+            "saved",
+            "saved_bytes",
+        ):
             _whole(f"max_{name}", getattr(self, f"max_{name}"), 1, None)
         for name in ("header", "body", "write", "idle"):
             _seconds(f"{name}_timeout_s", getattr(self, f"{name}_timeout_s"))

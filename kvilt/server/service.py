@@ -28,6 +28,7 @@ from .kv.pins import PrefixPins
 from .kv.state import ThrottledSnapshots, kv_state_json
 from .metrics import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS, EventLoopMonitor, prometheus_text
 from .openai.message import special_markers
+from .responses.store import ResponseStore
 
 
 class Service:
@@ -43,6 +44,7 @@ class Service:
         self.loop_monitor = EventLoopMonitor(self.metrics)
         self.memory_trimmer = MemoryTrimmer(llm.offload)
         self.pins = PrefixPins(llm)
+        self.responses = ResponseStore(llm, config.max_responses)
         self.draining = False
         self._in_progress = 0
         self._saving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

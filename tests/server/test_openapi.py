@@ -30,6 +30,11 @@ CONFORM = [
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
+    "GET /v1/responses/{name}",
+    "DELETE /v1/responses/{name}",
+    "POST /v1/responses/{name}/cancel",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "GET /api/version",
@@ -83,13 +88,19 @@ def ask_for_little(name: str, body: dict[str, Any]) -> None:
         body["model"] = "tiny"
     if "max_tokens" in body and "v1/messages" in name:
         body["max_tokens"] = 4
+    if name == "POST /v1/responses":
+        body |= {"max_output_tokens": 4, "previous_response_id": None}
     if name in ("POST /api/chat", "POST /api/generate"):
         body["options"] = {**(body.get("options") or {}), "num_predict": 4}
 
 
 CASES = [
     *((name, GenerationMode.POSITIVE) for name in OPERATIONS),
-    *((name, GenerationMode.NEGATIVE) for name in OPERATIONS if name.startswith("POST") and "reset" not in name),
+    *(
+        (name, GenerationMode.NEGATIVE)
+        for name in OPERATIONS
+        if name.startswith("POST") and not name.endswith(("reset_prefix_cache", "cancel"))
+    ),
 ]
 
 

@@ -30,8 +30,8 @@ class PinnedPrefix:
 @dataclass(frozen=True, slots=True)
 class _Pin:
     tenant: str
-    maker: str  # the base model, or an adapter
-    digest: bytes  # of the tokens
+    maker: str  # the base model, or an adapter; "": pinned by name
+    digest: bytes  # of the tokens, or the name
 
 
 class PrefixPins:
@@ -49,6 +49,14 @@ class PrefixPins:
                 pin = _Pin(tenant, kv.maker, _digest(ids[: prefix.tokens]))
                 if not await self._extended(pin, prefix.ttl_s):
                     await self._add(pin, kv, prefix)
+
+    async def pin_named(self, kv: KVCache, name: str, tenant: str, ttl_s: float) -> None:
+        """Pin all that a cache holds under a name, in place of what was pinned under it. Takes the cache over."""
+        pin = _Pin(tenant, "", name.encode("utf-8", "surrogatepass"))
+        with kv:
+            if pin in self._handles:
+                await self._drop(pin)
+            await self._add(pin, kv, PinnedPrefix(kv.num_entries, ttl_s))
 
     async def _extended(self, pin: _Pin, ttl_s: float) -> bool:
         """Whether a pin is there, and is kept longer now."""
