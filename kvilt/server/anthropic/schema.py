@@ -141,7 +141,7 @@ class CustomTool(RequestModel):
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
     strict: bool | None = Field(None, description="Accepted without effect: forced calls always follow their schema.")
-    defer_loading: Literal[False] | None = Field(None, description=IGNORED)
+    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
     eager_input_streaming: bool | None = Field(None, description="Accepted without effect: arguments always stream.")
     input_examples: list[dict[str, Any]] | None = Field(None, description=IGNORED)
     allowed_callers: list[str] | None = Field(None, description=IGNORED)
@@ -213,7 +213,7 @@ class CountTokensRequest(RequestModel):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(None, description="A breakpoint after the last block.")
     context_management: dict[str, Any] | None = Field(None, description=IGNORED)
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description=IGNORED)
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Refused unless empty.")
     speed: Literal["standard", "fast"] | None = Field(None, description=IGNORED)
     user_profile_id: str | None = Field(None, description=IGNORED)
     workspace_id: str | None = Field(None, description=IGNORED)

@@ -13,7 +13,7 @@ from ..openai.fields import CallId, Stop, ToolName, TopLogprobs
 IGNORED = "Accepted without effect."
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 NoImages = Annotated[list[Any], Field(max_length=0)]
-Ignored = Annotated[int | float | bool | str, Field(description=IGNORED)]
+Ignored = int | float | bool | str
 
 
 class OllamaOptions(RequestModel):
@@ -32,26 +32,26 @@ class OllamaOptions(RequestModel):
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = Field(
         None, description="Maximum number of tokens; by default, and with -1 and -2, the rest of the context."
     )
-    mirostat: Literal[0] | None = Field(None, description=IGNORED)
-    mirostat_tau: Ignored | None = None
-    mirostat_eta: Ignored | None = None
-    num_ctx: Ignored | None = None
-    num_keep: Ignored | None = None
-    num_batch: Ignored | None = None
-    num_gpu: Ignored | None = None
-    num_thread: Ignored | None = None
-    main_gpu: Ignored | None = None
-    numa: Ignored | None = None
-    low_vram: Ignored | None = None
-    f16_kv: Ignored | None = None
-    logits_all: Ignored | None = None
-    vocab_only: Ignored | None = None
-    use_mmap: Ignored | None = None
-    use_mlock: Ignored | None = None
-    embedding_only: Ignored | None = None
-    repeat_last_n: Ignored | None = None
-    penalize_newline: Ignored | None = None
-    tfs_z: Ignored | None = None
+    mirostat: Literal[0] | None = Field(None, description="Refused unless 0.")
+    mirostat_tau: Ignored | None = Field(None, description=IGNORED)
+    mirostat_eta: Ignored | None = Field(None, description=IGNORED)
+    num_ctx: Ignored | None = Field(None, description=IGNORED)
+    num_keep: Ignored | None = Field(None, description=IGNORED)
+    num_batch: Ignored | None = Field(None, description=IGNORED)
+    num_gpu: Ignored | None = Field(None, description=IGNORED)
+    num_thread: Ignored | None = Field(None, description=IGNORED)
+    main_gpu: Ignored | None = Field(None, description=IGNORED)
+    numa: Ignored | None = Field(None, description=IGNORED)
+    low_vram: Ignored | None = Field(None, description=IGNORED)
+    f16_kv: Ignored | None = Field(None, description=IGNORED)
+    logits_all: Ignored | None = Field(None, description=IGNORED)
+    vocab_only: Ignored | None = Field(None, description=IGNORED)
+    use_mmap: Ignored | None = Field(None, description=IGNORED)
+    use_mlock: Ignored | None = Field(None, description=IGNORED)
+    embedding_only: Ignored | None = Field(None, description=IGNORED)
+    repeat_last_n: Ignored | None = Field(None, description=IGNORED)
+    penalize_newline: Ignored | None = Field(None, description=IGNORED)
+    tfs_z: Ignored | None = Field(None, description=IGNORED)
 
 
 class OllamaGeneration(RequestModel):
@@ -95,7 +95,7 @@ class OllamaMessage(RequestModel):
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_name: ToolName | None = None
     tool_call_id: CallId | None = None
-    images: NoImages | None = Field(None, description="Images are refused.")
+    images: NoImages | None = Field(None, description="Refused unless empty.")
 
 
 class OllamaFunction(RequestModel):
@@ -127,10 +127,12 @@ class OllamaGenerateRequest(OllamaGeneration):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = Field(None, description="Continue the prompt as it is, without the chat template.")
-    suffix: Literal[""] | None = Field(None, description="Filling in between is refused.")
-    template: Literal[""] | None = Field(None, description="Other templates are refused.")
-    context: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Use chat instead.")
-    images: NoImages | None = Field(None, description="Images are refused.")
+    suffix: Literal[""] | None = Field(None, description="Refused unless empty.")
+    template: Literal[""] | None = Field(None, description="Refused unless empty.")
+    context: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Refused unless empty: use chat."
+    )
+    images: NoImages | None = Field(None, description="Refused unless empty.")
 
 
 class ShowRequest(RequestModel):

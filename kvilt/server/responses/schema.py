@@ -58,7 +58,7 @@ class FunctionTool(RequestModel):
     description: Annotated[str, Field(max_length=65536)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="Accepted without effect: forced calls always follow their schema.")
-    defer_loading: Literal[False] | None = Field(None, description=IGNORED)
+    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
     output_schema: dict[str, Any] | None = Field(None, description=IGNORED)
 
 
@@ -83,7 +83,7 @@ class CustomToolSpec(RequestModel):
     name: ToolName
     description: Annotated[str, Field(max_length=65536)] | None = None
     format: Annotated[FreeInput | GrammarInput, Field(discriminator="type")] | None = None
-    defer_loading: Literal[False] | None = Field(None, description=IGNORED)
+    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
 
 
 class OtherTool(RequestModel):
@@ -189,6 +189,6 @@ class ResponseRequest(ResponsePrompt):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(None, description=IGNORED)
     client_metadata: dict[str, Any] | None = Field(None, description=IGNORED)
     context_management: list[Any] | None = Field(None, description=IGNORED)
-    background: Literal[False] | None = None
+    background: Literal[False] | None = Field(None, description="Refused unless false.")
     prompt: None = None
     moderation: None = None
