@@ -45,6 +45,7 @@ class Request:
     background: bool = False  # no caller waits for it: no metric counts it, and it adds no KV to the prefix index
     max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
     embeds: PromptEmbeds | None = None  # rows that stand in the prompt instead of tokens
+    predicted: tuple[int, ...] = ()  # tokens that the answer is expected to repeat, for drafts
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", self.owner or owner_of(self.tenant))

@@ -158,11 +158,13 @@ class Model:
         documents: int = 0,
         answers: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> RenderedChat:
         """A conversation rendered by its template, with places for so many documents; a rendered one stays as it is.
 
-        Without `answers` it ends with the last message, not where an answer begins. `template_kwargs` are variables for
-        the template, like `enable_thinking`; those that it does not read have no effect.
+        Without `answers` it ends with the last message, not where an answer begins. `continue_final_message` ends it in
+        the text of the last message, which an answer then goes on with. `template_kwargs` are variables for the
+        template, like `enable_thinking`; those that it does not read have no effect.
         """
         if isinstance(messages, RenderedChat):
             return messages
@@ -172,6 +174,7 @@ class Model:
             tools=tools,
             places=documents,
             add_generation_prompt=answers,
+            continue_final_message=continue_final_message,
             limit=self.executor.max_context,
             **self.chat_template.options_read(template_kwargs or {}),
         )

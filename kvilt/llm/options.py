@@ -35,6 +35,7 @@ class RequestOptions:
     discover: bool | None = None  # blend also known documents that the prompt itself holds; None: the engine's default
     lora: int | str | None = None  # the adapter, by id or name; None: the base model
     lora_scale: float = 1.0
+    prediction: str = ""  # text that the answer is expected to repeat; drafts are looked up in it too
 
     @property
     def blend_plugins(self) -> BlendPlugins:
@@ -73,6 +74,7 @@ class RequestFields(TypedDict, total=False):
     discover: bool | None
     lora: int | str | None
     lora_scale: float
+    prediction: str
 
 
 class CallFields(RequestFields, SamplingFields, total=False):

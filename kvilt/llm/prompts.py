@@ -93,6 +93,7 @@ class PromptPreparer:
                 progress=progress,
                 adapter=self._adapter(prompt, options),
                 embeds=prompt.embeds,
+                predicted=self._predicted(options.prediction),
                 **own,
                 **{**discovery.fields, **prompt.blend_fields},
             )
@@ -101,6 +102,10 @@ class PromptPreparer:
                 prompt.borrowed.kv.close()
             raise
         return PreparedRequest(*made, prompt.borrowed)
+
+    def _predicted(self, text: str) -> tuple[int, ...]:
+        most = self._model.executor.max_context
+        return tuple(self._model.tokenizer.encode(text, add_special=False, limit=most)) if text else ()
 
     def _adapter(self, prompt: PreparedPrompt, options: RequestOptions) -> Adapter:
         """The adapter of a request. The KV of its handle, if it has one, must have been computed with the same."""

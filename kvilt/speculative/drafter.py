@@ -19,6 +19,7 @@ class DraftContext:
     ids: Sequence[int]  # prompt and drawn; grows in place, and never shrinks
     state: SamplingState  # how it draws: a drafter may advance it, and takes back what it advanced
     memory: Any = None  # the drafter's own
+    predicted: Sequence[int] = ()  # what the caller expects the answer to repeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they stood in the prompt or the answer before.
+"""Prompt lookup: what followed the last tokens when they stood in a prediction, the prompt or the answer before.
 
 Needs no model. Pays where answers repeat what they were given: edits, quotes, code, summaries, lists.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from ..sampling.sampler import SamplingState
 from .drafter import Draft, DraftContext
@@ -41,15 +41,13 @@ class NgramDrafter:
         left, drafts = _AT_ONCE, []
         for draft_context, count in zip(draft_contexts, k, strict=True):
             index: SuffixIndex = draft_context.memory
-            known = len(index.text)
-            for token in islice(draft_context.ids, known, known + left):
+            known, whole = len(index.text), len(draft_context.predicted) + len(draft_context.ids)
+            for token in islice(chain(draft_context.predicted, draft_context.ids), known, known + left):
                 index.append(token)
             read = len(index.text) - known
             left -= read
-            first = read if not known or len(index.text) < len(draft_context.ids) else 0
-            drafts.append(
-                _draft(index, count, first) if len(index.text) == len(draft_context.ids) else Draft(read=first)
-            )
+            first = read if not known or len(index.text) < whole else 0
+            drafts.append(_draft(index, count, first) if len(index.text) == whole else Draft(read=first))
         return drafts
 
     def forget(self, draft_context: DraftContext) -> None:

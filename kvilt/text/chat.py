@@ -81,6 +81,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         places: int = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         limit: int | None = None,
         **kwargs: Any,
     ) -> RenderedChat:
@@ -88,20 +89,32 @@ class ChatTemplate:
 
         `documents` are for the template to write. `places` leaves room for so many documents that are encoded by
         themselves: where the template puts documents or, if it reads none, before the last user's content.
+        `continue_final_message` ends the prompt with the text of the last message, which the answer goes on with.
         """
         room = _Room.of(self._limits, tokenizer, limit)
         values = self._values(messages, tools, documents, kwargs, room)
-        if not places:
-            return RenderedChat.of(tokenizer, [self._rendered(values, add_generation_prompt)])
-        free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values))))
-        marks = [mark for mark, _ in zip(free, range(places), strict=False)]
-        if len(marks) < places:
-            raise TemplateError("the messages use every private-use character, so documents cannot be placed")
-        rest, segments = self._marked(values, marks, add_generation_prompt), []
+        marks = self._marks(values, places + continue_final_message)
+        end = marks.pop() if continue_final_message else ""
+        if end:
+            _mark_end(values["messages"][-1], end)
+            add_generation_prompt = False
+        if marks:
+            rest = self._marked(values, marks, add_generation_prompt)
+        else:
+            rest = self._rendered(values, add_generation_prompt)
+        segments = []
         for mark in marks:
             before, _, rest = rest.partition(mark)
             segments.append(before)
-        return RenderedChat.of(tokenizer, [*segments, rest])
+        return RenderedChat.of(tokenizer, [*segments, _before_end(rest, end) if end else rest])
+
+    def _marks(self, values: _Values, count: int) -> list[str]:
+        """Characters that stand for places in a prompt: neither the template nor the messages have them."""
+        free = _free(self._used.union(*map(_PRIVATE.findall, _strings(values)))) if count else iter(())
+        marks = [mark for mark, _ in zip(free, range(count), strict=False)]
+        if len(marks) < count:
+            raise TemplateError("the messages use every private-use character, so no place in them can be marked")
+        return marks
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], *, limit: int | None = None, **given: Any
@@ -231,6 +244,20 @@ class RenderedChat:
 def _parts(tokenizer: Tokenizer, text: str) -> list[str | int]:
     """Rendered text cut at the special tokens that the template wrote."""
     return tokenizer.texts.split(plain(text), spans_of(text))
+
+
+def _mark_end(message: dict[str, Any], mark: str) -> None:
+    """Put a mark behind the text of an assistant's message."""
+    if message["role"] != "assistant" or not isinstance(message.get("content"), str) or message.get("tool_calls"):
+        raise TemplateError("only a last message of the assistant that is a text can be continued")
+    message["content"] += mark
+
+
+def _before_end(text: str, mark: str) -> str:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise TemplateError("the chat template does not show the last message as it is, so it cannot be continued")
+    return before
 
 
 def _found(text: str, marks: Sequence[str]) -> list[str]:

@@ -425,7 +425,6 @@ MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "Ber"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [MARKED] * 5}]}, "cache_control"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -230,6 +230,67 @@ def test_what_a_schema_says_without_effect_is_a_warning(server: Running) -> None
     assert server.http().post("/v1/completions", json=text).json()["warnings"] == told
 
 
+def test_the_last_message_is_continued(server: Running) -> None:
+    """The prompt ends in the text of the last message, and the answer does not repeat it."""
+    said = {"role": "assistant", "content": "The answer is"}
+    fields = {"model": "tiny", "messages": [*QUESTION, said], "max_tokens": 4, "temperature": 0, "seed": 1}
+    http = server.http()
+    done = http.post("/v1/chat/completions", json={**fields, "continue_final_message": True}).json()
+    whole = http.post("/tokenize", json={"messages": QUESTION}).json()["tokens"]
+    more = http.post("/tokenize", json={"prompt": "The answer is", "add_special_tokens": False}).json()["tokens"]
+    assert done["usage"]["prompt_tokens"] == len(whole) + len(more)
+    prompt = {"model": "tiny", "prompt": [*whole, *more], "max_tokens": 4, "temperature": 0, "seed": 1}
+    plain = http.post("/v1/completions", json=prompt).json()
+    assert done["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    for wrong in ({"add_generation_prompt": True, "continue_final_message": True}, {"add_generation_prompt": False}):
+        answer = http.post("/v1/chat/completions", json={**fields, **wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "add_generation_prompt")
+    last_is_user = {**fields, "messages": QUESTION, "continue_final_message": True}
+    assert http.post("/v1/chat/completions", json=last_is_user).status_code == 400
+    asked = {"model": "tiny", "messages": fields["messages"], "max_tokens": 4}
+    used = http.post("/v1/messages", json=asked).json()["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == len(whole) + len(more)
+    local = {"model": "tiny", "messages": fields["messages"], "stream": False, "options": {"num_predict": 4}}
+    assert http.post("/api/chat", json=local).json()["prompt_eval_count"] == len(whole) + len(more)
+
+
+def test_only_allowed_tools_are_listed_and_called(server: Running) -> None:
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+    def choice(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    fields = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "tools": [tool("one"), tool("two")]}
+    http = server.http()
+    done = http.post("/v1/chat/completions", json={**fields, "tool_choice": choice("required", "two")}).json()
+    assert {call["function"]["name"] for call in done["choices"][0]["message"]["tool_calls"]} == {"two"}
+    auto = {**fields, "max_tokens": 1, "tool_choice": choice("auto", "one")}
+    assert http.post("/v1/chat/completions", json=auto).status_code == 200
+    absent = http.post("/v1/chat/completions", json={**fields, "tool_choice": choice("auto", "three")})
+    assert absent.status_code == 400 and "three" in absent.json()["error"]["message"]
+
+
+def test_fields_that_clients_send_without_meaning_are_accepted(server: Running) -> None:
+    without = ("functions", "function_call", "audio", "web_search_options", "tools", "response_format", "stop", "n")
+    fields = {**dict.fromkeys(without), "verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s"}
+    fields["prediction"] = {"type": "content", "content": [{"type": "text", "text": "Paris"}]}
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 1, "modalities": ["text"], **fields}
+    assert server.http().post("/v1/chat/completions", json=asked).status_code == 200
+    text = {"model": "tiny", "prompt": "x", "max_tokens": 1, "best_of": 1, "suffix": None}
+    assert server.http().post("/v1/completions", json=text).status_code == 200
+    assert server.http().post("/v1/completions", json={**text, "best_of": 2}).status_code == 400
+
+
+def test_a_json_object_may_have_a_schema(server: Running) -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"], "additionalProperties": False}
+    given = {"type": "json_object", "schema": {**schema, "$defs": {"a": {"enum": [7]}}}}
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 40, "response_format": given}
+    done = server.http().post("/v1/chat/completions", json=asked).json()
+    assert json.loads(done["choices"][0]["message"]["content"]) == {"a": 7}
+
+
 def test_structured_outputs_are_response_formats_by_other_names(server: Running) -> None:
     def say(**more: Any) -> str:
         fields = {**SHORT, "max_tokens": 40, "extra_body": more}

@@ -39,6 +39,7 @@ def test_what_there_is_to_know(server: Running, tokenizer: Tokenizer) -> None:
         info = http.get("/tokenizer_info").json()
     assert info["vocab_size"] == tokenizer.vocab_size
     assert info["chat_template"] == tokenizer.chat_template
+    assert (info["bos_token"], info["eos_token"]) == (tokenizer.named["bos_token"], tokenizer.named["eos_token"])
     assert info["special_tokens"]["<|im_end|>"] in info["eos_token_ids"]
 
 

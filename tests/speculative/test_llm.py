@@ -72,6 +72,18 @@ def test_answers_are_the_same(plain: LLM, drafted: LLM, name: str) -> None:
         assert found.usage.drafted_tokens > 0
 
 
+def test_a_prediction_is_drafted_from(plain: LLM) -> None:
+    """An answer that the prediction holds and the prompt does not: the same tokens, nearly all of them drafted."""
+    drafted = LLM(plain.executor, plain.tokenizer, tuple(plain.stop_ids), drafter=NgramDrafter(6))
+    prompt = "A short story about a fox:"
+    expected = plain.generate(prompt, max_tokens=40, temperature=0.0)
+    without = drafted.generate(prompt, max_tokens=40, temperature=0.0)
+    found = drafted.generate(prompt, max_tokens=40, temperature=0.0, prediction=expected.text)
+    wrong = drafted.generate(prompt, max_tokens=40, temperature=0.0, prediction="Nothing of this is said. " * 3)
+    assert found.token_ids == without.token_ids == wrong.token_ids == expected.token_ids
+    assert found.usage.accepted_tokens >= 25 > without.usage.accepted_tokens
+
+
 def test_pieces_say_what_was_drafted(plain: LLM, drafted: LLM) -> None:
     stream = drafted.stream(TEXT, max_tokens=24)
     pieces = list(stream)

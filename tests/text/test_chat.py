@@ -155,6 +155,42 @@ def test_no_conversation_adds_or_loses_a_special_token(smollm2: Tokenizer, conte
     assert smollm2.decode(ids) == "".join(contents)
 
 
+@pytest.mark.parametrize("name", ["LLAMA3", "GEMMA", "MISTRAL", "QWEN3", "MACROS"])
+def test_the_last_message_can_be_continued(smollm2: Tokenizer, smollm2_oracle: Any, name: str) -> None:
+    source = getattr(templates, name)
+    chat = ChatTemplate(source, smollm2.named, smollm2.special)
+    messages = [*templates.PLAIN[:2], {"role": "assistant", "content": "Because of <|im_end|> Ray"}]
+    rendered = chat.render_prompt(smollm2, messages, continue_final_message=True)
+    oracle = {"chat_template": source, "tokenize": False, "continue_final_message": True}
+    assert rendered.text == smollm2_oracle.apply_chat_template(messages, **oracle)
+    assert rendered.text.endswith("Because of <|im_end|> Ray")
+    ids = rendered.encode(smollm2)[0]
+    assert smollm2.decode(ids, skip_special=False) == rendered.text
+    placed = chat.render_prompt(smollm2, messages, continue_final_message=True, places=2)
+    assert len(placed.segments) == 3 and placed.text.endswith("Ray")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        templates.PLAIN[:2],
+        [*templates.PLAIN[:2], {"role": "assistant", "content": None}],
+        [*templates.PLAIN[:2], templates.CALLS[1]],
+    ],
+)
+def test_only_a_text_of_the_assistant_can_be_continued(smollm2: Tokenizer, messages: Any) -> None:
+    with pytest.raises(TemplateError, match="last message of the assistant"):
+        ChatTemplate.of(smollm2).render_prompt(smollm2, messages, continue_final_message=True)
+
+
+def test_a_message_that_a_template_changes_cannot_be_continued(smollm2: Tokenizer) -> None:
+    messages = [{"role": "assistant", "content": "x"}]
+    for source in ("{{ messages[0].content | length }}", "{{ messages[0].content }}{{ messages[0].content }}"):
+        with pytest.raises(TemplateError, match="cannot be continued"):
+            chat = ChatTemplate(source, smollm2.named, smollm2.special)
+            chat.render_prompt(smollm2, messages, continue_final_message=True)
+
+
 def test_a_developer_speaks_as_the_system(smollm2: Tokenizer) -> None:
     chat = ChatTemplate.of(smollm2)
     system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}

@@ -134,6 +134,7 @@ class Drafting(Feature):
             return None
         sibling = first.draft_context if first is not None and seq.job.first is not seq else None
         draft_context = self._drafter.begin(seq.ids, state, sibling)
+        draft_context.predicted = seq.job.request.predicted
         acceptance = AcceptanceRate.of([tally.chance for tally in self._overall.tallies])
         return DraftState(draft_context, acceptance, self._drafter.most if wanted is None else wanted)
 

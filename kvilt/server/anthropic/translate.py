@@ -53,8 +53,6 @@ def translate(body: CountTokensRequest) -> TranslatedMessages:
     for turn in body.messages:
         conversation.add_turn(turn)
     conversation.mark(body.cache_control)
-    if body.messages[-1].role == "assistant":
-        raise ParamError("messages", "the last one is the assistant's, and cannot be continued; end with a user's")
     if len(conversation.marks) > MAX_BREAKPOINTS:
         there = len(conversation.marks)
         raise ParamError("cache_control", f"{there} blocks have it, and {MAX_BREAKPOINTS} are allowed")
@@ -68,6 +66,7 @@ def _request(body: CountTokensRequest, messages: list[Message]) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         made |= {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
         made |= {"stop": body.stop_sequences, "return_progress": body.stream or None}
+    made["continue_final_message"] = messages[-1]["role"] == "assistant" or None
     return chat_request(made)
 
 

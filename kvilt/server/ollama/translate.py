@@ -27,7 +27,10 @@ def translate_chat(body: OllamaChatRequest, defaults: SamplingParams) -> ChatReq
     """A conversation; `defaults` hold for the options that are left out."""
     tools = [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in body.tools or ()]
     messages = _messages(body.messages or ())
-    return chat_request({"messages": messages, "tools": tools or None, **_fields(body, defaults)})
+    last = messages[-1] if messages else {}
+    continues = last.get("role") == "assistant" and not last.get("tool_calls")
+    fields = {"continue_final_message": continues or None, "tools": tools or None, **_fields(body, defaults)}
+    return chat_request({"messages": messages, **fields})
 
 
 def translate_prompt(body: OllamaGenerateRequest, defaults: SamplingParams) -> ChatRequest:

@@ -33,7 +33,7 @@ from .params import (
     template_messages,
     wants_progress,
 )
-from .schema import ChatCompletion, ChatRequest, ChosenTool
+from .schema import AllowedToolsChoice, AllowedToolSet, ChatCompletion, ChatRequest, ChosenTool
 from .usage import OnUsage, chat_logprobs, completion_usage, running_usage
 
 
@@ -100,6 +100,9 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ParamError("max_completion_tokens", "is another name for max_tokens; give one of them")
     if body.top_logprobs and not body.logprobs:
         raise ParamError("top_logprobs", "needs logprobs to be true")
+    if body.add_generation_prompt is not None and body.add_generation_prompt == bool(body.continue_final_message):
+        what = "must be false beside continue_final_message, and may be false only there"
+        raise ParamError("add_generation_prompt", what)
     if body.stream_options is not None and not body.stream:
         raise ParamError("stream_options", "is for streams; set stream to true")
 
@@ -107,6 +110,7 @@ def _check(service: Service, body: ChatRequest) -> None:
 def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools that the prompt lists."""
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
+    known = {tool["function"]["name"] for tool in tools}
     match body.tool_choice:
         case None | "auto":
             return tools or None
@@ -114,8 +118,13 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
             return None
         case _ if not tools:
             raise ParamError("tool_choice", "asks for a tool, and tools is empty")
-        case ChosenTool(function=chosen) if chosen.name not in {tool["function"]["name"] for tool in tools}:
+        case ChosenTool(function=chosen) if chosen.name not in known:
             raise ParamError("tool_choice", f"there is no tool called {chosen.name!r}")
+        case AllowedToolsChoice(allowed_tools=allowed):
+            names = {tool.function.name for tool in allowed.tools}
+            if absent := sorted(names - known):
+                raise ParamError("tool_choice", f"there is no tool called {absent[0]!r}")
+            return [tool for tool in tools if tool["function"]["name"] in names]
         case _:
             return tools
 
@@ -123,8 +132,8 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
 def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) -> dict[str, Any]:
     """The grammar that forces a tool call."""
     match body.tool_choice:
-        case "required":
-            names = None
+        case "required" | AllowedToolsChoice(allowed_tools=AllowedToolSet(mode="required")):
+            names = None  # all that the prompt lists
         case ChosenTool(function=chosen):
             names = [chosen.name]
         case _:
@@ -139,10 +148,17 @@ def _rendered(
     service: Service, body: ChatRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> RenderedChat | None:
     """The rendered prompt where the parser needs its end; the token ids are made from the same rendering."""
-    if service.parser.thinking is None:
+    continues = bool(body.continue_final_message)
+    if service.parser.thinking is None and not continues:
         return None
     variables = template_kwargs(body)
-    return service.llm.render_chat(messages, tools, len(body.documents or ()), template_kwargs=variables)
+    return service.llm.render_chat(
+        messages,
+        tools,
+        len(body.documents or ()),
+        template_kwargs=variables,
+        continue_final_message=continues,
+    )
 
 
 async def complete_chat(service: Service, prepared: PreparedChat) -> dict[str, Any]:

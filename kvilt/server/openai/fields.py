@@ -66,9 +66,10 @@ class TextFormat(RequestModel):
 
 
 class JsonObjectFormat(RequestModel):
-    """Any JSON object."""
+    """Any JSON object, or one that a schema accepts, as llama.cpp's server takes it."""
 
     type: Literal["json_object"]
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class JsonSchemaFormat(RequestModel):
@@ -242,6 +243,12 @@ class GenerationRequest(RequestModel):
     )
     store: Literal[False] | None = Field(None, description="Accepted without effect: nothing is ever stored.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted without effect.")
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="Accepted without effect: prefixes are found by themselves."
+    )
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="Accepted without effect."
+    )
 
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

@@ -73,8 +73,8 @@ def grammar_params(body: GenerationRequest) -> dict[str, Any]:
 
 def _format(body: GenerationRequest) -> dict[str, Any]:
     match body.response_format:
-        case JsonObjectFormat():
-            return {"json_object": True}
+        case JsonObjectFormat(json_schema=schema):
+            return {"json_object": True} if schema is None else {"json_schema": {"type": "object", **schema}}
         case JsonSchemaFormat(json_schema=spec):
             return {"json_schema": JsonSchema(spec.json_schema, bool(spec.close_objects))}
         case RegexFormat(regex=regex):
@@ -112,6 +112,7 @@ def request_options(body: GenerationRequest, caller: Caller, name: str, lora: st
         "tenant": caller.salted(body.cache_salt).tenant,
         "kv": body.kv,
         "keep_kv": bool(body.kv_out),
+        "prediction": _text(body.prediction.content) if isinstance(body, ChatRequest) and body.prediction else "",
         **document_options(body),
     }
 

@@ -12,6 +12,7 @@ from ..http.schema import RequestModel, ResponseModel
 from ..kv.schema import KVHandle
 from .fields import (
     ChatMessage,
+    Content,
     GenerationRequest,
     Ids,
     MaxTokens,
@@ -37,6 +38,27 @@ class ChosenTool(RequestModel):
     function: ChosenFunction
 
 
+class AllowedToolSet(RequestModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """Only these tools; the prompt lists no other."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolSet
+
+
+class Prediction(RequestModel):
+    """Text that the answer is expected to repeat."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
@@ -46,12 +68,27 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="The template's variable of this name; none also sets enable_thinking to false."
     )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the text of the last message, the assistant's; it is not repeated."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="False with continue_final_message, else true; it follows from that field."
+    )
+    prediction: Prediction | None = Field(
+        None, description="Text that the answer is expected to repeat; with a drafter, drafts are looked up in it."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted without effect.")
+    modalities: list[Literal["text"]] | None = Field(None, description="Accepted without effect: answers are text.")
+    functions: None = Field(None, description="Former name of tools; null is accepted.")
+    function_call: None = Field(None, description="Former name of tool_choice; null is accepted.")
+    audio: None = None
+    web_search_options: None = None
 
 
 _CHAT = TypeAdapter(ChatRequest)
@@ -90,6 +127,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(
         None, description="Start the text with the prompt; with logprobs, also those of the prompt's tokens."
     )
+    best_of: Literal[1] | None = Field(None, description="1, which is what it means to leave it out.")
+    suffix: None = None
 
 
 class PromptTokensDetails(ResponseModel):

@@ -59,6 +59,9 @@ class TokenizerInfo(ResponseModel):
     vocab_size: int
     max_model_len: int
     bos_token_id: int | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
     eos_token_ids: list[int]
     special_tokens: dict[str, int]
     named_tokens: dict[str, str]
@@ -118,6 +121,9 @@ async def tokenizer_info(service: ServiceDep) -> Response:
             "vocab_size": tokenizer.vocab_size,
             "max_model_len": service.llm.executor.max_context,
             "bos_token_id": tokenizer.bos_id,
+            "bos_token": tokenizer.named.get("bos_token"),
+            "eos_token": tokenizer.named.get("eos_token"),
+            "pad_token": tokenizer.named.get("pad_token"),
             "eos_token_ids": sorted(service.llm.stop_ids),
             "special_tokens": dict(tokenizer.special),
             "named_tokens": dict(tokenizer.named),
