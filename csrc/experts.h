@@ -60,7 +60,7 @@ struct ExpertsArgs {
   const float* weights;   // [tokens][top_k]
   int64_t top_k;
   Activation activation;
-  bool weigh_inputs;  // weights multiply what an expert reads, not what it makes
+  bool weigh_inputs;                             // weights multiply what an expert reads, not what it makes
   const float *residual, *shared, *shared_gate;  // as in ExpertSumArgs
   float* out;
 

@@ -56,8 +56,8 @@ void scale_queries(KernelRunner& r, Address x, Address positions, int64_t tokens
 void per_head_linear(KernelRunner& r, Address x, int64_t tokens, int64_t heads, int64_t inputs, int64_t moved,
                      Address weight, WeightKind kind, int64_t outputs, Address out) {
   check(kind <= WeightKind::kBfloat16, "projections of single heads are floats of some width");
-  const PerHeadArgs args{at<const float>(x), tokens, heads, inputs, moved, at<const void>(weight), kind, outputs,
-                         at<float>(out)};
+  const PerHeadArgs args{at<const float>(x),     tokens, heads,   inputs,        moved,
+                         at<const void>(weight), kind,   outputs, at<float>(out)};
   r.run_and_record([=, &r] { r.per_head_linear(args); });
 }
 

@@ -56,8 +56,7 @@ void leave_groups_out(const Routing& how, int64_t experts, Room& room) {
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 void weigh(const Routing& how, const Room& room, const int32_t* chosen, float* weights) {
-  for (int64_t i = 0; i < how.top_k; ++i)
-    weights[i] = room.scores[size_t(chosen[i])];
+  for (int64_t i = 0; i < how.top_k; ++i) weights[i] = room.scores[size_t(chosen[i])];
   if (how.scores == RouterScores::kChosenSoftmax) softmax(weights, how.top_k, weights);
   if (how.scores == RouterScores::kChosenSigmoid) std::transform(weights, weights + how.top_k, weights, sigmoid);
   float sum = 0;
@@ -73,9 +72,7 @@ void route_token(const RouteArgs& a, int64_t token, Room& room) {
   float *scores = room.scores.data(), *choice = room.choice.data();
   switch (a.how.scores) {
     case RouterScores::kSoftmax: softmax(logits, a.experts, scores); break;
-    case RouterScores::kSigmoid:
-      std::transform(logits, logits + a.experts, scores, sigmoid);
-      break;
+    case RouterScores::kSigmoid: std::transform(logits, logits + a.experts, scores, sigmoid); break;
     case RouterScores::kChosenSoftmax:
     case RouterScores::kChosenSigmoid: std::copy_n(logits, a.experts, scores); break;
   }
