@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvilt.ops.native.memory import SLAB_BYTES, Buffers, Slabs
+from kvilt.ops.native.memory import HUGE_PAGE_BYTES, SLAB_BYTES, Buffers, Slabs
 
 
 @settings(max_examples=examples(50))
@@ -87,3 +91,30 @@ def test_what_else_refers_to_a_buffer_does_not_matter(monkeypatch: pytest.Monkey
     assert buffers.empty(9).data_ptr() != at
     del first
     assert buffers.empty(9).data_ptr() == at == others[0].ctypes.data
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a mapping")
+def test_linux_is_asked_for_large_pages_of_weights_and_may_give_them() -> None:
+    """Of memory that is private: shared memory has none by default, whatever a process asks."""
+    piece = Slabs().take(100)
+    assert piece.data_ptr() % HUGE_PAGE_BYTES == 0
+    own = next(one for one in mappings() if one.start <= piece.data_ptr() < one.stop)
+    assert own.permissions == "rw-p"
+    assert "hg" in own.flags
+
+
+class Mapping(NamedTuple):
+    """A piece of this process's memory."""
+
+    start: int
+    stop: int
+    permissions: str
+    flags: list[str]
+
+
+def mappings() -> Iterator[Mapping]:
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line):
+            start, stop, permissions = int(found[1], 16), int(found[2], 16), found[3]
+        elif line.startswith("VmFlags:"):
+            yield Mapping(start, stop, permissions, line.split()[1:])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 32 << 20
+HUGE_PAGE_BYTES = 2 << 20
 _ALIGN = 64
 
 
@@ -39,11 +40,21 @@ class Slabs:
 
 
 def _slab(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins at a large page, if the system has them."""
     # Straight from the system: pages that are never touched cost nothing, and all of it goes back at the end.
-    block = mmap.mmap(-1, size_bytes)
+    block = _private(size_bytes + HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE") and sys.platform == "linux":
         block.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(block, np.uint8)
+    whole = np.frombuffer(block, np.uint8)
+    first = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[first : first + size_bytes]
+
+
+def _private(size_bytes: int) -> mmap.mmap:
+    """Memory of this process alone. Linux gives large pages to it, but none to what is shared, which is the default."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size_bytes)
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 @dataclass(frozen=True, slots=True)
