@@ -236,7 +236,7 @@ class KernelRunner:
         log_rate: F32Address,
         bias: F32Address,
         skip: F32Address,  # 0: none
-        heads: Sequence[int],  # key heads, value heads, and the dims of both
+        heads: Sequence[int],  # key heads, value heads, the dims of both, and 1 if value heads take key heads in turn
         least: float,
         most: float,
         memories: F32Address,

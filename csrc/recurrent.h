@@ -43,9 +43,11 @@ struct FoldArgs {
   float* memories;        // [slots][value_heads][key_dim][value_dim]
   float* out;             // [tokens][value_heads][value_dim]
   int64_t key_heads, value_heads, key_dim, value_dim;
+  bool tiled;         // value heads take the key heads in turn; else those of one key head follow each other
   float least, most;  // of a step size
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+  int64_t key_head(int64_t head) const { return tiled ? head % key_heads : head / (value_heads / key_heads); }
 };
 
 struct RecurrentKernels {

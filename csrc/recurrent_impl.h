@@ -97,7 +97,7 @@ inline void update(const float* from, float* to, float kept, const float* key, c
 
 inline void fold_memory(const FoldArgs& args, int64_t row, int64_t head, float* scratch) {
   const int64_t keys = args.key_dim, values = args.value_dim, size = keys * values;
-  const int64_t key_head = head / (args.value_heads / args.key_heads), all_keys = args.key_heads * keys;
+  const int64_t key_head = args.key_head(head), all_keys = args.key_heads * keys;
   const bool delta = args.beta != nullptr;
   float *own = scratch, *query = own + size, *key = query + keys, *change = key + keys;
   const auto memory_of = [&](int64_t slot) { return args.memories + (slot * args.value_heads + head) * size; };

@@ -30,12 +30,21 @@ class StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class FoldHeads:
-    """The heads of a recurrent layer; each key head serves several value heads that follow each other."""
+    """The heads of a recurrent layer; each key head serves several value heads.
+
+    These follow each other, or, where heads are tiled, value heads take the key heads in turn.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    tiled: bool = False
+
+    def __repr__(self) -> str:
+        # The identity of saved KV is made of it, so an option that a model does not use must not show.
+        names = ("key_heads", "value_heads", "key_dim", "value_dim", *["tiled"] * self.tiled)
+        return f"FoldHeads({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def channels(self) -> int:
@@ -115,7 +124,10 @@ def _fold(
 ) -> Tensor:
     """Fold tokens into memories [value_heads, key_dim, value_dim] one by one; what each query then reads."""
     memories, share = place.store.memories[place.layer], heads.value_heads // heads.key_heads
-    q, k = (one.repeat_interleave(share, dim=1) for one in (q, k))
+    if heads.tiled:
+        q, k = (one.repeat(1, share, 1) for one in (q, k))
+    else:
+        q, k = (one.repeat_interleave(share, dim=1) for one in (q, k))
     out = torch.empty_like(v)
     for span, read, writes in _rows(place.slots):
         memory = memories.new_zeros(memories.shape[1:]) if read < 0 else memories[read]

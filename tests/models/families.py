@@ -214,6 +214,11 @@ def _qwen3_5(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL | SPECIALS | DELTA | changes))
 
 
+def _qwen3_5_moe() -> Callable[[], PreTrainedModel]:
+    own = SPECIALS | DELTA | EXPERTS | {"linear_num_value_heads": 6}
+    return lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL | own))
+
+
 def _qwen3_5_with_images() -> PreTrainedModel:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -383,7 +388,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "ernie4-5-moe": _ernie4_5_moe(),
     "qwen3.5": _qwen3_5(),
     "qwen3.5-images": _qwen3_5_with_images,
-    "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL | SPECIALS | DELTA | EXPERTS)),
+    "qwen3.5-moe": _qwen3_5_moe(),
     "granite-hybrid": _granite_hybrid(),
     "granite-hybrid-moe": _granite_hybrid(num_local_experts=5, num_experts_per_tok=2),
     "granite-hybrid-groups": _granite_hybrid(mamba_n_groups=2, position_embedding_type="rope", mamba_conv_bias=False),
@@ -394,6 +399,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2-moe-plain": _lfm2_moe(use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=1.5),
     "qwen3-next": _qwen3_next(),
     "qwen3-next-moe": _qwen3_next(**EXPERTS, mlp_only_layers=[1]),
+    "qwen3-next-experts": _qwen3_next(**EXPERTS, mlp_only_layers=[]),
     "qwen3-next-odd": _qwen3_next(
         linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=3, linear_conv_kernel_dim=3
     ),
@@ -506,7 +512,14 @@ VARIANTS = frozenset(
 
 
 # Variants whose kind of attention or of routing other entries cover: they wait for --slow.
-SLOW = {"llama4-as-published", "qwen3-moe-window", "qwen2-moe-plain", "qwen2-moe-windows", "mixtral-window"}
+SLOW = {
+    "llama4-as-published",
+    "qwen3-next-experts",
+    "qwen3-moe-window",
+    "qwen2-moe-plain",
+    "qwen2-moe-windows",
+    "mixtral-window",
+}
 
 
 def random_model(name: str) -> PreTrainedModel:

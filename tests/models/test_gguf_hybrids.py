@@ -25,6 +25,9 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2-untied": "lfm2",
     "lfm2-moe": "lfm2moe",
+    "qwen3-next-experts": "qwen3next",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
 }
 ARCHS = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in gguf.MODEL_ARCH}
 Tensors = dict[str, np.ndarray]
@@ -130,10 +133,94 @@ def stacked(given: Tensors, experts: int) -> Tensors:
     return tensors
 
 
+def write_delta(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(3)
+
+
+def write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def gated_delta(given: Tensors) -> Tensors:
+    """Norms whose weights are offsets from 1, as whole weights; decays as they are used; convolutions as matrices."""
+    tensors: Tensors = {}
+    for name, data in given.items():
+        if name.endswith(".A_log"):
+            tensors[name] = -np.exp(data)
+        elif name.endswith(".dt_bias"):
+            tensors[name.replace("dt_bias", "dt_proj.bias")] = data
+        elif "conv1d" in name:
+            tensors[name] = data.squeeze()
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensors[name] = data + 1
+        else:
+            tensors[name] = data
+    return tensors
+
+
+def qwen3_next(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    writer.add_feed_forward_length(config.intermediate_size)
+    write_delta(writer, config)
+    write_experts(writer, config)
+    tensors, keys = gated_delta(given), config.linear_num_key_heads
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    cuts = np.cumsum([config.linear_key_head_dim, config.linear_key_head_dim, values])
+    for name in [name for name in tensors if "in_proj_qkvz" in name]:  # from head by head to kind by kind
+        data = tensors.pop(name)
+        parts = np.split(data.reshape(keys, -1, data.shape[1]), cuts, axis=1)
+        *qkv, z = (part.reshape(-1, data.shape[1]) for part in parts)
+        tensors[name.replace("in_proj_qkvz", "in_proj_qkv")] = np.concatenate(qkv)
+        tensors[name.replace("in_proj_qkvz", "in_proj_z")] = z
+    return stacked(tensors, config.num_experts)
+
+
+def tiled(data: np.ndarray, config: Any, dim: int, axis: int = 0) -> np.ndarray:
+    """Value heads that follow each other by their key head, reordered so that they take the key heads in turn."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    shape = (*data.shape[:axis], keys, values // keys, dim, *data.shape[axis + 1 :])
+    return data.reshape(shape).swapaxes(axis, axis + 1).reshape(data.shape)
+
+
+def qwen3_5(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    if not hasattr(config, "num_experts"):
+        writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    write_delta(writer, config)
+    dim, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    for name, data in given.items():
+        match name.rpartition(".linear_attn.")[2]:
+            case "in_proj_qkv.weight" | "conv1d.weight":
+                given[name] = np.concatenate((data[:keys], tiled(data[keys:], config, dim)))
+            case "in_proj_z.weight":
+                given[name] = tiled(data, config, dim)
+            case "in_proj_a.weight" | "in_proj_b.weight" | "A_log" | "dt_bias":
+                given[name] = tiled(data, config, 1)
+            case "out_proj.weight":
+                given[name] = tiled(data, config, dim, axis=1)
+    return gated_delta(given)
+
+
+def qwen3_5_moe(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    write_experts(writer, config)
+    return stacked(qwen3_5(writer, config, given), config.num_experts)
+
+
 CONVERTERS: dict[str, Callable[[gguf.GGUFWriter, Any, Tensors], Tensors]] = {
     "granitehybrid": granite_hybrid,
     "lfm2": lfm2,
     "lfm2moe": lfm2_moe,
+    "qwen3next": qwen3_next,
+    "qwen35": qwen3_5,
+    "qwen35moe": qwen3_5_moe,
 }
 
 
@@ -165,11 +252,55 @@ def name_of(names: gguf.TensorNameMap, name: str) -> str:
     return found
 
 
+def rewritten(change: Callable[[Tensors, int], Any]) -> Callable[[gguf.GGUFWriter, Tensors], None]:
+    """What changes the tensors of each layer."""
+
+    def extra(_writer: gguf.GGUFWriter, tensors: Tensors) -> None:
+        for layer in range(4):
+            change(tensors, layer)
+
+    return extra
+
+
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_gguf_with_state_gives_the_logits_of_its_checkpoint(tmp_path: Path, name: str, shows: Shows) -> None:
     model, arch = random_model(name), ARCHITECTURES[name]
     shows("gguf", type(model).__name__, f"{name} {arch}")
     close(write_hybrid(model, arch, tmp_path / "model.gguf"), model)
+
+
+def test_gates_and_ups_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    def joined(tensors: Tensors, layer: int) -> None:
+        halves = [tensors.pop(f"blk.{layer}.ffn_{half}_exps.weight") for half in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(halves, axis=1)
+
+    model = random_model("qwen3.5-moe")
+    close(write_hybrid(model, "qwen35moe", tmp_path / "model.gguf", rewritten(joined)), model)
+
+
+def test_a_qwen3_next_with_one_tensor_of_queries_keys_values_and_gates(tmp_path: Path) -> None:
+    """As older files have it, head by head."""
+    model = random_model("qwen3-next-experts")
+
+    def older(tensors: Tensors, layer: int) -> None:
+        if tensors.pop(f"blk.{layer}.attn_qkv.weight", None) is not None:
+            tensors.pop(f"blk.{layer}.attn_gate.weight")
+            own = model.model.layers[layer].linear_attn.in_proj_qkvz.weight
+            tensors[f"blk.{layer}.ssm_in.weight"] = own.detach().numpy()
+
+    close(write_hybrid(model, "qwen3next", tmp_path / "model.gguf", rewritten(older)), model)
+
+
+def test_layers_that_predict_further_tokens_and_a_list_of_recurrent_layers(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter, tensors: Tensors) -> None:
+        writer.add_block_count(5)
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        writer.add_full_attention_interval(2)  # which the list overrules
+        writer.add_array("qwen35.attention.recurrent_layers", [True, True, False, True, False])
+        tensors["blk.4.nextn.eh_proj.weight"] = np.zeros((32, 64), dtype=np.float32)
+
+    model = random_model("qwen3.5")
+    close(write_hybrid(model, "qwen35", tmp_path / "model.gguf", more), model)
 
 
 def test_a_state_that_does_not_decay_is_refused(tmp_path: Path) -> None:

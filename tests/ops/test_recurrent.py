@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvilt.ops.contract import Decay, FoldHeads, Ops, StatePlace, StateShape, StateSlots, StateStore
 
-HEADS = [FoldHeads(2, 4, 5, 3), FoldHeads(1, 2, 16, 32), FoldHeads(3, 3, 8, 17)]
+HEADS = [FoldHeads(2, 4, 5, 3), FoldHeads(1, 2, 16, 32), FoldHeads(3, 3, 8, 17), FoldHeads(2, 6, 5, 3, tiled=True)]
 ROWS = [(0, 1), (0, 7), (0, 3, 4, 9)]
 Near = Callable[..., None]
 
@@ -74,7 +74,8 @@ def true_fold(
     memories, out = at.store.memories[1].double().clone(), torch.zeros(v.shape, dtype=torch.float64)
     for row, (start, stop) in enumerate(pairwise(at.slots.starts)):
         for h in range(heads.value_heads):
-            g, read = h // (heads.value_heads // heads.key_heads), int(at.slots.reads[row])
+            g = h % heads.key_heads if heads.tiled else h // (heads.value_heads // heads.key_heads)
+            read = int(at.slots.reads[row])
             memory = torch.zeros(heads.key_dim, heads.value_dim).double() if read < 0 else memories[read, h].clone()
             for t in range(start, stop):
                 memory = memory * kept[t, h]

@@ -11,7 +11,10 @@ from torch import Tensor
 from ...errors import Unsupported, WeightError
 from ...ops.contract import FoldHeads
 from ...weights.source import Checkpoint
-from ..recurrent_spec import Mamba2Spec
+from ..recurrent_spec import GatedDeltaSpec, Mamba2Spec
+from ..spec import ExpertsSpec, FeedForwardSpec, SharedExpertSpec
+from .expert_fields import GGUF_EXPERT_NAMES, GGUF_STACKS, gguf_experts
+from .family import StackedTensor
 from .fields import Fields
 from .plain import gguf_fields
 
@@ -26,6 +29,32 @@ STATE_NAMES: Mapping[str, str] = MappingProxyType(
         "memory_norm": "blk.{i}.ssm_norm.weight",
         "memory_out": "blk.{i}.ssm_out.weight",
     }
+)
+DELTA_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **GGUF_EXPERT_NAMES,
+        **STATE_NAMES,
+        "feed_forward_norm": "blk.{i}.post_attention_norm.weight",
+        "q_and_gate": "blk.{i}.attn_q.weight",
+        "qkv": "blk.{i}.attn_qkv.weight",
+        "z": "blk.{i}.attn_gate.weight",
+        "in_qkvz": "blk.{i}.ssm_in.weight",  # of older files
+        "in_ba": "blk.{i}.ssm_ba.weight",
+        "b": "blk.{i}.ssm_beta.weight",
+        "a": "blk.{i}.ssm_alpha.weight",
+    }
+)
+# Files may have the gates and the ups of all experts in one tensor: how they lie there, and the tensor that tells.
+_GATE_UP = "blk.{i}.ffn_gate_up_exps.weight"
+JOINED: tuple[Mapping[str, StackedTensor], str] = (
+    MappingProxyType(
+        {
+            "experts.gate": StackedTensor(_GATE_UP, 0, 2),
+            "experts.up": StackedTensor(_GATE_UP, 1, 2),
+            "experts.down": GGUF_STACKS["experts.down"],
+        }
+    ),
+    _GATE_UP.format(i=0),
 )
 
 
@@ -63,3 +92,32 @@ def mamba2(fields: Fields, conv_bias: bool) -> Mamba2Spec:
     groups, state = fields.integer("ssm.group_count", 1), fields.integer("ssm.state_size", high=1 << 12)
     folded = FoldHeads(groups, heads, state, inner // heads)
     return Mamba2Spec(folded, fields.integer("ssm.conv_kernel", high=64), conv_bias)
+
+
+def gated_delta(fields: Fields, tiled: bool) -> GatedDeltaSpec:
+    """Gated delta nets as GGUF files describe them; `tiled`: the converter reordered value heads."""
+    values, inner = fields.integer("ssm.time_step_rank", high=1 << 12), fields.integer("ssm.inner_size")
+    if inner % values:
+        raise WeightError("ssm.inner_size", f"{inner} is not divisible into {values} heads")
+    keys, dim = fields.integer("ssm.group_count", high=1 << 12), fields.integer("ssm.state_size", high=1 << 12)
+    heads = FoldHeads(keys, values, dim, inner // values, tiled and keys != values)
+    return GatedDeltaSpec(heads, fields.integer("ssm.conv_kernel", high=64))
+
+
+def delta_layers(fields: Fields, layers: int) -> list[bool]:
+    """Which layers are gated delta nets: those that a file lists, else all but every so many."""
+    name = "attention.recurrent_layers"
+    kinds = fields.values.get(fields.prefix + name)
+    if kinds is None:
+        every = fields.integer("full_attention_interval", 4)
+        return [bool((i + 1) % every) for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise WeightError(fields.prefix + name, f"must say of each of {layers} layers whether it is recurrent")
+    return [bool(kind) for kind in kinds[:layers]]
+
+
+def gated_experts(fields: Fields) -> ExpertsSpec:
+    """Experts beside a shared one behind a sigmoid."""
+    shared = fields.integer("expert_shared_feed_forward_length", fields.integer("expert_feed_forward_length"))
+    experts = gguf_experts(fields, normalized=True)
+    return replace(experts, shared=SharedExpertSpec(FeedForwardSpec(shared), gated=True))

@@ -12,9 +12,10 @@ from ..spec import ModelSpec
 from .expert_fields import with_experts
 from .family import CheckpointDialect, Family
 from .fields import Fields
-from .plain import HF_IGNORED, hf_spec
+from .gguf_hybrid import JOINED, gated_experts
+from .plain import HF_IGNORED, gguf_fields, hf_spec
 from .qwen2_moe import HF_NAMES as EXPERT_NAMES
-from .qwen3_next import hybrid_experts, hybrid_spec, q_gate_order
+from .qwen3_next import gguf_dialect, gguf_hybrid_spec, hybrid_experts, hybrid_spec, q_gate_order
 
 NAMES = MappingProxyType(
     {
@@ -47,6 +48,16 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config={**config, "tie_word_embeddings": tied})
 
 
+def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
+    # The converter lets value heads take the key heads in turn, as ggml repeats them.
+    return gguf_hybrid_spec(checkpoint, "qwen3_5", tiled=True)
+
+
+def moe_from_gguf(checkpoint: Checkpoint) -> ModelSpec:
+    spec, experts = gguf_hybrid_spec(checkpoint, "qwen3_5_moe", tiled=True), gated_experts(gguf_fields(checkpoint))
+    return with_experts(spec, experts, lambda _layer: True)
+
+
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     return hybrid_spec(hf_spec(checkpoint, "qwen3_5", partial=0.25), Fields(checkpoint.config))
 
@@ -73,6 +84,7 @@ IGNORED = (*HF_IGNORED, "mtp.*", "model.visual.*")  # a drafting layer, and what
 QWEN3_5 = Family(
     "qwen3_5",
     (
+        gguf_dialect("qwen35", from_gguf, ("q_and_gate",)),
         _dialect("Qwen3_5ForCausalLM", from_hf),
         _dialect("Qwen3_5ForConditionalGeneration", lambda one: from_hf(text_part(one)), inside(NAMES)),
     ),
@@ -80,6 +92,8 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     (
+        gguf_dialect("qwen35moe", moe_from_gguf, ("q_and_gate",), *JOINED),
+        gguf_dialect("qwen35moe", moe_from_gguf, ("q_and_gate",)),
         _dialect("Qwen3_5MoeForCausalLM", moe_from_hf),
         _dialect("Qwen3_5MoeForConditionalGeneration", lambda one: moe_from_hf(text_part(one)), inside(NAMES)),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,10 +11,11 @@ from ...ops.contract import FoldHeads
 from ...weights.source import Checkpoint
 from ..recurrent_spec import GatedDeltaSpec
 from ..spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, SharedExpertSpec, each_attention
-from .expert_fields import MAX_EXPERTS, sparse_layers, with_experts
-from .family import CheckpointDialect, Family
+from . import gguf_hybrid
+from .expert_fields import GGUF_STACKS, MAX_EXPERTS, sparse_layers, with_experts
+from .family import CheckpointDialect, Family, StackedTensor
 from .fields import Fields
-from .plain import HF_IGNORED, hf_spec
+from .plain import GGUF_IGNORED, HF_IGNORED, gguf_fields, gguf_spec, hf_spec
 from .qwen2_moe import HF_NAMES as EXPERT_NAMES
 
 NAMES = MappingProxyType(
@@ -59,13 +60,33 @@ def hybrid_spec(spec: ModelSpec, config: Fields) -> ModelSpec:
     """The spec with gated delta nets in their layers, and gated attention in the others."""
     if config.values.get("hidden_act", "silu") != "silu":
         raise Unsupported("gated delta nets with another activation than silu are not supported")
-    delta, kinds = gated_delta_spec(config), delta_layers(config, len(spec.layers))
+    return _with_delta(spec, gated_delta_spec(config), delta_layers(config, len(spec.layers)))
+
+
+def _with_delta(spec: ModelSpec, delta: GatedDeltaSpec, kinds: Sequence[bool]) -> ModelSpec:
     layers = [
         replace(layer, recurrent=delta) if is_delta else layer
         for layer, is_delta in zip(spec.layers, kinds, strict=True)
     ]
     gated = replace(spec, layers=tuple(layers))
     return each_attention(gated, lambda _layer, a: replace(a, qk_norm=True, output_gate=True))
+
+
+def gguf_hybrid_spec(checkpoint: Checkpoint, family: str, tiled: bool = False) -> ModelSpec:
+    """The same of a GGUF, without the layers behind the last one that predict further tokens, and without experts."""
+    fields = gguf_fields(checkpoint)
+    # Files of models with experts in every layer may leave out how wide a dense one would be.
+    width, experts = (fields.prefix + name for name in ("feed_forward_length", "expert_feed_forward_length"))
+    config = {width: checkpoint.config.get(experts), **checkpoint.config}
+    spec = gguf_spec(replace(checkpoint, config=config), family)
+    layers = spec.layers[: len(spec.layers) - fields.count("nextn_predict_layers", 0)]
+    delta, kinds = gguf_hybrid.gated_delta(fields, tiled), gguf_hybrid.delta_layers(fields, len(layers))
+    return _with_delta(replace(spec, layers=layers), delta, kinds)
+
+
+def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
+    experts = gguf_hybrid.gated_experts(gguf_fields(checkpoint))
+    return with_experts(gguf_hybrid_spec(checkpoint, "qwen3_next"), experts, lambda _layer: True)
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
@@ -119,9 +140,36 @@ def _by_head(heads: int, parts: Sequence[int]) -> list[int]:
 FUSED = MappingProxyType({"q_and_gate": ("q", "q_gate"), "in_qkvz": ("qkv", "z"), "in_ba": ("b", "a")})
 ORDERS = MappingProxyType({"q_and_gate": q_gate_order, "in_qkvz": qkvz_order, "in_ba": ba_order})
 
+
+def gguf_dialect(
+    architecture: str,
+    spec: Callable[[Checkpoint], ModelSpec],
+    fused: Sequence[str],
+    stacks: Mapping[str, StackedTensor] = GGUF_STACKS,
+    when: str = "",
+) -> CheckpointDialect:
+    """A GGUF architecture with these fused tensors; `when`: the tensor that other files of it do not have."""
+    return CheckpointDialect(
+        "gguf",
+        (architecture,),
+        spec,
+        gguf_hybrid.DELTA_NAMES,
+        GGUF_IGNORED,
+        {whole: FUSED[whole] for whole in fused},
+        {whole: ORDERS[whole] for whole in fused},
+        stacks,
+        extra_layers=True,
+        when=when,
+        transforms=gguf_hybrid.TRANSFORMS,
+    )
+
+
 QWEN3_NEXT = Family(
     "qwen3_next",
     (
+        gguf_dialect("qwen3next", from_gguf, tuple(FUSED), when="blk.0.ssm_in.weight"),
+        gguf_dialect("qwen3next", from_gguf, ("q_and_gate", "in_ba"), *gguf_hybrid.JOINED),
+        gguf_dialect("qwen3next", from_gguf, ("q_and_gate", "in_ba")),
         CheckpointDialect(
             "hf",
             ("Qwen3NextForCausalLM",),

@@ -106,7 +106,7 @@ def _fold(
     memory = (heads.value_heads, heads.key_dim, heads.value_dim)
     checked("memories", memories, (*memories.shape[:2], *memory))
     out = buffers.empty(tokens, heads.value_heads, heads.value_dim)
-    sizes = [heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim]
+    sizes = [heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, int(heads.tiled)]
     inputs = (f32(mixed), f32(step), beta, f32(decay.log_rate), f32(decay.bias), skip, sizes, decay.least, decay.most)
     at = (f32(memories[place.layer]), *_rows(place.slots, tokens), memories.shape[1])
     runner.fold(*inputs, *at, f32(out))

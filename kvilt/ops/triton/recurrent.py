@@ -85,7 +85,8 @@ def _folded(
         mixed, step, step if beta is None else beta, decay.log_rate, decay.bias,
         decay.bias if skip is None else skip, memories, out, *at, decay.least, min(decay.most, 3.0e38), L2_EPS,
         KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads, KEYS=heads.key_dim, VALUES=heads.value_dim,
-        DELTA=beta is not None, KEY_BLOCK=triton.next_power_of_2(heads.key_dim), VALUE_BLOCK=values, num_warps=4,
+        TILED=heads.tiled, DELTA=beta is not None, KEY_BLOCK=triton.next_power_of_2(heads.key_dim),
+        VALUE_BLOCK=values, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -94,7 +95,7 @@ def _folded(
 def _fold(
     mixed, step, beta, log_rate, bias, skip, memories, out, starts, reads, writes, least, most, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    TILED: tl.constexpr, DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -105,7 +106,7 @@ def _fold(
     memory = tl.load(source, mask=inside & (read >= 0), other=0.0)
     rate_of, bias_of = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES
-    group = head // (VALUE_HEADS // KEY_HEADS)
+    group = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
     for token in range(first, stop):
         own = mixed + token * CHANNELS
         if DELTA:  # queries, keys, values
