@@ -77,7 +77,9 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -220,10 +222,21 @@ def _qwen3_5_moe() -> Callable[[], PreTrainedModel]:
 
 
 def _qwen3_5_with_images() -> PreTrainedModel:
+    text, vision = _qwen3_5_parts()
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+
+
+def _qwen3_5_moe_with_images() -> PreTrainedModel:
+    text, vision = _qwen3_5_parts()
+    config = Qwen3_5MoeConfig(text_config=text | EXPERTS, vision_config=vision)
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
+def _qwen3_5_parts() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the text model and of the one for images."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-    text = SMALL | SPECIALS | DELTA | {"rope_parameters": rope}
-    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    return SMALL | SPECIALS | DELTA | {"rope_parameters": rope}, vision
 
 
 def _granite_hybrid(**changes: Any) -> Callable[[], PreTrainedModel]:
@@ -389,6 +402,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3.5": _qwen3_5(),
     "qwen3.5-images": _qwen3_5_with_images,
     "qwen3.5-moe": _qwen3_5_moe(),
+    "qwen3.5-moe-images": _qwen3_5_moe_with_images,
     "granite-hybrid": _granite_hybrid(),
     "granite-hybrid-moe": _granite_hybrid(num_local_experts=5, num_experts_per_tok=2),
     "granite-hybrid-groups": _granite_hybrid(mamba_n_groups=2, position_embedding_type="rope", mamba_conv_bias=False),
@@ -501,6 +515,7 @@ VARIANTS = frozenset(
         "gemma4-own-values",
         "lfm2-moe-plain",
         "mistral3-mistral",
+        "qwen3.5-moe-images",
         "mistral3-ministral3",
         "olmoe-normalized",
         "llama4-nested",

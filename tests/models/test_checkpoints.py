@@ -52,6 +52,27 @@ def test_half_precision_checkpoints_compute_in_float32(tmp_path: Path, dtype: to
         torch.testing.assert_close(executor.step([1, 2, 3], kv)[0], theirs, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3.5-moe-images"])
+def test_experts_in_one_tensor_of_each_layer(tmp_path: Path, name: str) -> None:
+    """As Qwen 3.5 with experts is published; transformers writes each expert by itself."""
+    model = random_model(name)
+    path = write_checkpoint(model, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    apart = load_executor(tmp_path, TINY_POOL)
+    for first in [key for key in tensors if ".experts.0.gate_proj" in key]:
+        at = first.partition(".experts.")[0]
+        maps = {
+            part: torch.stack([tensors.pop(f"{at}.experts.{e}.{part}_proj.weight") for e in range(5)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{at}.experts.gate_up_proj"] = torch.cat((maps["gate"], maps["up"]), dim=1)
+        tensors[f"{at}.experts.down_proj"] = maps["down"]
+    save_file(tensors, path, {"format": "pt"})
+    together = load_executor(tmp_path, TINY_POOL)
+    with apart.create_kv_cache() as a, together.create_kv_cache() as b:
+        assert torch.equal(apart.step([1, 2, 3], a), together.step([1, 2, 3], b))
+
+
 def older_llama(config: dict[str, Any]) -> None:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")

@@ -10,7 +10,7 @@ from ...errors import WeightError
 from ...weights.source import Checkpoint
 from ..spec import ModelSpec
 from .expert_fields import with_experts
-from .family import CheckpointDialect, Family
+from .family import CheckpointDialect, Family, StackedTensor
 from .fields import Fields
 from .gguf_hybrid import JOINED, gated_experts
 from .plain import HF_IGNORED, gguf_fields, hf_spec
@@ -72,9 +72,31 @@ def moe_from_hf(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _dialect(
-    architecture: str, spec: Callable[[Checkpoint], ModelSpec], names: Mapping[str, str] = NAMES
+    architecture: str, spec: Callable[[Checkpoint], ModelSpec], names: Mapping[str, str] = NAMES, stacked: bool = False
 ) -> CheckpointDialect:
-    return CheckpointDialect("hf", (architecture,), spec, names, IGNORED, FUSED, row_orders=ORDERS, norm_shift=1.0)
+    """`stacked`: checkpoints that have the maps of all experts in one tensor, as the published ones do."""
+    whole = names["experts.gate"].replace("{e}.gate_proj.weight", "gate_up_proj")
+    stacks = {
+        "experts.gate": StackedTensor(whole, 0, 2),
+        "experts.up": StackedTensor(whole, 1, 2),
+        "experts.down": StackedTensor(whole.replace("gate_up", "down")),
+    }
+    return CheckpointDialect(
+        "hf",
+        (architecture,),
+        spec,
+        names,
+        IGNORED,
+        FUSED,
+        ORDERS,
+        stacks if stacked else {},
+        when=whole.format(i=0) if stacked else "",
+        norm_shift=1.0,
+    )
+
+
+def _moe_from_nested(checkpoint: Checkpoint) -> ModelSpec:
+    return moe_from_hf(text_part(checkpoint))
 
 
 FUSED = MappingProxyType({"q_and_gate": ("q", "q_gate")})
@@ -94,7 +116,9 @@ QWEN3_5_MOE = Family(
     (
         gguf_dialect("qwen35moe", moe_from_gguf, ("q_and_gate",), *JOINED),
         gguf_dialect("qwen35moe", moe_from_gguf, ("q_and_gate",)),
+        _dialect("Qwen3_5MoeForCausalLM", moe_from_hf, stacked=True),
         _dialect("Qwen3_5MoeForCausalLM", moe_from_hf),
-        _dialect("Qwen3_5MoeForConditionalGeneration", lambda one: moe_from_hf(text_part(one)), inside(NAMES)),
+        _dialect("Qwen3_5MoeForConditionalGeneration", _moe_from_nested, inside(NAMES), stacked=True),
+        _dialect("Qwen3_5MoeForConditionalGeneration", _moe_from_nested, inside(NAMES)),
     ),
 )
