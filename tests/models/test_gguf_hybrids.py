@@ -73,7 +73,7 @@ def granite_hybrid(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tens
     writer.add_head_count_kv(kv_heads(config))
     write_multipliers(writer, config)
     writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(config.num_experts_per_tok if config.num_local_experts else 0)
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
