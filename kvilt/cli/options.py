@@ -93,6 +93,7 @@ GRAMMAR = OptionGroup(
             "regex": Option(str | None, None, "A pattern that the whole answer matches."),
             "choice": Option(list[str], (), "Answer with this text; repeat it to give a choice."),
             "lark": Option(str | None, None, "A file with a Lark grammar that the answer follows."),
+            "gbnf": Option(str | None, None, "A file with a grammar in llama.cpp's GBNF that the answer follows."),
         }
     ),
 )

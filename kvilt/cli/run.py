@@ -95,7 +95,7 @@ def _footer(
 def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
     """The grammar options that were given, as SamplingParams takes them: schemas and grammars come from files."""
     given = {name: value for name, value in options.items() if value}
-    for name in given.keys() & {"json_schema", "lark"}:
+    for name in given.keys() & {"json_schema", "lark", "gbnf"}:
         try:
             given[name] = Path(given[name]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

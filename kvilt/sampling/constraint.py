@@ -1,4 +1,4 @@
-"""Constraints on generated text: five kinds, as frozen values.
+"""Constraints on generated text: six kinds, as frozen values.
 
 Checked for shape and size when they are made. Refuses to know tokens, and what a schema or a grammar means: compiling
 it finds that out.
@@ -82,8 +82,18 @@ class Lark:
         _text("lark", self.grammar)
 
 
-Constraint = JsonSchema | JsonObject | Regex | Choice | Lark
-CONSTRAINTS = (JsonSchema, JsonObject, Regex, Choice, Lark)
+@dataclass(frozen=True, slots=True)
+class Gbnf:
+    """Text that a grammar in llama.cpp's GBNF derives from its rule `root`."""
+
+    grammar: str
+
+    def __post_init__(self) -> None:
+        _text("gbnf", self.grammar)
+
+
+Constraint = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf
+CONSTRAINTS = (JsonSchema, JsonObject, Regex, Choice, Lark, Gbnf)
 
 
 def by_name(name: str, value: Any) -> Constraint | None:
@@ -101,11 +111,13 @@ def by_name(name: str, value: Any) -> Constraint | None:
             return Regex(value)
         case "choice":
             return Choice(value)
-        case _:
+        case "lark":
             return Lark(value)
+        case _:
+            return Gbnf(value)
 
 
-SHORT_NAMES = ("json_schema", "json_object", "regex", "choice", "lark")
+SHORT_NAMES = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 
 
 def _json_text(value: object) -> str:

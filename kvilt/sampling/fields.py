@@ -44,3 +44,4 @@ class SamplingFields(TypedDict, total=False):
     regex: str | None
     choice: Sequence[str] | None
     lark: str | None
+    gbnf: str | None

@@ -23,7 +23,8 @@ from ..errors import GrammarError, GrammarFailed, GrammarTooLarge, GrammarUnsupp
 from . import library
 from .compile_queue import CompileQueue, PendingGrammar
 from .compile_worker import CompileLimits, CompileWorker
-from .constraint import Choice, Constraint, JsonObject, JsonSchema, Lark, Regex
+from .constraint import CONSTRAINTS, SHORT_NAMES, Choice, Constraint, Gbnf, JsonObject, JsonSchema, Lark, Regex
+from .gbnf import gbnf_to_lark
 from .lark_check import checked_lark
 from .library import CompileResult
 from .matcher import Bits, Matcher, first_line
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # Without forcing, a mask holds every token that the grammar allows, not only the library's favourite spelling.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_NAMES = dict(zip(CONSTRAINTS, SHORT_NAMES, strict=True))
 _DRAWING = re.compile(r"\n +[0-9]+ \| ")  # where the library begins to quote the grammar
 _TOO_LARGE = (
     "too big",
@@ -284,6 +286,8 @@ def library_text(constraint: Constraint) -> str:
             return f"start: /(?:{'|'.join(map(literal, choices))})/"
         case Lark(grammar):
             return checked_lark(grammar)
+        case Gbnf(grammar):
+            return gbnf_to_lark(grammar)
 
 
 def _schema(constraint: JsonSchema) -> CheckedSchema:
@@ -296,8 +300,7 @@ def warnings_of(constraint: Constraint | None) -> tuple[str, ...]:
 
 
 def _name(constraint: Constraint) -> str:
-    names = {JsonSchema: "json_schema", JsonObject: "json_object", Regex: "regex", Choice: "choice", Lark: "lark"}
-    return names[type(constraint)]
+    return _NAMES[type(constraint)]
 
 
 def _check(verdict: CompileResult, where: str) -> None:

@@ -139,7 +139,7 @@ class SamplingParams:
     def of(cls, params: SamplingParams | None = None, **fields: object) -> SamplingParams:
         """`params` (or the defaults) with `fields` replaced; a field that does not exist is refused by name.
 
-        A grammar may be given by its kind too: `json_schema`, `json_object`, `regex`, `choice` or `lark`.
+        A grammar may be given by its kind too: `json_schema`, `json_object`, `regex`, `choice`, `lark` or `gbnf`.
         """
         fields = _with_grammar(fields)
         if params is not None and not isinstance(params, SamplingParams):

@@ -18,7 +18,7 @@ from kvilt import load
 from kvilt.cli.template_options import read_template_options
 from kvilt.errors import ParamError
 
-KVILT = [sys.executable, "-m", "kvilt.cli.main"]
+KVILT = [sys.executable, "-m", "kvilt"]
 
 
 GREEDY = ("--temperature", "0")
@@ -94,6 +94,9 @@ def test_an_answer_follows_a_schema_a_pattern_or_a_choice(model: str, tmp_path: 
     assert "note: the keyword 'x-order' is not known and has no effect at #" in closed.stderr
     assert kvilt(*asked, "--regex", "[0-9]").stdout.strip().isdigit()
     assert kvilt(*asked, "--choice", "four", "--choice", "five").stdout.strip() in ("four", "five")
+    grammar = tmp_path / "answer.gbnf"
+    grammar.write_text('root ::= "f" ("our" | "ive")')
+    assert kvilt(*asked, "--gbnf", str(grammar)).stdout.strip() in ("four", "five")
 
 
 def test_a_grammar_that_cannot_be_is_refused(model: str, tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_a_long_prompt_tells_how_far_it_is_read(start: Start) -> None:
         ({"type": "regex", "regex": "[ab]{3}c"}, lambda text: re.fullmatch("[ab]{3}c", text)),
         ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
         ({"type": "lark", "lark": 'start: "x" "y" "z"?'}, lambda text: re.fullmatch("xyz?", text)),
+        ({"type": "gbnf", "gbnf": 'root ::= "x" [yz]{2}'}, lambda text: re.fullmatch("x[yz]{2}", text)),
         ({"type": "text"}, lambda text: text),
     ],
 )
@@ -298,6 +299,7 @@ def test_structured_outputs_are_response_formats_by_other_names(server: Running)
 
     assert say(structured_outputs={"choice": ["ja", "nein"]}) in ("ja", "nein")
     assert re.fullmatch("[0-9]{4}", say(structured_outputs={"regex": "[0-9]{4}"}))
+    assert say(structured_outputs={"grammar": 'root ::= "ja"'}) == say(grammar='root ::= "ja"') == "ja"
     with pytest.raises(openai.BadRequestError, match="second grammar"):
         say(structured_outputs={"choice": ["ja"]}, response_format={"type": "json_object"})
 

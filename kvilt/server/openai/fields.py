@@ -100,8 +100,15 @@ class LarkFormat(RequestModel):
     lark: Text
 
 
+class GbnfFormat(RequestModel):
+    """Text that a grammar in llama.cpp's GBNF derives."""
+
+    type: Literal["gbnf"]
+    gbnf: Text
+
+
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat,
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat | GbnfFormat,
     Field(discriminator="type"),
 ]
 
@@ -112,7 +119,7 @@ class StructuredOutputs(RequestModel):
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
-    grammar: Annotated[Text | None, Field(description="A Lark grammar.")] = None
+    grammar: Annotated[Text | None, Field(description="A Lark grammar, or one in GBNF.")] = None
     json_object: bool | None = None
 
 
@@ -227,6 +234,7 @@ class GenerationRequest(RequestModel):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    grammar: Text | None = Field(None, description="A grammar in GBNF, under llama.cpp's name.")
     stream: bool | None = None
     stream_options: StreamOptionsParam | None = None
     return_progress: bool | None = Field(None, description="In a stream: send chunks with the progress of the prompt.")

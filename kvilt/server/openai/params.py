@@ -22,6 +22,7 @@ from .fields import (
     ChoiceFormat,
     Content,
     Document,
+    GbnfFormat,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -83,6 +84,8 @@ def _format(body: GenerationRequest) -> dict[str, Any]:
             return {"choice": choice}
         case LarkFormat(lark=lark):
             return {"lark": lark}
+        case GbnfFormat(gbnf=gbnf):
+            return {"gbnf": gbnf}
         case _:
             return {}
 
@@ -90,12 +93,15 @@ def _format(body: GenerationRequest) -> dict[str, Any]:
 def _structured(body: GenerationRequest) -> dict[str, Any]:
     given = body.structured_outputs
     if given is None:
-        return {}
+        return {} if body.grammar is None else {"gbnf": body.grammar}
+    if body.grammar is not None:
+        raise ParamError("grammar", "stands beside structured_outputs; give one of them")
+    in_gbnf = given.grammar is not None and "::=" in given.grammar
     named = {
         "json_schema": given.json_,
         "regex": given.regex,
         "choice": given.choice,
-        "lark": given.grammar,
+        "gbnf" if in_gbnf else "lark": given.grammar,
         "json_object": given.json_object or None,
     }
     return {name: value for name, value in named.items() if value is not None}
