@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -118,6 +119,27 @@ def serve(
         from .serve import serve as listen
 
         listen(model, options, engine, store, {**config, **drafts})
+
+
+@app.command()
+@opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+def batch(
+    given: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one JSON object a line; '-' reads a pipe.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; a file that is there is continued.")],
+    model: opt.Model = opt.DEFAULT_MODEL,
+    at_once: Annotated[int, typer.Option(min=1, max=1024, help="Requests in the engine at once.")] = 64,
+    *,
+    store: dict[str, Any],
+    drafts: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Answer the requests of a file in OpenAI's batch format; prompts that begin alike are computed once."""
+    with exit_on_error():
+        from .batch import batch as answer_all
+
+        counts = answer_all(given, out, model, at_once, store, {**config, **drafts})
+        if counts.failed:
+            raise typer.Exit(FAILURE)
 
 
 @app.command()
