@@ -15,6 +15,7 @@ from .row import KVLoad as KVLoad
 from .row import Last as Last
 from .row import LayerSpan as LayerSpan
 from .row import Nothing as Nothing
+from .row import Pooled as Pooled
 from .row import Repair as Repair
 from .row import Row as Row
 from .row import SampledIds as SampledIds

@@ -28,6 +28,7 @@ from .row import (
     Last,
     LayerSpan,
     Nothing,
+    Pooled,
     Repair,
     Row,
     SampledIds,
@@ -169,6 +170,8 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
             _check_seen([*wanted, *more], span, layers)
         case KeyMass(wanted):
             _check_seen(wanted, span, layers)
+        case Pooled(first=first) if not 0 <= first < tokens:
+            raise InputError(f"{tokens} tokens have none from {first} on")
     for repair in row.repairs:
         _check_repair(repair, row, layers)
     for load in row.loads:

@@ -27,7 +27,7 @@ class Logits:
     values: Tensor  # [n, vocab] float32: the wanted positions of all Last rows
     starts: tuple[int, ...]  # rows + 1 offsets into values
     scores: Mapping[int, Scores]  # by row
-    hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]
+    hidden: Mapping[int, Tensor]  # by row, [tokens, hidden]; of a Pooled row [hidden] float64
     kv: Mapping[int, Mapping[int, UnrotatedKV]] = field(default_factory=dict)  # by row and layer
     mass: Mapping[int, Tensor] = field(default_factory=dict)  # by row, [last position + 1] float32
     queries: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)  # by row and layer, [tokens, heads, dim]

@@ -90,7 +90,15 @@ class KeyMass:
     last: int = 0  # so many of the row's last tokens count as queries; all of them if 0
 
 
-Want = Nothing | Last | Score | HiddenOut | KeyMass
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The sum of the states after the last norm of the row's tokens from `first` on, or the last of these states."""
+
+    last: bool = False
+    first: int = 0
+
+
+Want = Nothing | Last | Score | HiddenOut | KeyMass | Pooled
 
 # Which weights a row runs on.
 

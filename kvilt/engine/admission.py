@@ -19,6 +19,7 @@ from ..sampling.sampler import SamplingState
 from .event import Listener
 from .features.blend_decision import BlendDecision, BlendJudge, OnLogits
 from .features.discovery import discovered, wants_discovery
+from .pooling import Pooling
 from .request import Request
 from .scheduling.plan import BlendProgress, Sample
 from .scoring import Scoring
@@ -127,7 +128,8 @@ def _job(
     sample = _sample(executor, request, state, prefix_keys, capacity, blending)
     watcher = on_first_logits if decision is None else decision.on_first_logits or on_first_logits
     ids = list(request.prompt)
-    first = SequenceState(sample, ids, state, prefix_keys, scoring, blending=blending, on_first_logits=watcher)
+    pooling = None if request.pooling is None else Pooling(request.pooling, len(ids))
+    first = SequenceState(sample, ids, state, prefix_keys, scoring, pooling, blending=blending, on_first_logits=watcher)
     job = Job(request, listener, first, base, capacity, unforked=request.samples - 1, blend_decision=decision)
     first.job = job
     return job

@@ -73,7 +73,15 @@ class Scored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-Event = TokenEvent | Ended | PromptProgress | Scored
+@dataclass(frozen=True, slots=True)
+class PooledPrompt:
+    """The states of a prompt after the last norm, pooled."""
+
+    index: int
+    values: tuple[float, ...]
+
+
+Event = TokenEvent | Ended | PromptProgress | Scored | PooledPrompt
 
 
 class Listener(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..batch import Adapter, Base
 from ..blend.plugins import BlendPlugins
@@ -46,6 +47,7 @@ class Request:
     max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
     embeds: PromptEmbeds | None = None  # rows that stand in the prompt instead of tokens
     predicted: tuple[int, ...] = ()  # tokens that the answer is expected to repeat, for drafts
+    pooling: Literal["mean", "last"] | None = None  # send a PooledPrompt; a mean needs `reuse` to be off
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", self.owner or owner_of(self.tenant))

@@ -29,7 +29,7 @@ def row_task(seq: SequenceState, work: Work, drafts: Sequence[int] = ()) -> RowT
     row = Row(source, range(start, stop + len(drafts)), seq.kv, want=want, adapter=seq.job.request.adapter)
     watcher = None if seq.on_first_logits is None else with_watcher(seq)
     if seq.state is None or not work.draws:
-        return RowTask(row, (), stop, (), watcher)
+        return RowTask(row, (), stop, (), watcher if seq.pooling is None else seq.pooling.watcher(stop))
     drawing = (seq.state,) if not work.forks else (seq.state, *map(seq.state.fork, range(1, work.forks + 1)))
     return RowTask(row, drawing, stop, drafts, watcher)
 
@@ -78,6 +78,8 @@ def _want(seq: SequenceState, work: Work, drafts: int = 0) -> Want:
         return Last(1 + drafts) if drafts else ONE
     if seq.on_first_logits is not None and work.start + work.count == work.sample.prompt:
         return Last()
+    if seq.pooling is not None:
+        return seq.pooling.want(work.start, work.start + work.count) or Nothing()
     if seq.scoring is None:
         return Nothing()
     return seq.scoring.want(seq.ids, work.start, work.start + work.count) or Nothing()

@@ -20,6 +20,7 @@ from ..sampling.sampler import SamplingState
 from .event import DraftCounts, Listener
 from .features.blend_decision import BlendDecision, OnLogits
 from .isolation import contained
+from .pooling import Pooling
 from .request import Request
 from .scheduling.plan import GroupPages, Pages, PrefixHit, Sample
 from .scoring import Scoring
@@ -63,6 +64,7 @@ class SequenceState:
     state: SamplingState | None  # None where nothing is drawn
     prefix_keys: PrefixKeys | None  # None where its KV is not shared
     scoring: Scoring | None = None
+    pooling: Pooling | None = None
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
     blending: Blending | None = None  # what blends its prompt, if anything does

@@ -128,6 +128,8 @@ class StepRunner:
             self._verified(seq, stop, len(task.drafts), len(accepted))
         if result.scores is not None and seq.scoring is not None:
             notify(seq.job, seq.scoring.event(seq.ids, work.start, result.scores))
+        if seq.pooling is not None and (pooled := seq.pooling.event()) is not None:
+            notify(seq.job, pooled)
         return result.tokens
 
     def _grow(self, seq: SequenceState, work: Work, stop: int, accepted: Sequence[int] = ()) -> None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ..blend.blender import BlendReport
-from ..engine.event import DraftCounts, Ended, Event, Scored, TokenEvent
+from ..engine.event import DraftCounts, Ended, Event, PooledPrompt, Scored, TokenEvent
 from ..sampling.grammar import warnings_of
 from ..sampling.params import SamplingParams
 from ..sampling.repetition import RepetitionDetection, RepetitionDetector
@@ -137,6 +137,7 @@ class Answer:
         self.samples = [SampleText(config) for _ in range(config.params.n)]
         self.stopped = False  # the reader wants no more; may be set from anywhere
         self.error: BaseException | None = None  # why it failed, if it did
+        self.embedding: tuple[float, ...] | None = None  # of the prompt, if the request asked for it
         self._config = config
         self._started_s = time.perf_counter()
         self._first_token_s = self._total_s = 0.0
@@ -156,6 +157,8 @@ class Answer:
                 self._end(sample, event)
             case Scored(start=start, logprobs=logprobs):
                 self._scored[start : start + len(logprobs)] = logprobs
+            case PooledPrompt(values=values):
+                self.embedding = values
         return False
 
     def _end(self, sample: SampleText, event: Ended) -> None:

@@ -21,6 +21,7 @@ from ..blend.certificate import Certificate
 from ..engine.admission import BorrowedKV
 from ..engine.driver import Driver
 from ..engine.handles.handles import Handles
+from ..engine.pooling import PoolingKind
 from ..engine.request import Request
 from ..engine.view import EngineView
 from ..errors import StepHung
@@ -33,6 +34,7 @@ from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
+from .embedding import Embedding, embedding_request
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
 from .options import CallFields, RequestOptions, split_fields
@@ -190,6 +192,30 @@ class AsyncLLM(Model):
         room = asyncio.Semaphore(min(AT_ONCE, self.config.max_waiting))  # its own requests never fill the queue
         await _all([self._warm(warmup, ids, priority, room) for ids in warmup.unique()])
         return warmup.results()
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: PoolingKind = "mean",
+        tenant: str = "",
+        lora: int | str | None = None,
+        lora_scale: float = 1.0,
+        truncate: bool = False,
+    ) -> Embedding:
+        """The embedding of a text: the mean of its tokens' states after the last norm, or the last one, of length 1.
+
+        With `truncate` a text that is longer than the context is cut; otherwise it is refused.
+        """
+        owner = owner_of(tenant)
+        ids = await self.offload.run(PROMPT, self.embedded_ids, prompt, truncate, owner=owner)
+        adapter = self.adapter(AdapterChoice(lora, lora_scale), ids)
+        request = embedding_request(ids, pooling, tenant, adapter)
+        answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
+        token_stream = self._token_stream(answer, request, None, asyncio.get_running_loop())
+        self._admit(token_stream)
+        await self._finished(token_stream)
+        return Embedding.of(answer)
 
     def abort(self, request_id: str) -> None:
         """End a request by its id within one step."""

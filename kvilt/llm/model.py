@@ -145,6 +145,17 @@ class Model:
             raise InputError("the prompt is empty; give at least one token")
         return ids
 
+    def embedded_ids(self, prompt: Prompt, truncate: bool = False) -> list[int]:
+        """The tokens of a text that is embedded; with `truncate` as many of the first as the context holds."""
+        most = self.executor.max_context
+        if not truncate:
+            return self.prompt_ids(prompt)
+        text = prompt[: self.tokenizer.max_bytes(most)] if isinstance(prompt, str) else prompt
+        if not isinstance(text, str):
+            return self.prompt_ids(list(text)[:most])
+        ids = self.tokenizer.encode(text, add_special=True)[:most]
+        return self.prompt_ids(ids)
+
     def prompt_input(self, prompt: PromptInput, begins: bool = True) -> RowInput:
         """The tokens and embedding rows of a prompt; `begins` is False where it continues earlier text."""
         if not isinstance(prompt, Inputs):

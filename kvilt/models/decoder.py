@@ -12,7 +12,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..batch import Batch, HiddenOut, Last, Logits, PlacedLoad, PlacedRepair, Score, Scores, Segment, StepInput
+from ..batch import (
+    Batch,
+    HiddenOut,
+    Last,
+    Logits,
+    PlacedLoad,
+    PlacedRepair,
+    Pooled,
+    Score,
+    Scores,
+    Segment,
+    StepInput,
+)
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, StateStore
 from ..ops.logprobs import row_logprobs
 from .attention import Attention
@@ -235,9 +247,16 @@ class Decoder:
                     scores[index] = self._score(x[span], row.want, own)
                 case HiddenOut():
                     hidden[index] = x[span]
+                case Pooled():
+                    hidden[index] = self._pooled(x[span], row.want)
             starts.append(starts[-1] + (row.want.k if isinstance(row.want, Last) else 0))
         values = self._wanted(batch.step, x, step_adapters)
         return Logits(values, tuple(starts), scores, hidden, seen.kv, seen.mass, seen.queries)
+
+    def _pooled(self, states: Tensor, want: Pooled) -> Tensor:
+        """[hidden] float64, so that it hardly matters how a prompt was cut into rows."""
+        wanted = states[-1:] if want.last else states[want.first :]
+        return self.norm(wanted, self.ops).double().sum(0)
 
     def _wanted(self, step: StepInput, x: Tensor, step_adapters: StepAdapters | None) -> Tensor:
         """The logits that the rows want [n, vocab]."""

@@ -24,7 +24,7 @@ from .kv import routes as kv
 from .metrics import CONTENT_TYPE
 from .ollama import routes as ollama
 from .ollama.errors import ollama_error
-from .openai import chat, completions, models, tokenizer
+from .openai import chat, completions, embeddings, models, tokenizer
 from .responses import routes as responses
 from .responses.writer import responses_error
 from .service import Service
@@ -33,6 +33,7 @@ from .service import Service
 _ROUTERS = (
     chat.router,
     completions.router,
+    embeddings.router,
     responses.router,
     anthropic.router,
     ollama.router,

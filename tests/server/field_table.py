@@ -16,7 +16,14 @@ from pydantic.fields import FieldInfo
 
 from kvilt.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from kvilt.server.http.schema import RequestModel
-from kvilt.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
+from kvilt.server.ollama.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
+from kvilt.server.openai.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest
 from kvilt.server.openai.schema import ChatRequest, CompletionRequest
 from kvilt.server.responses.schema import ResponsePrompt, ResponseRequest
 
@@ -26,10 +33,15 @@ DOORS: dict[str, type[BaseModel]] = {
     "POST /v1/completions": CompletionRequest,
     "POST /v1/responses": ResponseRequest,
     "POST /v1/responses/input_tokens": ResponsePrompt,
+    "POST /v1/embeddings": EmbeddingsRequest,
+    "POST /v1/score": ScoreRequest,
+    "POST /v1/rerank": RerankRequest,
     "POST /v1/messages": MessagesRequest,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /api/chat": OllamaChatRequest,
     "POST /api/generate": OllamaGenerateRequest,
+    "POST /api/embed": OllamaEmbedRequest,
+    "POST /api/embeddings": OllamaEmbeddingsRequest,
     "POST /api/show": ShowRequest,
 }
 HEAD = """# Every field of every API
@@ -112,6 +124,7 @@ def unknown_to_us() -> dict[str, list[str]]:
     from ollama import _types as ollama
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
     from openai.types.completion_create_params import CompletionCreateParamsBase as Completion
+    from openai.types.embedding_create_params import EmbeddingCreateParams
     from openai.types.responses.input_token_count_params import InputTokenCountParams
     from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
@@ -120,10 +133,13 @@ def unknown_to_us() -> dict[str, list[str]]:
         "POST /v1/completions": Completion,
         "POST /v1/responses": ResponseCreateParamsBase,
         "POST /v1/responses/input_tokens": InputTokenCountParams,
+        "POST /v1/embeddings": EmbeddingCreateParams,
         "POST /v1/messages": MessageCreateParamsBase,
         "POST /v1/messages/count_tokens": MessageCountTokensParams,
         "POST /api/chat": ollama.ChatRequest,
         "POST /api/generate": ollama.GenerateRequest,
+        "POST /api/embed": ollama.EmbedRequest,
+        "POST /api/embeddings": ollama.EmbeddingsRequest,
         "POST /api/show": ollama.ShowRequest,
     }
     return {door: [name for name in _names(made) if name not in _names(DOORS[door])] for door, made in theirs.items()}

@@ -93,7 +93,7 @@ def test_calls_and_thinking_come_in_parts_of_their_own(start: Start, monkeypatch
         assert [call.function.arguments for call in calls] == [{"city": "Paris"}] * 2
         assert whole.tool_calls == calls
         shown = server.ollama().show("tiny")
-        assert shown.capabilities == ["completion", "tools", "thinking"]
+        assert shown.capabilities == ["completion", "embedding", "tools", "thinking"]
 
 
 def test_a_conversation_with_calls_goes_on(start: Start, monkeypatch: Any) -> None:

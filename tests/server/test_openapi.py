@@ -30,6 +30,9 @@ CONFORM = [
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/embeddings",
+    "POST /v1/score",
+    "POST /v1/rerank",
     "POST /v1/responses",
     "POST /v1/responses/input_tokens",
     "GET /v1/responses/{name}",
@@ -43,6 +46,8 @@ OPERATIONS = [
     "POST /api/show",
     "POST /api/chat",
     "POST /api/generate",
+    "POST /api/embed",
+    "POST /api/embeddings",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",

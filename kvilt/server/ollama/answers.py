@@ -78,6 +78,22 @@ class OllamaShown(ResponseModel):
     modified_at: str
 
 
+class OllamaEmbeddings(ResponseModel):
+    """Embeddings of texts."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(ResponseModel):
+    """The embedding of one text."""
+
+    embedding: list[float]
+
+
 class OllamaAnswer(ResponseModel):
     """An answer, or its end; counts are of tokens, durations are nanoseconds."""
 

@@ -30,7 +30,12 @@ def shown_model(service: Service) -> dict[str, Any]:
     """Everything that is known of the model."""
     llm = service.llm
     spec, parser = llm.executor.spec, service.parser
-    able = [("completion", True), ("tools", bool(parser.calls.openings)), ("thinking", parser.thinking is not None)]
+    able = [
+        ("completion", True),
+        ("embedding", True),
+        ("tools", bool(parser.calls.openings)),
+        ("thinking", parser.thinking is not None),
+    ]
     settings = llm.sampling_defaults.params
     named = ("temperature", "top_k", "top_p", "min_p")
     return {

@@ -1,7 +1,8 @@
-"""The routes of Ollama's API that need no folder of models: chat, generate, show, tags, ps and version."""
+"""The routes of Ollama's API that need no folder of models: chat, generate, embed, show, tags, ps and version."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,13 @@ from ..http.event_stream import EventStream
 from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, error_responses, generation_responses
 from ..openai.chat import prepare_chat
+from ..openai.embeddings import EmbeddingOptions, embed_all
 from ..service import Service
 from ..tracing import trace_request, trace_usage
 from .answers import (
     OllamaChatAnswer,
+    OllamaEmbedding,
+    OllamaEmbeddings,
     OllamaError,
     OllamaGenerateAnswer,
     OllamaLoadedModels,
@@ -27,7 +31,14 @@ from .answers import (
 )
 from .errors import NDJSON, OLLAMA_STREAM
 from .models import VERSION, listed_models, loaded_models, shown_model
-from .schema import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration, ShowRequest
+from .schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+    ShowRequest,
+)
 from .translate import translate_chat, translate_prompt
 from .writer import OllamaStream, PreparedOllama, now, open_stream, whole_answer
 
@@ -86,6 +97,34 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Servi
     if not body.prompt:
         return _nothing(service, body, {"response": ""})
     return await _answer(request, service, body, caller)
+
+
+@router.post("/api/embed", response_model=None, responses={200: {"model": OllamaEmbeddings}, **_ASKED})
+async def embed(body: OllamaEmbedRequest, service: ServiceDep, caller: CallerDep) -> Response:
+    """Embed texts."""
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    lora = check_model(service, body.model)
+    began_s = time.perf_counter()
+    wanted = EmbeddingOptions("mean", lora, body.dimensions, body.truncate is not False)
+    found = await embed_all(service, texts, caller.tenant, wanted, "input")
+    answer = {
+        "model": body.model,
+        "embeddings": [list(one.values) for one in found],
+        "total_duration": round((time.perf_counter() - began_s) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": sum(one.tokens for one in found),
+    }
+    return json_response(answer)
+
+
+@router.post("/api/embeddings", response_model=None, responses={200: {"model": OllamaEmbedding}, **_ASKED})
+async def embed_one(body: OllamaEmbeddingsRequest, service: ServiceDep, caller: CallerDep) -> Response:
+    """Embed one text, for older clients."""
+    lora = check_model(service, body.model)
+    (found,) = await embed_all(
+        service, [body.prompt], caller.tenant, EmbeddingOptions("mean", lora, truncate=True), "prompt"
+    )
+    return json_response({"embedding": list(found.values)})
 
 
 def check_model(service: Service, name: str) -> str | None:

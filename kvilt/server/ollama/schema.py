@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...sampling.params import MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS
 from ..http.schema import RequestModel
-from ..openai.fields import CallId, Stop, ToolName, TopLogprobs
+from ..openai.fields import CallId, Dimensions, Stop, ToolName, TopLogprobs
 
 IGNORED = "Accepted without effect."
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -133,6 +133,26 @@ class OllamaGenerateRequest(OllamaGeneration):
         None, description="Refused unless empty: use chat."
     )
     images: NoImages | None = Field(None, description="Refused unless empty.")
+
+
+class OllamaEmbedRequest(RequestModel):
+    """Texts to embed."""
+
+    model: Name
+    input: str | Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
+    truncate: bool | None = Field(None, description="Cut texts that are longer than the context; true by default.")
+    dimensions: Dimensions | None = None
+    options: OllamaOptions | None = Field(None, description=IGNORED)
+    keep_alive: float | str | None = Field(None, description="Accepted without effect: the model stays.")
+
+
+class OllamaEmbeddingsRequest(RequestModel):
+    """One text to embed, as older clients ask."""
+
+    model: Name
+    prompt: str
+    options: OllamaOptions | None = Field(None, description=IGNORED)
+    keep_alive: float | str | None = Field(None, description="Accepted without effect: the model stays.")
 
 
 class ShowRequest(RequestModel):

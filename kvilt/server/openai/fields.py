@@ -259,6 +259,9 @@ class GenerationRequest(RequestModel):
     )
 
 
+Dimensions = Annotated[
+    int, Field(ge=1, le=2**20, description="Keep this many values of an embedding, for models trained for it.")
+]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
