@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import FAMILIES, SMALL, random_model, write_checkpoint
 from model_results import Shows
+from safetensors.torch import load_file, save_file
 from test_checkpoints import edit_config
 from transformers import (
     DeepseekV2Config,
@@ -197,6 +198,27 @@ def test_packed_projections_of_heads_are_multiplied_as_floats(tmp_path: Path, cu
     packed, floats, exact = (logits(path, IDS) for path in paths)
     assert torch.equal(packed, floats)
     assert not torch.equal(packed, exact)
+
+
+def test_a_checkpoint_in_blocks_of_8_bit_floats_runs(tmp_path: Path) -> None:
+    """As V3 is published; the compressed vector and the rotated part of keys lie in one tensor of whole blocks."""
+    folder = write_checkpoint(wide_model(v3=True, **EXPERTS, kv_lora_rank=128, n_group=1, topk_group=1), tmp_path)
+    path, found = folder / "model.safetensors", []
+    tensors = load_file(path)
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("proj.weight", "with_mqa.weight"))]:
+        rows, columns = (-(-size // 128) for size in tensors[name].shape)
+        scales = torch.linspace(0.01, 0.02, rows * columns).view(rows, columns)
+        each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+            : len(tensors[name]), : tensors[name].shape[1]
+        ]
+        codes = (tensors[name] / each).to(torch.float8_e4m3fn)
+        packed |= {name: codes, f"{name}_scale_inv": scales}
+        plain[name] = codes.float() * each
+    for written in (packed, plain):
+        save_file(written, path)
+        found.append(logits(folder, IDS, backend="reference"))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
 
 
 def test_pages_keep_one_compressed_vector_and_a_rotated_part(tmp_path: Path) -> None:
