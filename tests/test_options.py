@@ -136,6 +136,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Request], bool]]] = {
     "discover": ({"discover": True}, lambda request: request.discover is True),
     "lora": ({"lora": "legal"}, lambda request: request.adapter != Base()),
     "lora_scale": ({"lora": "legal", "lora_scale": 0.5}, lambda request: getattr(request.adapter, "scale", 0) == 0.5),
+    "prediction": ({"prediction": "What then?"}, lambda request: len(request.predicted) > 1),
 }
 
 
