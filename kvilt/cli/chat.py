@@ -80,7 +80,7 @@ def _answer(session: ChatSession, screen: Screen, text: str) -> None:
     conversation = session.conversation
     with screen.interruptible(conversation.stop), closing(conversation.say(text, session.params)) as pieces:
         for piece in pieces:
-            screen.piece(piece, piece.drafted)
+            screen.piece(piece, piece.drafted, piece.reasoning)
     session.reused += conversation.last.usage.cached_tokens if conversation.last else 0
     screen.aside(numbers(session))
 

@@ -74,14 +74,14 @@ class Conversation:
     # Answers.
 
     def say(self, text: str, params: SamplingParams | None = None) -> Generator[TextPiece, None, None]:
-        """Generate the answer, piece by piece. Afterwards the conversation has a new turn, and `last` has the numbers.
+        """Generate the answer, reasoning first, piece by piece. Then there is a new turn, and `last` has the numbers.
 
         If the answer is stopped or the generator is closed early, the text so far is kept. A question without a single
         token of answer is dropped. An error leaves the conversation unchanged.
         """
         ids = self._prompt(text)
         self._rewind(ids[:-1])
-        self._live = stream = self.llm.stream(ids[self.held :], params, kv=self._kv, keep_kv=True)
+        self._live = stream = self.llm.stream_answer(ids[self.held :], params, kv=self._kv, keep_kv=True)
         try:
             for piece in stream:  # noqa: UP028 (`yield from` would close the stream before it can be stopped)
                 yield piece

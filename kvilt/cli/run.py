@@ -18,6 +18,7 @@ from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.constraint import JsonSchema
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
+from .chat_screen import Screen
 from .progress import bars
 from .sampling import describe_params, given_params, repetition_hint, sampling_params, with_short_seed
 from .store import check_store_options, context_prefix, open_store
@@ -109,15 +110,18 @@ def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show(stream: Stream) -> Completion:
     """Text as it comes."""
+    screen = Screen()
     for piece in stream:
-        print(piece, end="", flush=True)
+        screen.piece(piece, reasoning=piece.reasoning)
     print(flush=True)
     return stream.completion
 
 
 def _show_samples(done: Completion) -> Completion:
     """All samples, one numbered block after the other."""
-    blocks = [f"[{i}]\n{sample.text}" for i, sample in enumerate((done, *done.alternatives), start=1)]
+    samples = (done, *done.alternatives)
+    texts = [f"{one.reasoning}\n\n{one.text}" if one.reasoning else one.text for one in samples]
+    blocks = [f"[{i}]\n{text}" for i, text in enumerate(texts, start=1)]
     print("\n\n".join(blocks), flush=True)
     return done
 
@@ -225,6 +229,7 @@ def as_json(completion: Completion, model: str, load_s: float) -> dict[str, Any]
 def _sample_json(completion: Completion) -> dict[str, Any]:
     result = {
         "text": completion.text,
+        **({"reasoning": completion.reasoning} if completion.reasoning else {}),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "usage": asdict(completion.usage),

@@ -11,6 +11,7 @@ from .build import load_async as load_async
 from .build import run_config as run_config
 from .completion import Completion as Completion
 from .completion import FinishReason as FinishReason
+from .completion import ParsedToolCall as ParsedToolCall
 from .completion import Stream as Stream
 from .completion import TextPiece as TextPiece
 from .completion import Timing as Timing

@@ -17,6 +17,7 @@ from ..sampling.sampler import TokenLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.stops import StopChecker, StopStrings
 from ..text.tokenizer import Tokenizer
+from .chat_parsing import ChatParsing, text_pieces
 from .completion import Completion, FinishReason, TextPiece, Timing, Usage
 
 
@@ -29,6 +30,7 @@ class AnswerConfig:
     ends: frozenset[int]  # ids that end a sample
     prompt_tokens: int
     stops: StopStrings | None = None  # shared by all samples
+    parsing: ChatParsing | None = None  # of a chat whose answer is parsed
 
 
 class SampleText:
@@ -40,7 +42,9 @@ class SampleText:
         "_detokenizer",
         "_drafted",
         "_ends",
+        "_markers",
         "_min_tokens",
+        "_reader",
         "_shown",
         "ended",
         "logprobs",
@@ -52,7 +56,9 @@ class SampleText:
 
     def __init__(self, config: AnswerConfig) -> None:
         params = config.params
-        self._detokenizer = Detokenizer(config.tokenizer, at_start=False)
+        self._markers = config.parsing.markers if config.parsing else {}
+        self._reader = config.parsing.reader() if config.parsing else None  # of pieces
+        self._detokenizer = Detokenizer(config.tokenizer, at_start=False, shown=self._markers)
         self._checker = StopChecker(config.stops, params.include_stop_str_in_output) if config.stops else None
         detection = params.repetition_detection
         self._detector = RepetitionDetector(detection) if isinstance(detection, RepetitionDetection) else None
@@ -81,6 +87,7 @@ class SampleText:
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
         if event.token in self._ends:
+            self.text += self._markers.get(event.token, "")
             return False
         text = self._detokenizer.add(event.token)
         if self._checker is None or not may_end:
@@ -121,7 +128,17 @@ class SampleText:
             found += [TextPiece(self.text[at:start]), TextPiece(self.text[start:stop], True)]
             at = stop
         self._drafted, self._shown = [], len(self.text)
-        return [piece for piece in found if piece]
+        return self._parsed([piece for piece in found if piece])
+
+    def _parsed(self, raw: list[TextPiece]) -> list[TextPiece]:
+        """Pieces of text as reasoning and content."""
+        if self._reader is None:
+            return raw
+        shown = [one for piece in raw for one in text_pieces(self._reader.feed(piece), piece.drafted)]
+        if self.ended is not None:
+            shown += text_pieces(self._reader.finish())
+            self._reader = None  # there is no more text
+        return shown
 
     def end(self, event: Ended) -> None:
         """End the text: what was held back is added, unless a stop string was found."""
@@ -206,12 +223,15 @@ class Answer:
             first.prompt_logprobs,
             first.stop_string,
             warnings_of(self._config.params.grammar),
+            first.reasoning,
+            first.tool_calls,
         )
 
     def _completion(self, sample: SampleText) -> Completion:
         assert sample.ended is not None and sample.finish_reason is not None, "what failed has no completion"
+        parsed = parsing.parsed(sample.text) if (parsing := self._config.parsing) else None
         return Completion(
-            text=sample.text,
+            text=parsed.content if parsed else sample.text,
             token_ids=sample.token_ids,
             finish_reason=sample.finish_reason,
             usage=self._usage(sample, sample.ended),
@@ -220,6 +240,8 @@ class Answer:
             kv=sample.ended.kv,
             prompt_logprobs=self.prompt_logprobs,
             stop_string=sample.stop_string,
+            reasoning=parsed.reasoning if parsed else "",
+            tool_calls=tuple(parsed.tool_calls) if parsed else (),
         )
 
     def _usage(self, sample: SampleText, ended: Ended) -> Usage:

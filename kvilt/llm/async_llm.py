@@ -30,6 +30,7 @@ from ..kv.owner import owner_of
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from ..text.parse import Tools
 from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
@@ -51,6 +52,7 @@ class StreamOptions:
 
     unread: int | None = None  # deltas that may wait to be read; None: the caller wants none
     progress: bool = False  # deltas also say how far the prompt is computed
+    tools: Tools | None = None  # that a parsed answer may call; None: it is not parsed
 
 
 class AsyncLLM(Model):
@@ -151,9 +153,13 @@ class AsyncLLM(Model):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Completion:
-        """Answer a conversation. Where `kv` names a handle, the conversation must begin with its tokens."""
+        """Answer a conversation. Where `kv` names a handle, the conversation must begin with its tokens.
+
+        The completion is parsed as that of `LLM.chat`.
+        """
         options, chosen = split_fields(params, fields)
-        return await self._complete(partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options)
+        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
+        return await self._complete(source, chosen, options, tools or ())
 
     async def stream_chat(
         self,
@@ -165,7 +171,7 @@ class AsyncLLM(Model):
         progress: bool = False,
         **fields: Unpack[CallFields],
     ) -> AsyncStream:
-        """`chat` as a stream of deltas."""
+        """`chat` as a stream of deltas, whose text is as generated."""
         options, chosen = split_fields(params, fields)
         return await self._open(
             partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options, progress
@@ -273,7 +279,9 @@ class AsyncLLM(Model):
         stream_options: StreamOptions,
         grammar: Grammar | None = None,
     ) -> TokenStream:
-        prepared = self._prompts.request(source, params, options, grammar, stream_options.progress)
+        prepared = self._prompts.request(
+            source, params, options, grammar, stream_options.progress, stream_options.tools
+        )
         answer = Answer(prepared.answer_config)
         return self._token_stream(answer, prepared.request, prepared.borrowed, loop, stream_options.unread)
 
@@ -308,8 +316,10 @@ class AsyncLLM(Model):
             self._streams.add(token_stream)
         self._driver.submit(token_stream.job)
 
-    async def _complete(self, source: PromptSource, params: SamplingParams, options: RequestOptions) -> Completion:
-        token_stream = await self._submit(source, params, options, StreamOptions())
+    async def _complete(
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions, tools: Tools | None = None
+    ) -> Completion:
+        token_stream = await self._submit(source, params, options, StreamOptions(tools=tools))
         await self._finished(token_stream)
         return token_stream.answer.completion()
 

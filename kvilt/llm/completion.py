@@ -46,8 +46,19 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A call of a tool that an answer makes; `arguments` are JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation. `token_ids` end with the token that stopped it, `text` does not."""
+    """A finished generation. `token_ids` end with the token that stopped it, `text` does not.
+
+    The answer of a chat is parsed: `text` is its content, beside `reasoning` and `tool_calls`.
+    """
 
     text: str
     token_ids: list[int]
@@ -61,16 +72,20 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_string: str | None = None  # the stop string that ended it, if one did
     warnings: tuple[str, ...] = ()  # what of the request had no effect, as unknown keywords of a schema
+    reasoning: str = ""
+    tool_calls: tuple[ParsedToolCall, ...] = ()
 
 
 class TextPiece(str):
-    """Some text of an answer; `drafted` if its tokens were accepted drafts."""
+    """Some text of an answer; `drafted` if its tokens were accepted drafts, `reasoning` if it is not the content."""
 
     drafted: bool
+    reasoning: bool
 
-    def __new__(cls, text: str, drafted: bool = False) -> TextPiece:
+    def __new__(cls, text: str, drafted: bool = False, reasoning: bool = False) -> TextPiece:
         piece = super().__new__(cls, text)
         piece.drafted = drafted
+        piece.reasoning = reasoning
         return piece
 
 

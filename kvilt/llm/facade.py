@@ -18,6 +18,7 @@ from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
+from ..text.parse import Tools
 from .answer import Answer, AnswerConfig
 from .completion import Completion, Stream
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
@@ -92,10 +93,12 @@ class LLM(Model):
 
         `documents` stand where the chat template puts them, else before the last user's text, and are blended.
         `chat_template_kwargs` are variables for the template, like `enable_thinking` or `reasoning_effort`; those that
-        it does not read have no effect.
+        it does not read have no effect. The completion's `text` is the answer's content; `reasoning` and `tool_calls`
+        are beside it.
         """
         options, chosen = split_fields(params, fields)
-        return self._complete(partial(self._prompts.chat, messages, tools, chat_template_kwargs), chosen, options)
+        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
+        return self._complete(source, chosen, options, tools or ())
 
     def stream_chat(
         self,
@@ -106,10 +109,17 @@ class LLM(Model):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Stream:
-        """`chat`, piece by piece."""
+        """`chat`, piece by piece; a piece of reasoning says so."""
         options, chosen = split_fields(params, fields)
         source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
-        return self._runner.stream(self._preparing(source, chosen, options), chosen)
+        return self._runner.stream(self._preparing(source, chosen, options, tools or ()), chosen)
+
+    def stream_answer(
+        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
+    ) -> Stream:
+        """`stream` for a prompt that a chat template has rendered: reasoning and content are told apart."""
+        options, chosen = split_fields(params, fields)
+        return self._runner.stream(self._preparing(partial(self._prompts.text, prompt), chosen, options, ()), chosen)
 
     def blend(
         self,
@@ -189,16 +199,18 @@ class LLM(Model):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _complete(self, source: PromptSource, params: SamplingParams, options: RequestOptions) -> Completion:
-        return self._runner.answers([self._preparing(source, params, options)])[0]
+    def _complete(
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions, tools: Tools | None = None
+    ) -> Completion:
+        return self._runner.answers([self._preparing(source, params, options, tools)])[0]
 
     def _preparing(
-        self, source: PromptSource, params: SamplingParams, options: RequestOptions
+        self, source: PromptSource, params: SamplingParams, options: RequestOptions, tools: Tools | None = None
     ) -> Callable[[], PendingAnswer]:
-        """A function that makes the request."""
+        """A function that makes the request; with `tools`, even none of them, its answer is parsed."""
 
         def prepare() -> PendingAnswer:
-            made = self._prompts.request(source, params, options)
+            made = self._prompts.request(source, params, options, tools=tools)
             return self._pending_answer(made.request, made.answer_config, made.borrowed)
 
         return prepare

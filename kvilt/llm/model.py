@@ -27,11 +27,13 @@ from ..sampling.params import SamplingParams
 from ..speculative.drafter import Drafter
 from ..store.store import Store
 from ..text.chat import ChatTemplate, RenderedChat
+from ..text.parse import Parser, Tools, parser_for
 from ..text.stops import StopCache
 from ..text.tokenizer import Tokenizer
 from ..weights.assets import AssetsLike
 from .answer import AnswerConfig
 from .blend import Documents, PromptParts
+from .chat_parsing import ChatParsing
 from .features import plugins_for
 from .generation import SamplingDefaults
 from .grammars import Grammars
@@ -41,6 +43,7 @@ Prompt = str | Sequence[int]
 PromptInput = Prompt | Inputs  # with embedding rows, such as those of an image, in places of their own
 Message = Mapping[str, Any]
 Chat = Sequence[Message] | RenderedChat  # messages, or messages that the template has rendered already
+PROMPT_END_TOKENS = 256  # in which a prompt that opens reasoning or a message does so
 ContextPrefix = str | Sequence[Message]  # a text, or the messages before the question
 
 
@@ -94,6 +97,7 @@ class Model:
         self.grammars = Grammars(tokenizer, self.stop_ids)
         self._stops = StopCache()
         self._template: ChatTemplate | None = None
+        self._parser: Parser | None = None
         try:
             begins = None if context_prefix is None else self._context_prefix_ids(context_prefix)
         except ContextOverflow as error:
@@ -130,6 +134,18 @@ class Model:
         if self._template is None:
             self._template = ChatTemplate.of(self.tokenizer)
         return self._template
+
+    @property
+    def parser(self) -> Parser:
+        """How the model writes reasoning and tool calls."""
+        if self._parser is None:
+            self._parser = parser_for(self.tokenizer.chat_template, self.executor.spec.family)
+        return self._parser
+
+    def chat_parsing(self, ids: Sequence[int], tools: Tools) -> ChatParsing:
+        """How the answer to a prompt is parsed, when it may call these tools."""
+        end = self.tokenizer.decode(ids[-PROMPT_END_TOKENS:], skip_special=False)
+        return ChatParsing(self.parser, self.parser.special_markers(self.tokenizer.special), tools, end)
 
     def _chunks(self) -> ChunkCache:
         """The chunk cache of documents; the store is opened when a prompt has some."""

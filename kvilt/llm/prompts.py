@@ -22,6 +22,7 @@ from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
+from ..text.parse import Tools
 from .answer import AnswerConfig
 from .blend import PromptParts, listed
 from .model import Chat, Model, Prompt, PromptInput, after_cache, shared
@@ -75,8 +76,12 @@ class PromptPreparer:
         options: RequestOptions,
         grammar: Grammar | None = None,
         progress: bool = False,
+        tools: Tools | None = None,
     ) -> PreparedRequest:
-        """The request for a prompt; `grammar` is that of the params, where it is compiled already."""
+        """The request for a prompt; `grammar` is that of the params, where it is compiled already.
+
+        With `tools`, even none of them, the answer is parsed into reasoning, content and calls.
+        """
         prompt = source(options)
         if params.prompt_logprobs is not None and not prompt.continued_tokens and prompt.borrowed is not None:
             prompt = prompt.without_cache()  # all of the prompt gets log-probabilities, so all of it is computed
@@ -101,7 +106,10 @@ class PromptPreparer:
             if prompt.borrowed is not None:
                 prompt.borrowed.kv.close()
             raise
-        return PreparedRequest(*made, prompt.borrowed)
+        request, config = made
+        if tools is not None:
+            config = dataclasses.replace(config, parsing=self._model.chat_parsing(prompt.ids, tools))
+        return PreparedRequest(request, config, prompt.borrowed)
 
     def _predicted(self, text: str) -> tuple[int, ...]:
         most = self._model.executor.max_context

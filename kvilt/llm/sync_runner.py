@@ -75,14 +75,16 @@ class SyncRunner:
             begun = True
             with self._leaving_on_error([pending]):
                 self._engine.add(pending.job, held=True)
-                while found := self._next_pieces(pending):
-                    yield from found
+                over = False
+                while not over:
+                    over = pending.answer.over  # what is left is read once more
+                    yield from self._next_pieces(pending)
                 results.append(pending.answer.completion())
 
         return Stream(pieces(), result, stop, leave)
 
     def _next_pieces(self, pending: PendingAnswer) -> list[TextPiece]:
-        """The next text of a stream, after as many steps as that takes; empty at its end.
+        """The next text of a stream, after as many steps as that takes; empty at its end, and while a parser waits.
 
         Between two calls the request is held: it runs only while the caller waits.
         """

@@ -18,7 +18,6 @@ from ..errors import AdapterUnknown
 from ..kv.owner import owner_of
 from ..llm import AsyncLLM
 from ..metrics import Metrics
-from ..text.parse import parser_for
 from .auth import Caller
 from .config import ServeConfig
 from .http.body import MemoryTrimmer
@@ -27,7 +26,6 @@ from .kv.handles import sweep_saved
 from .kv.pins import PrefixPins
 from .kv.state import ThrottledSnapshots, kv_state_json
 from .metrics import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS, EventLoopMonitor, prometheus_text
-from .openai.message import special_markers
 from .responses.store import ResponseStore
 
 
@@ -38,8 +36,8 @@ class Service:
         self.llm = llm
         self.config = config
         self.created_s = int(time.time())
-        self.parser = parser_for(llm.tokenizer.chat_template, llm.executor.spec.family)
-        self.parser_markers = special_markers(self.parser, llm.tokenizer.special)
+        self.parser = llm.parser
+        self.parser_markers = self.parser.special_markers(llm.tokenizer.special)
         self.metrics = Metrics(SERVER_METRICS)
         self.loop_monitor = EventLoopMonitor(self.metrics)
         self.memory_trimmer = MemoryTrimmer(llm.offload)

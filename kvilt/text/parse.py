@@ -53,6 +53,10 @@ class Parser:
         around = [self.thinking.open, self.thinking.close] if self.thinking else []
         return tuple(dict.fromkeys((*self.calls.markers, *around)))
 
+    def special_markers(self, special: Mapping[str, int]) -> dict[int, str]:
+        """The markers that are special tokens, by id: text without special tokens lacks them."""
+        return {special[mark]: mark for mark in self.markers if mark in special}
+
     def new(self, tools: Tools = (), prompt: str | None = None) -> AnswerReader:
         """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
         which tells whether reasoning is open already."""

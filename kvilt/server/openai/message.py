@@ -114,8 +114,3 @@ def call_arguments(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"partial_json": text}
-
-
-def special_markers(parser: Parser, special: Mapping[str, int]) -> dict[int, str]:
-    """The parser's markers that are special tokens: detokenizing drops their text, so the builder puts it back."""
-    return {special[mark]: mark for mark in parser.markers if mark in special}
