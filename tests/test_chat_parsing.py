@@ -14,7 +14,7 @@ import pytest
 
 import kvilt
 from kvilt import LLM, SamplingParams
-from kvilt.cli.chat_screen import Screen
+from kvilt.cli.answer_writer import AnswerWriter
 from kvilt.cli.conversation import Conversation
 from kvilt.engine.event import Ended, TokenEvent
 from kvilt.llm import AsyncLLM, ParsedToolCall
@@ -71,7 +71,7 @@ def test_the_tools_of_a_chat_are_called(llm: LLM) -> None:
 
 def test_an_async_chat_is_parsed_too(smollm2_path: Path) -> None:
     async def ask() -> Any:
-        async with await kvilt.load_async(str(smollm2_path), kv_memory="64M", max_context=512) as model:
+        async with kvilt.load_async(str(smollm2_path), kv_memory="64M", max_context=512) as model:
             assert isinstance(model, AsyncLLM)
             model._parser = parser_named("qwen3")
             return await model.chat(QUESTION, max_tokens=60, choice=[SAID])
@@ -133,10 +133,10 @@ def test_a_terminal_dims_reasoning_and_a_program_gets_it_apart(monkeypatch: Any,
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    screen = Screen()
+    writer = AnswerWriter()
     for text, reasoning in (("It is", True), (" Berlin.", True), ("Berlin.", False)):
-        screen.piece(text, reasoning=reasoning)
-    screen.end_line()
+        writer.piece(text, reasoning=reasoning)
+    writer.end_line()
     if terminal:
         assert out.getvalue() == "\x1b[2mIt is\x1b[22m\x1b[2m Berlin.\x1b[22m\n\nBerlin.\n"
     else:

@@ -18,7 +18,7 @@ from ..llm import LLM, Completion, Message, Stream, load
 from ..sampling.constraint import JsonSchema
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import TokenLogprobs
-from .chat_screen import Screen
+from .answer_writer import AnswerWriter
 from .progress import bars
 from .sampling import describe_params, given_params, repetition_hint, sampling_params, with_short_seed
 from .store import check_store_options, context_prefix, open_store
@@ -110,9 +110,9 @@ def read_grammar(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show(stream: Stream) -> Completion:
     """Text as it comes."""
-    screen = Screen()
+    writer = AnswerWriter()
     for piece in stream:
-        screen.piece(piece, reasoning=piece.reasoning)
+        writer.piece(piece, reasoning=piece.reasoning)
     print(flush=True)
     return stream.completion
 

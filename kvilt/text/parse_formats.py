@@ -87,7 +87,8 @@ THINK = Thinking("<think>", "</think>")
 BRACKETS = Thinking("[THINK]", "[/THINK]")
 GEMMA_THOUGHT = Thinking("<|channel>thought\n", "<channel|>")
 ANALYSIS = Thinking("<|channel|>analysis<|message|>", "<|end|>")  # of harmony, whose reader knows it by itself
-THINKINGS = (BRACKETS, GEMMA_THOUGHT, THINK)
+COHERE_THOUGHT = Thinking("<|START_THINKING|>", "<|END_THINKING|>")
+THINKINGS = (BRACKETS, GEMMA_THOUGHT, COHERE_THOUGHT, THINK)
 
 HERMES = CallFormat(
     "hermes",
@@ -96,7 +97,7 @@ HERMES = CallFormat(
         CallMarker("<function=", CallSyntax.TAGS, ("</tool_call>",), bare=True),  # Qwen3-Coder forgets the marker
     ),
     signs=("<tool_call>",),
-    families=("qwen2", "qwen3", "hermes", "smollm3"),
+    families=("qwen2", "qwen3", "hermes", "smollm3", "ernie"),
     forced=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
 )
 GLM45 = CallFormat(
@@ -196,6 +197,32 @@ DEEPSEEK = CallFormat(
     families=("deepseek",),
     inner=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
 )
+COHERE = CallFormat(
+    "cohere",
+    (
+        CallMarker("<|START_ACTION|>", CallSyntax.JSON, ("<|END_ACTION|>",)),
+        CallMarker("Action: " + _FENCE, CallSyntax.JSON, ("```",)),  # Command R, before it had tokens for it
+        LIST,
+    ),
+    signs=("<|START_ACTION|>",),
+    families=("cohere", "command"),
+    arguments_key="parameters",
+)
+GRANITE = CallFormat(
+    "granite",
+    (
+        CallMarker("<|tool_call|>", CallSyntax.JSON),
+        CallMarker("<tool_call>", CallSyntax.JSON_OR_TAGS, ("</tool_call>",)),  # since Granite 3.3
+        LIST,
+    ),
+    families=("granite",),
+)
+OLMO3 = CallFormat(
+    "olmo3",
+    (CallMarker("<function_calls>", CallSyntax.PYTHON, ("</function_calls>",)), EITHER_LIST),
+    signs=("<function_calls>",),
+    families=("olmo",),
+)
 JSON = CallFormat("json", (OBJECT, LIST), lone=True)
 NONE = CallFormat("none", ())
 
@@ -208,11 +235,14 @@ FORMATS: tuple[CallFormat, ...] = (
     DEEPSEEK,
     KIMI_K2,
     GEMMA4,
+    COHERE,
+    OLMO3,
     GLM45,
     HERMES,
     PYTHONIC,
     LLAMA3,
     GEMMA,
+    GRANITE,
     JSON,
     NONE,
 )
@@ -227,6 +257,7 @@ NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
     "glm45": (GLM45, THINK),
     "gemma4": (GEMMA4, GEMMA_THOUGHT),
     "harmony": (HARMONY, ANALYSIS),
+    "cohere": (COHERE, COHERE_THOUGHT),
     "deepseek_r1": (DEEPSEEK, Thinking("<think>", "</think>", opened=True)),
     "magistral": (MISTRAL, BRACKETS),
     "think": (NONE, THINK),

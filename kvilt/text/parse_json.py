@@ -12,10 +12,10 @@ from enum import Enum, auto
 from .parse_pieces import BodyStep, CallBody, CallSink
 from .parse_scan import BLANKS, JsonScanner, ScanState, object_text
 
-_NAME = "name"
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 # Keys that stand beside a name in a call; another one in a text without markers means that it is no call.
-_BESIDE = (_NAME, *_ARGUMENTS, "type", "id")
+_BESIDE = (*_NAMES, *_ARGUMENTS, "type", "id", "tool_call_id")
 _LONGEST_HEAD = 256  # characters between a marker and arguments before it is clear that no call comes
 
 
@@ -73,14 +73,15 @@ class CallObject:
             self._taken.append(written)
             return BodyStep.MORE
         self._key = json.loads(f'"{self._take()}"')
-        alias = _ARGUMENTS[0] if self._key in _ARGUMENTS else self._key
-        if (self._strict and self._key not in _BESIDE) or (alias in self._seen and alias in (_NAME, _ARGUMENTS[0])):
+        alias = next((each[0] for each in (_NAMES, _ARGUMENTS) if self._key in each), self._key)
+        twice = alias in self._seen and alias in (_NAMES[0], _ARGUMENTS[0])
+        if twice or (self._strict and self._key not in _BESIDE):
             return BodyStep.FAILED
         self._seen.add(alias)
         return BodyStep.MORE
 
     def _value_begins(self, char: str) -> BodyStep:
-        if self._key == _NAME:
+        if self._key in _NAMES:
             self._collects = _Collects.NAME
             return BodyStep.MORE if char == '"' else BodyStep.FAILED
         if self._key not in _ARGUMENTS:

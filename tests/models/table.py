@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvilt.models.families.registry import FAMILIES
-from kvilt.text.parse_formats import FORMATS, calls_in
+from kvilt.text.parse_formats import calls_in
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -47,7 +47,8 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
             runs = [detail.split(" ") for detail in details("parity", name)]
             configurations = len({entry for entry, _ in runs})
             formats = sorted({detail.split(" ")[1] for detail in details("gguf", name)})
-            tools = [one.name for one in FORMATS if one.families and one is calls_in(None, name)[0]]
+            chosen = [calls_in(None, each)[0] for each in (name, family.name)]
+            tools = [one.name for one in chosen if one.families][:1]
             yield (
                 family.name,
                 f"`{name}`",

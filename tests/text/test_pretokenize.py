@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvilt.errors import TokenizerError
 from kvilt.text.pretokenize import PRE_RULES, rule_for
-from kvilt.text.tokenizer import Tokenizer, from_metadata
+from kvilt.text.tokenizer import Tokenizer, from_file, from_metadata
 from tests.text.samples import TEXTS
 
 PIECES = [
@@ -149,6 +151,22 @@ def test_qwen2_composes_accents_and_qwen35_keeps_them_apart(pairs: Any) -> None:
     qwen35, _ = pairs("qwen35")
     assert qwen35.encode(composed) != qwen35.encode(decomposed)
     assert qwen35.decode(qwen35.encode(decomposed)) == decomposed
+
+
+@pytest.mark.parametrize("composes", [True, False])
+def test_a_tokenizer_json_composes_accents_only_where_it_says_so(pairs: Any, tmp_path: Path, composes: bool) -> None:
+    """Its normalizer decides; the splits of Qwen 3.5 alone say nothing."""
+    from tokenizers import decoders, normalizers
+
+    core, (composed, decomposed) = copy.deepcopy(pairs("qwen35")[1]), ("é Å 가", "e\u0301 A\u030a \u1100\u1161")
+    if composes:
+        core.normalizer = normalizers.NFC()
+    core.decoder = decoders.ByteLevel()
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = from_file(tmp_path)
+    assert (tokenizer.encode(composed) == tokenizer.encode(decomposed)) is composes
+    for text in (composed, decomposed):
+        assert tokenizer.encode(text) == core.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.slow
