@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -343,6 +344,17 @@ def test_breakpoints_pin_exactly_their_prefix_and_counts_add_up(start: Start, ll
 
 def _user(*parts: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n".join(parts)}]
+
+
+def test_requests_at_once_pin_the_same_prefix_once(start: Start) -> None:
+    with start() as server, server.http() as http:
+        with ThreadPoolExecutor(4) as pool:
+            client = server.anthropic()
+            asked = [
+                pool.submit(client.messages.create, **SHORT, cache_control={"type": "ephemeral"}) for _ in range(8)
+            ]
+            assert all(one.result().content for one in asked)
+        assert len(http.get("/v1/kv").json()["data"]) == 1
 
 
 def test_a_breakpoint_of_the_whole_request_is_after_its_last_block(start: Start, llm: LLM) -> None:

@@ -442,6 +442,11 @@ def test_a_response_in_progress_can_be_cancelled_or_left(start: Start) -> None:
             name = next(iter(left)).response.id
         until(lambda: client.responses.retrieve(name).status == "cancelled", "the response is cancelled")
         assert client.responses.cancel(name).status == "cancelled"
+        more = client.responses.create(**{**SHORT, "input": "And?"}, previous_response_id=name)
+        alone = client.responses.create(**{**SHORT, "input": "And?"})
+        assert more.usage is not None
+        assert alone.usage is not None
+        assert more.usage.input_tokens > alone.usage.input_tokens, "what was said before is not forgotten"
 
 
 # Truncation.

@@ -65,9 +65,10 @@ class PrefixPins:
         try:
             info = await self._llm.kv.pin(handle, ttl_s, tenant=pin.tenant)
         except HandleError:  # it has expired, or its owner has deleted it
-            del self._handles[pin]
+            self._handles.pop(pin, None)
             return False
-        self._handles.move_to_end(pin)
+        if pin in self._handles:
+            self._handles.move_to_end(pin)
         if not info.resident:
             await self._drop(pin)  # its KV was evicted; the request has computed it again
         return info.resident
@@ -85,10 +86,13 @@ class PrefixPins:
         except HandleLimit:  # the key has as many handles, or pages in them, as it may have
             return
         await self._llm.kv.pin(info.id, prefix.ttl_s, tenant=pin.tenant)
+        if pin in self._handles:  # another request has pinned the same meanwhile
+            await self._drop(pin)
         self._handles[pin] = info.id
 
     async def _drop(self, pin: _Pin) -> None:
-        handle = self._handles.pop(pin)
+        if (handle := self._handles.pop(pin, None)) is None:
+            return
         try:
             await self._llm.kv.delete(handle, tenant=pin.tenant)
         except HandleError:

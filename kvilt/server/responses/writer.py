@@ -11,6 +11,7 @@ from ..http.errors import HTTPError, check_finish_reason, renamed
 from ..http.event_stream import COMMENT, StreamFormat, named_event
 from ..openai.usage import OnUsage, chat_logprobs, completion_usage
 from ..service import Service
+from .items import answer_message
 from .output import Event
 from .respond import PreparedResponse, keep_response, open_response, shown_response
 from .store import StoredResponse
@@ -71,6 +72,12 @@ class ResponseAnswer:
         self.stored.shown = self.shown(status, incomplete_details=details, usage=self._usage(counts))
         await keep_response(self._service, self._prepared, self.stored, done, self.items)
         return events
+
+    def cancel(self) -> None:
+        """The client has left: what was written so far can be continued. Its KV is gone."""
+        self.items.finish("incomplete")
+        self.stored.shown = self.shown("cancelled")
+        self.stored.messages = [*self._prepared.messages, answer_message(self.items.output)]
 
     def _status(self, done: Completion) -> tuple[str, dict[str, str] | None]:
         if self.stored.cancelled:
@@ -154,11 +161,9 @@ class ResponseStream:
 
     def close(self) -> None:
         """End the request; a response that had not ended is cancelled."""
-        stored = self._answer.stored
-        if stored.shown["status"] == "in_progress":
-            self._answer.items.finish("incomplete")
-            stored.shown = self._answer.shown("cancelled")
-        stored.stream = None
+        if self._answer.stored.shown["status"] == "in_progress":
+            self._answer.cancel()
+        self._answer.stored.stream = None
         self._stream.close()
 
     def _failed(self, error: HTTPError) -> bytes:
