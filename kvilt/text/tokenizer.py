@@ -147,7 +147,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     return make_tokenizer(
         vocab_size=len(vocabulary.tokens),
         bos_id=vocabulary.bos_id,
-        eos_ids=end_ids(vocabulary.of_type(TokenType.USER_DEFINED) | special, vocabulary.eos_id, vocabulary.turn_ids),
+        eos_ids=end_ids(special, vocabulary.eos_id, vocabulary.turn_ids, vocabulary.of_type(TokenType.USER_DEFINED)),
         special=special,
         named={name: vocabulary.tokens[i] for name, i in vocabulary.named.items()},
         chat_template=vocabulary.template,

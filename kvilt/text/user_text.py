@@ -106,7 +106,8 @@ class UserText(str):
 
     def _between(self, start: int, end: int) -> UserText:
         """This part, with what the spans are in it."""
-        end = max(start, end)
+        if end <= start:
+            return UserText("", ())
         first = bisect_right(self.spans, (start, 0))
         first -= first > 0 and self.spans[first - 1][1] > start
         spans = []

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import TokenizerError
@@ -125,11 +126,17 @@ def _kind(metadata: Mapping[str, Any]) -> str:
     return "gemma4" if kind == "gpt2" and metadata.get(_PREFIX + "pre") == "gemma4" else kind
 
 
-def end_ids(tokens: Mapping[str, int], eos_id: int | None, named: tuple[int, ...] = ()) -> tuple[int, ...]:
+def end_ids(
+    special: Mapping[str, int],
+    eos_id: int | None,
+    named: tuple[int, ...] = (),
+    user_defined: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[int, ...]:
     """Every token that ends a generation: the model's eos first, then those whose text says so.
 
-    `tokens` are those that stand for themselves: control tokens, and those that a file calls user-defined.
+    Some files call such tokens user-defined. `</s>` is one of HTML's tags then, in Gemma's vocabulary for example.
     """
+    tokens = {**{text: token for text, token in user_defined.items() if text != "</s>"}, **special}
     texts = [text for text in _ENDS if text in tokens]
     if "<|return|>" in texts and "<|end|>" in texts:
         texts.remove("<|end|>")  # there `<|end|>` closes a part of an answer, and `<|return|>` the answer

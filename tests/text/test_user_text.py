@@ -211,3 +211,13 @@ def test_blocks_macros_and_loops_carry_spans() -> None:
 def test_a_macro_that_is_given_user_text_may_write_special_tokens() -> None:
     shown = outputs("{% macro m(v) %}{% if v %}a{% endif %}{% endmacro %}{{ m(x) }}", "QAQ")
     assert (shown, spans_of(shown)) == ("a", ())
+
+
+def test_nothing_has_no_spans() -> None:
+    text = "a" + UserText("QQ")
+    assert [spans_of(part) for part in (text[2:2], text[2:1], text.strip("aQ"), text.partition("Q")[1])] == [
+        (),
+        (),
+        (),
+        ((0, 1),),
+    ]
