@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,15 @@ class Perplexity:
     seconds: float
 
 
-def measure(executor: Executor, ids: list[int], chunk_tokens: int, track: Track = untracked) -> Perplexity:
-    """Cut `ids` into chunks that know nothing of each other; every token of a chunk but its first is scored."""
-    chunks = [ids[start : start + chunk_tokens] for start in range(0, len(ids), chunk_tokens)]
+def measure(
+    executor: Executor, ids: list[int], chunk_tokens: int, track: Track = untracked, head: Sequence[int] = ()
+) -> Perplexity:
+    """Cut `ids` into chunks that know nothing of each other; every token of a chunk but its first is scored.
+
+    Each chunk starts with `head`, the tokens that the model expects before a text: Gemma predicts little without BOS.
+    """
+    size = chunk_tokens - len(head)
+    chunks = [[*head, *ids[start : start + size]] for start in range(0, len(ids), size)]
     chunks = [chunk for chunk in chunks if len(chunk) > 1]
     if not chunks:
         raise InputError("the text has fewer than two tokens; there is nothing to predict")

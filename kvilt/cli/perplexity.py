@@ -26,7 +26,11 @@ def report(path: str, model: str, chunk_tokens: int, limit: int | None, as_json:
     with llm:
         if chunk_tokens > llm.executor.max_context:
             raise ParamError("chunk", f"this model reads at most {llm.executor.max_context} tokens, not {chunk_tokens}")
-        found = measure(llm.executor, llm.tokenizer.encode(text, add_special=False)[:limit], chunk_tokens, tracked)
+        head = llm.tokenizer.head
+        if chunk_tokens <= len(head):
+            raise ParamError("chunk", f"the model puts {len(head)} tokens before a text; give more than {chunk_tokens}")
+        ids = llm.tokenizer.encode(text, add_special=False)[:limit]
+        found = measure(llm.executor, ids, chunk_tokens, tracked, head)
     if as_json:
         print(json.dumps({"model": model, **asdict(found)}))
         return

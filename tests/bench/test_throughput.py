@@ -46,6 +46,13 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(tiny: Executor, chunk: i
     assert found.error > 0
 
 
+def test_each_chunk_starts_with_what_the_model_expects_before_a_text(tiny: Executor) -> None:
+    found = measure(tiny, IDS, 10, head=[3])
+    losses = [loss for start in range(0, len(IDS), 9) for loss in by_hand(tiny, [3, *IDS[start : start + 9]], 10)]
+    assert found.tokens == len(losses) == len(IDS)
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+
+
 def test_a_text_of_one_token_has_no_perplexity(tiny: Executor) -> None:
     with pytest.raises(InputError, match="fewer than two tokens"):
         measure(tiny, [1], 10)
