@@ -61,7 +61,7 @@ async def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--each", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-memory", default="256M")
     given = parser.parse_args()
