@@ -202,10 +202,11 @@ def _read_layout(found: Any) -> KVLayout:
     if not isinstance(groups, list) or not groups:
         raise BlobError("layout", "missing or without layer groups")
     layout = KVLayout(tuple(map(_read_group, groups)), _read_recurrent(found.get("recurrent")))
-    layers = [layer for group in layout.groups for layer in group.layers]
-    layers += layout.recurrent.layers if layout.recurrent is not None else ()
-    if sorted(layers) != list(range(layout.num_layers)):
-        raise BlobError("layout.layers", "not every layer of a model exactly once")
+    paged = [layer for group in layout.groups for layer in group.layers]
+    states = () if layout.recurrent is None else layout.recurrent.layers
+    once = len(set(paged)) == len(paged) and len(set(states)) == len(states)
+    if not once or {*paged, *states} != set(range(layout.num_layers)):
+        raise BlobError("layout.layers", "not every layer of a model, once with KV, with a state, or with both")
     return layout
 
 

@@ -6,6 +6,7 @@ Refuses to know why a layer reaches as far as it does; a model's spec decides th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ..ops.contract import PageShape, StateShape
@@ -130,8 +131,8 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        states = 0 if self.recurrent is None else len(self.recurrent.layers)
-        return sum(len(group.layers) for group in self.groups) + states
+        paged = [layer for group in self.groups for layer in group.layers]
+        return len(paged if self.recurrent is None else {*paged, *self.recurrent.layers})
 
     @property
     def state_group(self) -> int:
@@ -149,13 +150,24 @@ class KVLayout:
         """Bytes of one page in every group together."""
         return sum(group.shape.page_bytes for group in self.groups)
 
-    def places(self) -> tuple[LayerSlot, ...]:
-        """For each layer of the model, where its KV lives."""
+    def slots(self) -> dict[int, tuple[LayerSlot, ...]]:
+        """By layer, in order: where its KV lives, and where its state does."""
         groups: list[LayerGroup | RecurrentGroup] = [*self.groups]
         if self.recurrent is not None:
             groups.append(self.recurrent)
-        found = {layer: LayerSlot(g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
-        return tuple(found[layer] for layer in range(self.num_layers))
+        found: dict[int, tuple[LayerSlot, ...]] = dict.fromkeys(sorted(chain(*(g.layers for g in groups))), ())
+        for number, group in enumerate(groups):
+            for index, layer in enumerate(group.layers):
+                found[layer] += (LayerSlot(number, index),)
+        return found
+
+    def places(self) -> tuple[LayerSlot, ...]:
+        """Where the KV and the states of all layers live, layer by layer."""
+        return tuple(chain(*self.slots().values()))
+
+    def places_in(self, group: int) -> list[int]:
+        """Which of `places` are those of a group, or of the layers that keep a state."""
+        return [index for index, place in enumerate(self.places()) if place.group == group]
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)

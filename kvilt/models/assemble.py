@@ -16,7 +16,7 @@ from ..quant.unpack import dequantize
 from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
 from .attention import Attention
-from .decoder import Decoder, Layer
+from .decoder import Decoder, Layer, Mixer
 from .expert_slices import ExpertSlice, expert_slices
 from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
@@ -24,7 +24,7 @@ from .families.registry import recognise
 from .latent import LatentAttention
 from .latent_loading import latent_attention, latent_shapes, per_head_shapes
 from .layers import AnyNorm, DenseFeedForward, LayerNorm, Linear, Norm, PlainFeedForward
-from .recurrent import Recurrent
+from .recurrent import AttentionAndRecurrent
 from .recurrent_loading import recurrent_block
 from .recurrent_spec import recurrent_shapes
 from .rope import frequencies
@@ -52,12 +52,12 @@ def assemble(
     slices = dict(_slices(spec, dialect, present))
     loader = _Loader(checkpoint, found, slices, ops, dialect, spec, progress)
     embedding = loader.weight("embedding")
-    places = layout.places()
+    slots = layout.slots()
     return Decoder(
         spec=spec,
         ops=ops,
         embedding=embedding,
-        layers=tuple(_layer(loader, i, layer, places[i]) for i, layer in enumerate(spec.layers)),
+        layers=tuple(_layer(loader, i, layer, slots[i]) for i, layer in enumerate(spec.layers)),
         norm=_scaled(loader.norm("norm"), spec.logit_scale),
         head=Linear(embedding if spec.tied_head else loader.weight("head"), name="head"),
         frequencies={rope: frequencies(rope).to(ops.device) for rope in _ropes(spec)},
@@ -165,14 +165,10 @@ def _layer_shapes(layer: LayerSpec, spec: ModelSpec) -> dict[str, tuple[int, ...
     return {
         **({"output_scale": (1,)} if layer.output_scale else {}),
         **dict.fromkeys(_with_biases(norms, spec), (width,)),
-        **(_attention_shapes(layer.attention, width) if layer.recurrent is None else _recurrent(layer, width)),
+        **(_attention_shapes(layer.attention, width) if layer.has_attention else {}),
+        **({} if layer.recurrent is None else recurrent_shapes(layer.recurrent, width)),
         **_feed_forward_shapes(layer.feed_forward, width),
     }
-
-
-def _recurrent(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]:
-    assert layer.recurrent is not None
-    return recurrent_shapes(layer.recurrent, width)
 
 
 def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, ...]]:
@@ -311,20 +307,15 @@ def _scaled(norm: AnyNorm, scale: float) -> AnyNorm:
             return LayerNorm(weight * scale, None if bias is None else bias * scale, eps)
 
 
-def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> Layer:
+def _layer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Layer:
     def at(name: str) -> str:
         return f"{index}.{name}"
 
-    attention: Attention | LatentAttention | Recurrent
-    if spec.recurrent is not None:
-        attention = recurrent_block(loader, index, spec.recurrent, place)
-    else:
-        attention = _attention(loader, index, spec.attention, place)
     scale = loader.vector(at("output_scale"), torch.float32).item() if spec.output_scale else 1.0
     last = loader.maybe_norm(at("post_feed_forward_norm"))
     return Layer(
         loader.maybe_norm(at("attention_norm")),
-        attention,
+        _mixer(loader, index, spec, slots),
         loader.maybe_norm(at("feed_forward_norm")),
         _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
@@ -333,6 +324,18 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, place: LayerSlot) -> La
         spec.residual_scale,
         scale,
     )
+
+
+def _mixer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Mixer:
+    """Attention, what stands in its place, or both; of two slots the second is that of the state."""
+    if spec.recurrent is None:
+        return _attention(loader, index, spec.attention, slots[0])
+    recurrent = recurrent_block(loader, index, spec.recurrent, slots[-1])
+    if spec.beside is None:
+        return recurrent
+    attention = _attention(loader, index, spec.attention, slots[0])
+    assert isinstance(attention, Attention)
+    return AttentionAndRecurrent(attention, recurrent, *spec.beside)
 
 
 def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlot) -> Attention | LatentAttention:

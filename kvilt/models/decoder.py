@@ -31,7 +31,7 @@ from .attention import Attention
 from .experts import Experts, FeedForward
 from .latent import LatentAttention
 from .layers import AnyNorm, LayerContext, LayerRepair, Linear, linears_in
-from .recurrent import Recurrent
+from .recurrent import AttentionAndRecurrent, Recurrent
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
 from .step_adapters import StepAdapters
@@ -41,6 +41,7 @@ from .tap import LayerTap, TapResults, layer_taps
 Stores = tuple[PageStore, ...]  # one per layer group
 Rotations = Mapping[RopeSpec, Rotation]
 SCORE_BLOCK_BYTES = 16 << 20  # logits held at a time while scoring
+Mixer = Attention | LatentAttention | Recurrent | AttentionAndRecurrent
 NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
 
 
@@ -49,7 +50,7 @@ class Layer:
     """Attention, then feed-forward, each added to the stream it reads; or both of the same normed input."""
 
     attention_norm: AnyNorm | None
-    attention: Attention | LatentAttention | Recurrent
+    attention: Mixer
     feed_forward_norm: AnyNorm | None
     feed_forward: FeedForward
     post_attention_norm: AnyNorm | None = None
@@ -70,7 +71,7 @@ class Layer:
 
     def _added(
         self,
-        block: Attention | LatentAttention | Recurrent | FeedForward,
+        block: Mixer | FeedForward,
         norm: AnyNorm | None,
         context: LayerContext,
         stream: Tensor,
@@ -200,7 +201,8 @@ class Decoder:
     ) -> None:
         """Stored KV of one layer into its pages."""
         attention = self.layers[index].attention
-        assert not isinstance(attention, Recurrent), "a batch places no stored KV in a model with recurrent state"
+        # A batch places no stored KV in a model with recurrent state.
+        assert isinstance(attention, Attention | LatentAttention)
         place, rope = attention.place, attention.spec.rope
         for load, rotations in loads:
             here = [stored.on_device(one) for one in load.stored.get(index, ())]

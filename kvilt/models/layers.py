@@ -189,12 +189,15 @@ class DenseFeedForward:
         return context.linear(self._opened(x, context, norm), self.down, residual)
 
     def _opened(self, x: Tensor, context: LayerContext, norm: AnyNorm | None) -> Tensor:
-        ops, step_adapters = context.ops, context.step_adapters
-        if step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name):
+        ops, step_adapters, spec = context.ops, context.step_adapters, self.spec
+        scaled = (spec.gate_scale, spec.down_scale) != (1.0, 1.0)
+        if not scaled and (step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name)):
             x, pair = apart(x, norm, ops)
-            return ops.gate_up(x, self.gate.map, self.up.map, self.spec.activation, pair)
+            return ops.gate_up(x, self.gate.map, self.up.map, spec.activation, pair)
         gate, up = context.linears(x, (self.gate, self.up), norm)
-        return ops.act_mul(gate, up, self.spec.activation)
+        if scaled:
+            gate, up = gate * spec.gate_scale, up * spec.down_scale
+        return ops.act_mul(gate, up, spec.activation)
 
 
 @dataclass(frozen=True, slots=True)

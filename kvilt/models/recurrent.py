@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..kv.layout import LayerSlot
-from ..ops.contract import Decay, StatePlace
+from ..ops.contract import Decay, Ops, StatePlace
+from .attention import Attention
 from .layers import AnyNorm, LayerContext, Linear, Norm
 from .recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
@@ -43,6 +45,22 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """A root-mean-square norm of each of several parts of a vector, with a learned scale of all of it."""
+
+    weight: Tensor  # float32 [groups * size]
+    groups: int
+    eps: float
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        if self.groups == 1:
+            return ops.rms_norm(x, self.weight, self.eps)
+        parts = x.reshape(-1, x.shape[-1] // self.groups)
+        plain = ops.rms_norm(parts, torch.ones_like(self.weight[: parts.shape[-1]]), self.eps)
+        return (plain.view(x.shape) * self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2:
     """Weights of one Mamba-2 block, and the place of its state."""
 
@@ -55,7 +73,7 @@ class Mamba2:
     conv_bias: Tensor | None  # float32 [channels]
     decay: Decay
     skip: Tensor  # float32 [value_heads]
-    norm: Norm
+    norm: GroupNorm | None
     out: Linear
 
     def __call__(
@@ -64,10 +82,18 @@ class Mamba2:
         """As `GatedDeltaNet`."""
         ops, place = context.ops, _state(context, self.place)
         z, qkv, step = context.linears(x, (self.z, self.qkv, self.a), norm)
+        if self.spec.scales:  # those of values, keys and queries are in the convolution
+            z, step = z * self.spec.scales[0], step * self.spec.scales[-1]
         mixed = ops.causal_conv(qkv, self.conv, self.conv_bias, True, place)
-        read = ops.mamba2(mixed, step, self.skip, self.decay, self.spec.heads, place)
-        gated = self.norm(ops.act_mul(z, read.view(z.shape), "silu"), ops)
-        return context.linear(gated, self.out, residual)
+        read = ops.mamba2(mixed, step, self.skip, self.decay, self.spec.heads, place).view(z.shape)
+        return context.linear(self._gated(read, z, ops), self.out, residual)
+
+    def _gated(self, read: Tensor, z: Tensor, ops: Ops) -> Tensor:
+        if self.norm is None:
+            return ops.act_mul(z, read, "silu")
+        if self.spec.gate_first:
+            return self.norm(ops.act_mul(z, read, "silu"), ops)
+        return ops.act_mul(z, self.norm(read, ops), "silu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +118,26 @@ class ShortConv:
 
 
 Recurrent = GatedDeltaNet | Mamba2 | ShortConv
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionAndRecurrent:
+    """Both of the same normed input, each with a factor of what it adds (Falcon-H1)."""
+
+    attention: Attention
+    recurrent: Recurrent
+    attention_scale: float
+    recurrent_scale: float
+
+    def __call__(
+        self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
+    ) -> Tensor:
+        """As `GatedDeltaNet`."""
+        ops = context.ops
+        normed = x if norm is None else norm(x, ops)
+        read = self.recurrent(normed, context) * self.recurrent_scale
+        made = ops.add(read, self.attention(normed, context), self.attention_scale)
+        return made if residual is None else ops.add(residual, made)
 
 
 def _state(context: LayerContext, place: LayerSlot) -> StatePlace:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kv.layout import LayerSlot
 from ..ops.contract import Decay
 from .layers import Linear, Norm
-from .recurrent import GatedDeltaNet, Mamba2, Recurrent, ShortConv
+from .recurrent import GatedDeltaNet, GroupNorm, Mamba2, Recurrent, ShortConv
 from .recurrent_spec import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 
 
@@ -46,8 +46,19 @@ def recurrent_block(loader: WeightLoader, index: int, spec: RecurrentSpec, place
             decay = Decay(vector("a_log"), vector("dt_bias"), spec.most_step, spec.least_step)
             bias = vector("conv_bias") if spec.conv_bias else None
             z, qkv, a = (linear(name) for name in ("z", "qkv", "a"))
-            norm = Norm(vector("memory_norm"), loader.norm_eps)
-            return Mamba2(spec, place, z, qkv, a, conv(), bias, decay, vector("skip"), norm, linear("memory_out"))
+            groups = GroupNorm(vector("memory_norm"), spec.norm_groups, loader.norm_eps) if spec.norm else None
+            skip, out = vector("skip"), linear("memory_out")
+            return Mamba2(spec, place, z, qkv, a, _scaled(conv(), spec), bias, decay, skip, groups, out)
         case ShortConvSpec():
             b, c, x = (linear(name) for name in ("conv_b", "conv_c", "conv_x"))
             return ShortConv(spec, place, b, c, x, conv(), linear("memory_out"))
+
+
+def _scaled(conv: Tensor, spec: Mamba2Spec) -> Tensor:
+    """A convolution of values, keys and queries with the factors of its inputs."""
+    if not spec.scales:
+        return conv
+    keys = spec.heads.key_heads * spec.heads.key_dim
+    sizes = torch.tensor([spec.heads.value_heads * spec.heads.value_dim, keys, keys])
+    factors = torch.tensor(spec.scales[1:4]).repeat_interleave(sizes)
+    return conv * factors.to(conv.device)[:, None]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import WeightError
 from ..ops.contract import FoldHeads
+from .spec_repr import spec_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,13 @@ class Mamba2Spec:
     conv_bias: bool = True
     least_step: float = 0.0
     most_step: float = float("inf")
+    norm: bool = field(default=True, repr=False)  # of what is read
+    norm_groups: int = field(default=1, repr=False)  # parts of it that are normed each for itself
+    gate_first: bool = field(default=True, repr=False)  # the gate comes before the norm
+    # Of gates, values, keys, queries and step sizes, as the input projection makes them; empty: 1.
+    scales: tuple[float, ...] = field(default=(), repr=False)
+
+    __repr__ = spec_repr
 
     def __post_init__(self) -> None:
         _check_heads(self.heads)
@@ -101,9 +109,9 @@ def recurrent_shapes(spec: RecurrentSpec, width: int) -> dict[str, tuple[int, ..
                 "dt_bias": (heads.value_heads,),
                 "a_log": (heads.value_heads,),
                 "skip": (heads.value_heads,),
-                "memory_norm": (values,),
                 "memory_out": (width, values),
             }
+            shapes |= {"memory_norm": (values,)} if spec.norm else {}
             return shapes | ({"conv_bias": (heads.channels,)} if spec.conv_bias else {})
         case ShortConvSpec(channels, kernel):
             parts = dict.fromkeys(("conv_b", "conv_c", "conv_x"), (channels, width))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import Unsupported, WeightError
 from ..kv.layout import Full, KVLayout, Latent, LayerGroup, Reach, RecurrentGroup
@@ -15,17 +15,9 @@ from ..ops.contract import Activation, PageShape, Pairing, Routing, StateShape, 
 from ..ops.kv_dtypes import KVDtype
 from ..ops.routing import GroupScore, RouterScores
 from .recurrent_spec import RecurrentSpec
+from .spec_repr import spec_repr
 
 NormKind = Literal["rms", "layer"]
-
-
-def _repr(spec: Any) -> str:
-    """Like that of a dataclass, but fields with `repr=False` are there only where they have not their default.
-
-    The identity of saved KV is made of it, so an option that a model does not use must not show.
-    """
-    shown = [one for one in fields(spec) if one.repr or getattr(spec, one.name) != one.default]
-    return f"{type(spec).__name__}({', '.join(f'{one.name}={getattr(spec, one.name)!r}' for one in shown)})"
 
 
 # How rope frequencies are stretched.
@@ -109,7 +101,7 @@ class RopeSpec:
     # Pairs that turn by each axis of a position, in order; empty: a position has one axis.
     sections: tuple[int, ...] = field(default=(), repr=False)
 
-    __repr__ = _repr
+    __repr__ = spec_repr
 
     def __post_init__(self) -> None:
         if self.sections and 2 * sum(self.sections) != self.dims:
@@ -169,7 +161,7 @@ class AttentionSpec:
     values_are_keys: bool = field(default=False, repr=False)  # as projected: neither normed nor rotated
     latent: LatentSpec | None = field(default=None, repr=False)
 
-    __repr__ = _repr
+    __repr__ = spec_repr
 
     @property
     def kv_dims(self) -> tuple[int, int]:
@@ -186,8 +178,10 @@ class FeedForwardSpec:
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = field(default=True, repr=False)
+    gate_scale: float = field(default=1.0, repr=False)  # of gate(x), before the activation
+    down_scale: float = field(default=1.0, repr=False)  # of what the block makes
 
-    __repr__ = _repr
+    __repr__ = spec_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +199,7 @@ class RouterSpec:
     floor: float = 0.0  # the least that this sum counts as
     weigh_inputs: bool = field(default=False, repr=False)  # weights multiply what experts read, not what they make
 
-    __repr__ = _repr
+    __repr__ = spec_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +262,18 @@ class LayerSpec:
     post_norms: bool = False
     # What stands in the place of attention, which then only says what other layers have.
     recurrent: RecurrentSpec | None = field(default=None, repr=False)
+    # Attention and `recurrent` stand beside each other: the factors of what either adds.
+    beside: tuple[float, float] | None = field(default=None, repr=False)
     pre_norms: bool = field(default=True, repr=False)  # a norm before each block
     parallel: bool = field(default=False, repr=False)  # both blocks read the same normed input, and are added to it
     residual_scale: float = field(default=1.0, repr=False)  # of what each block adds
     output_scale: bool = field(default=False, repr=False)  # the checkpoint has a factor for what leaves the layer
 
-    __repr__ = _repr
+    __repr__ = spec_repr
+
+    @property
+    def has_attention(self) -> bool:
+        return self.recurrent is None or self.beside is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ class ModelSpec:
     logit_scale: float = field(default=1.0, repr=False)
     learned_positions: bool = field(default=False, repr=False)  # each position has a vector that is added to its token
 
-    __repr__ = _repr
+    __repr__ = spec_repr
 
 
 def rope_axes(spec: ModelSpec) -> int:
@@ -331,7 +331,7 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
     """The KV layout of a model: layers with the same reach and shape form a group."""
     kinds: dict[tuple[Reach, int, tuple[int, int]], list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        if layer.recurrent is not None:
+        if not layer.has_attention:
             continue
         attention = layer.attention
         kinds.setdefault((attention.reach, attention.kv_heads, attention.kv_dims), []).append(index)
@@ -347,7 +347,7 @@ def _recurrent_group(spec: ModelSpec) -> RecurrentGroup | None:
     kept = {index: layer.recurrent for index, layer in enumerate(spec.layers) if layer.recurrent is not None}
     if not kept:
         return None
-    if len(kept) == len(spec.layers):
+    if not any(layer.has_attention for layer in spec.layers):
         raise Unsupported("a model of recurrent layers alone is not supported; kvilt runs those with attention between")
     shapes = {(one.tail, one.memory) for one in kept.values()}
     if len(shapes) > 1:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import BlobError, InputError, ParamError, StoreError, StoreMiss, Unsupported
-from ..kv.layout import KVLayout, RecurrentGroup
+from ..kv.layout import KVLayout
 from ..kv.row import EMBEDDED, RowImage, maker_parts
 from ..kv.row_states import RowStateImages
 from ..metrics import Metrics
@@ -169,22 +169,22 @@ class Loading:
         layers = self.layers()
         assert self._firsts is not None
         groups, firsts = [], []
-        for group in layout.groups:
-            own = [layers[index] for index in group.layers]
-            starts = {self._firsts[index] for index in group.layers}
+        for group in range(len(layout.groups)):
+            own = [layers[index] for index in layout.places_in(group)]
+            starts = {self._firsts[index] for index in layout.places_in(group)}
             if len(starts) != 1:
                 raise StoreMiss("firsts")
             firsts.append(starts.pop())
             groups.append(KeysValues(*map(stacked, zip(*(one.parts for one in own), strict=True))))
-        states = self._states(layout.recurrent, layers) if layout.recurrent is not None else None
+        states = self._states(layout.places_in(layout.state_group), layers) if layout.recurrent is not None else None
         return replace(_image(self.address, tuple(firsts), tuple(groups)), states=states)
 
-    def _states(self, group: RecurrentGroup, layers: Sequence[LayerKV]) -> RowStateImages:
+    def _states(self, places: Sequence[int], layers: Sequence[LayerKV]) -> RowStateImages:
         """The recurrent state at the end, if the record has one."""
         assert self._firsts is not None
-        own = [layers[index] for index in group.layers]
+        own = [layers[index] for index in places]
         numbers = KeysValues(stacked([one.keys for one in own]), stacked([one.values for one in own]))
-        there = {self._firsts[index] for index in group.layers} == {self.address.tokens - 1}
+        there = {self._firsts[index] for index in places} == {self.address.tokens - 1}
         return RowStateImages((self.address.tokens,) if there else (), numbers)
 
     def cancel(self) -> None:

@@ -21,6 +21,8 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -248,6 +250,14 @@ def _granite_hybrid(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**fields | changes))
 
 
+def _falcon_h1(**changes: Any) -> Callable[[], PreTrainedModel]:
+    own = {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_state": 8, "mamba_n_groups": 2, "initializer_range": 0.2}
+    scales = {"lm_head_multiplier": 0.7, "embedding_multiplier": 3.0, "mlp_multipliers": [0.8, 0.6]}
+    scales |= {"key_multiplier": 0.9, "attention_out_multiplier": 0.7, "attention_in_multiplier": 1.2}
+    scales |= {"ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8], "ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6}
+    return lambda: FalconH1ForCausalLM(FalconH1Config(**SMALL | own | scales | changes))
+
+
 def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
     own = {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]}
     return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
@@ -407,6 +417,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "granite-hybrid-moe": _granite_hybrid(num_local_experts=5, num_experts_per_tok=2),
     "granite-hybrid-groups": _granite_hybrid(mamba_n_groups=2, position_embedding_type="rope", mamba_conv_bias=False),
     "granite-hybrid-attention": _granite_hybrid(layer_types=["full_attention"] * 3, position_embedding_type="rope"),
+    "falcon-h1": _falcon_h1(),
+    "falcon-h1-norm": _falcon_h1(mamba_rms_norm=True, tie_word_embeddings=True, mamba_conv_bias=False),
+    "falcon-h1-gate-first": _falcon_h1(
+        mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_d_ssm=None, mamba_n_heads=4
+    ),
     "lfm2": _lfm2(),
     "lfm2-untied": _lfm2(tie_word_embeddings=False, conv_L_cache=5, block_auto_adjust_ff_dim=False),
     "lfm2-moe": _lfm2_moe(),
@@ -493,7 +508,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 # With recurrent state.
 RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-groups", "granite-hybrid-moe"}) | {
-    name for name in FAMILIES if name.startswith(("lfm2", "qwen3-next", "qwen3.5"))
+    name for name in FAMILIES if name.startswith(("falcon-h1", "lfm2", "qwen3-next", "qwen3.5"))
 }
 
 # Another option of a family that runs as a whole: by default these run on one backend.
@@ -501,6 +516,8 @@ VARIANTS = frozenset(
     {
         "olmo2-biases",
         "granite-biases",
+        "falcon-h1-norm",
+        "falcon-h1-gate-first",
         "granite-hybrid-attention",
         "granite-hybrid-groups",
         "granite-hybrid-moe",

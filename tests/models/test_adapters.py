@@ -45,6 +45,7 @@ TARGETS = {
 RECURRENT = {
     "qwen3-next": [*SEVEN[:4], "in_proj_qkvz", "in_proj_ba", "out_proj"],
     "qwen3.5": [*SEVEN, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
+    "falcon-h1": [*SEVEN, "in_proj"],  # peft refuses out_proj
     "granite-hybrid": [*SEVEN[:4], "in_proj", "out_proj", "input_linear", "output_linear"],
     "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"],
 }

@@ -20,6 +20,7 @@ from kvilt.errors import Unsupported, WeightError
 from kvilt.executor.load import load_executor
 
 ARCHITECTURES = {
+    "falcon-h1": "falcon-h1",
     "granite-hybrid": "granitehybrid",
     "granite-hybrid-moe": "granitehybrid",
     "lfm2": "lfm2",
@@ -214,7 +215,38 @@ def qwen3_5_moe(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors
     return stacked(qwen3_5(writer, config, given), config.num_experts)
 
 
+def falcon_h1(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    """All multipliers go into the weights."""
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_d_ssm)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    keys, inner = config.mamba_n_groups * config.mamba_d_state, config.mamba_d_ssm
+    parts = np.repeat(config.ssm_multipliers, [inner, inner, keys, keys, config.mamba_n_heads])
+    factors = {
+        "in_proj.weight": (config.ssm_in_multiplier * parts)[:, None],
+        "out_proj.weight": config.ssm_out_multiplier,
+        "q_proj.weight": config.attention_in_multiplier,
+        "k_proj.weight": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj.weight": config.attention_in_multiplier,
+        "o_proj.weight": config.attention_out_multiplier,
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    tensors: Tensors = {}
+    for name, data in given.items():
+        factor = factors.get(".".join(name.split(".")[-2:]), 1.0)
+        mamba2(name, (data * factor).astype(np.float32), tensors)
+    return tensors
+
+
 CONVERTERS: dict[str, Callable[[gguf.GGUFWriter, Any, Tensors], Tensors]] = {
+    "falcon-h1": falcon_h1,
     "granitehybrid": granite_hybrid,
     "lfm2": lfm2,
     "lfm2moe": lfm2_moe,

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import random_model, write_checkpoint
 
 from kvilt.config import RunConfig
 from kvilt.errors import StoreMiss
+from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.cache import KVCache
 from kvilt.kv.prefix import EvictedPage, PrefixIndex
@@ -42,6 +44,19 @@ def test_a_row_comes_back_to_the_bit_after_a_restart(kit: Any, tiny: Executor, t
             store.open_row(identity, tiny.pool.layout, PROMPT[:-1]).image(tiny.pool.layout)
         other = dataclasses.replace(identity, salt="somebody else")
         assert not store.open_row(other, tiny.pool.layout, PROMPT).hit()
+
+
+def test_a_row_whose_layers_have_keys_and_a_state_comes_back(kit: Any, tmp_path: Path) -> None:
+    """Falcon-H1, on which the next tokens are the same to the bit too."""
+    folder = write_checkpoint(random_model("falcon-h1"), tmp_path)
+    executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
+    with filled(executor, PROMPT) as kv, kit.store(memory=kit.roomy) as store:
+        store.put_cache(kv)
+        image = store.open_row(executor.pool.identity(), executor.pool.layout, PROMPT).image(executor.pool.layout)
+        with KVCache.of_images(executor.pool, [image], 64) as found:
+            assert found.resumes_at == found.lengths == (len(PROMPT),)
+            assert torch.equal(executor.step([5, 9], found), executor.step([5, 9], kv))
+    executor.close()
 
 
 def test_every_row_of_a_batch_has_its_own_record(kit: Any, tiny: Executor) -> None:
@@ -82,8 +97,6 @@ def pages(executor: Executor, kv: KVCache, scope: PrefixScope) -> list[EvictedPa
 def small(tmp_path: Path, request: pytest.FixtureRequest) -> Executor:
     """A model of its own, whose pool a test may use up."""
     from tiny import write_tiny
-
-    from kvilt.executor.load import load_executor
 
     folder = write_tiny(tmp_path / "model", sliding_window=None)
     return load_executor(folder, RunConfig(kv_memory=1 << 19, backend="reference", threads=1))

@@ -88,8 +88,8 @@ def _without_rope(spec: ModelSpec) -> ModelSpec:
     return each_attention(spec, lambda _layer, attention: replace(attention, rope=NoRope()))
 
 
-def mamba2_spec(config: Fields) -> Mamba2Spec:
-    """The Mamba-2 blocks of a config.json."""
+def mamba2_spec(config: Fields, inner: int | None = None) -> Mamba2Spec:
+    """The Mamba-2 blocks of a config.json; `inner`: their width, where it is not a multiple of the stream's."""
     if config.flag("mamba_proj_bias"):
         raise Unsupported("Mamba-2 with biases in its projections is not supported")
     if config.values.get("hidden_act", "silu") != "silu":
@@ -97,8 +97,8 @@ def mamba2_spec(config: Fields) -> Mamba2Spec:
     limit = config.values.get("time_step_limit")
     if limit is not None and (not isinstance(limit, list) or limit[:1] != [0.0] or limit[1:] not in _NO_LIMIT):
         raise Unsupported("Mamba-2 with limits of its step size is not supported")
-    heads, expand = config.integer("mamba_n_heads", 128, high=1 << 12), config.integer("mamba_expand", 2)
-    inner = expand * config.integer("hidden_size")
+    heads = config.integer("mamba_n_heads", 128, high=1 << 12)
+    inner = inner or config.integer("mamba_expand", 2) * config.integer("hidden_size")
     given = config.values.get("mamba_d_head", "auto")
     dim = inner // heads if given == "auto" else config.integer("mamba_d_head", high=1 << 12)
     if dim * heads != inner:

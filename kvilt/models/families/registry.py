@@ -11,6 +11,7 @@ from .cohere import COHERE
 from .deepseek import DEEPSEEK
 from .ernie import ERNIE
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .falcon_h1 import FALCON_H1
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
 from .gemma4 import GEMMA4
@@ -41,7 +42,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
     SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    LFM2_MOE, GRANITE_HYBRID, DEEPSEEK, OLMOE, LLAMA4,
+    LFM2_MOE, GRANITE_HYBRID, FALCON_H1, DEEPSEEK, OLMOE, LLAMA4,
 )  # fmt: skip
 
 
