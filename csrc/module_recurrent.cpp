@@ -30,7 +30,8 @@ void causal_conv(KernelRunner& r, Address x, Address weight, Address bias, int64
 void fold(KernelRunner& r, Address mixed, Address step, Address beta, Address log_rate, Address bias, Address skip,
           const std::vector<int64_t>& heads, float least, float most, Address memories,
           const std::vector<int64_t>& starts, Address reads, Address writes, int64_t slots, Address out) {
-  check(heads.size() == 4 || heads.size() == 5, "heads are key and value heads, their sizes, and whether they are tiled");
+  check(heads.size() == 4 || heads.size() == 5,
+        "heads are key and value heads, their sizes, and whether they are tiled");
   check(heads[0] > 0 && heads[1] % heads[0] == 0, "value heads divide evenly over key heads");
   const FoldArgs args{state_rows(starts, reads, writes, slots),
                       at<const float>(mixed),
