@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from ..blend.blender import BlendReport
 from ..engine.event import DraftCounts, Ended, Event, PooledPrompt, Scored, TokenEvent
-from ..sampling.grammar import warnings_of
 from ..sampling.params import SamplingParams
 from ..sampling.repetition import RepetitionDetection, RepetitionDetector
 from ..sampling.sampler import TokenLogprobs
@@ -31,6 +30,7 @@ class AnswerConfig:
     prompt_tokens: int
     stops: StopStrings | None = None  # shared by all samples
     parsing: ChatParsing | None = None  # of a chat whose answer is parsed
+    warnings: tuple[str, ...] = ()  # what of the request had no effect
 
 
 class SampleText:
@@ -222,7 +222,7 @@ class Answer:
             tuple(others),
             first.prompt_logprobs,
             first.stop_string,
-            warnings_of(self._config.params.grammar),
+            self._config.warnings,
             first.reasoning,
             first.tool_calls,
         )

@@ -293,7 +293,9 @@ class Model:
         grammar = grammar or self.grammars.compile(params.grammar)
         request = Request(ids, params, end_ids=own, grammar=grammar, **{"id": new_id(), **fields})
         ends = own | {*params.stop_token_ids}
-        return request, AnswerConfig(self.tokenizer, params, ends, len(ids), self._stops.of(params.stop))
+        warnings = () if grammar is None else grammar.warnings
+        stops = self._stops.of(params.stop)
+        return request, AnswerConfig(self.tokenizer, params, ends, len(ids), stops, warnings=warnings)
 
     def _spelled(self, params: SamplingParams) -> SamplingParams:
         """These params with bad words as token ids, tokenized as at the start of a text and as after a space."""

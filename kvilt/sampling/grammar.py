@@ -29,8 +29,8 @@ from .lark_check import checked_lark
 from .library import CompileResult
 from .matcher import Bits, Matcher, first_line
 from .pattern import literal, whole_match
-from .schema_check import CheckedSchema, checked, checked_schema, schema_warnings
-from .unique_items import UniqueWatch, VocabularyBytes
+from .schema_check import checked, checked_schema
+from .unique_items import UniqueRules, UniqueWatch, VocabularyBytes
 
 if TYPE_CHECKING:
     from .library import LLMatcher
@@ -136,7 +136,7 @@ class Compiler:
                 self._grammars.move_to_end(constraint)
         if kept is None and self._queue is not None:
             return self._queue.submit(constraint, owner)
-        done.set_result(kept or self._keep(Grammar(self, constraint, _checked_text(constraint))))
+        done.set_result(kept or self._keep(Grammar(self, constraint, _checked(constraint))))
         return PendingGrammar(done, lambda: None)
 
     def close(self) -> None:
@@ -177,10 +177,10 @@ class Compiler:
 
     def _tried(self, constraint: Constraint, worker: CompileWorker) -> Grammar:
         """Compile a grammar that the worker has compiled before; runs in a thread of the queue."""
-        text, where = _checked_text(constraint), _name(constraint)
-        verdict = worker.try_compile(text, where)
+        written, where = _checked(constraint), _name(constraint)
+        verdict = worker.try_compile(written.text, where)
         _check(verdict, where)
-        return self._keep(Grammar(self, constraint, text, max(0, verdict.grown_bytes)))
+        return self._keep(Grammar(self, constraint, written, max(0, verdict.grown_bytes)))
 
     @property
     def _library_limits(self) -> dict[str, int]:
@@ -206,13 +206,16 @@ class Lexer:
 class Grammar:
     """One compiled constraint, from which samples get their matchers."""
 
-    def __init__(self, compiler: Compiler, constraint: Constraint, text: str, grown_bytes: int = 0) -> None:
-        """`text` is the constraint as the library reads it; compiling it took about `grown_bytes` of memory."""
+    def __init__(
+        self, compiler: Compiler, constraint: Constraint, written: LibraryGrammar, grown_bytes: int = 0
+    ) -> None:
+        """`written` is the constraint as the library reads it; compiling it took about `grown_bytes` of memory."""
         self.compiler = compiler
         self.constraint = constraint
         self.grown_bytes = grown_bytes
-        self._text = text
-        self._unique = _schema(constraint).unique if isinstance(constraint, JsonSchema) else None
+        self.warnings = written.warnings
+        self._text = written.text
+        self._unique = written.unique
         self._lock = threading.Lock()
         self._credit_s = compiler.limits.mask_credit_s
         self._compile_s = 0.0
@@ -266,18 +269,32 @@ class Grammar:
         return f"its masks take more than {limit_ms:g} ms on average" if self._credit_s < 0 else ""
 
 
-def _checked_text(constraint: Constraint) -> str:
+@dataclass(frozen=True, slots=True)
+class LibraryGrammar:
+    """A constraint as a grammar of the library, and what the library does not know of it."""
+
+    text: str
+    unique: UniqueRules | None = None
+    warnings: tuple[str, ...] = ()  # what of the constraint has no effect, in sentences
+
+
+def _checked(constraint: Constraint) -> LibraryGrammar:
     try:
-        return library_text(constraint) + _OPTIONS
+        return library_grammar(constraint)
     except RecursionError:
         raise GrammarTooLarge(_name(constraint), "has too many parts one in another") from None
 
 
-def library_text(constraint: Constraint) -> str:
+def library_grammar(constraint: Constraint) -> LibraryGrammar:
     """A constraint as a grammar of the library."""
+    if isinstance(constraint, JsonSchema):
+        schema = checked_schema(constraint.text, close_objects=constraint.close_objects)
+        return LibraryGrammar(f"start: %json {schema.text}{_OPTIONS}", schema.unique, schema.warnings)
+    return LibraryGrammar(_text(constraint) + _OPTIONS)
+
+
+def _text(constraint: JsonObject | Regex | Choice | Lark | Gbnf) -> str:
     match constraint:
-        case JsonSchema():
-            return f"start: %json {_schema(constraint).text}"
         case JsonObject():
             return f"start: %json {checked(json.dumps({'type': 'object'}))}"
         case Regex(pattern):
@@ -288,15 +305,6 @@ def library_text(constraint: Constraint) -> str:
             return checked_lark(grammar)
         case Gbnf(grammar):
             return gbnf_to_lark(grammar)
-
-
-def _schema(constraint: JsonSchema) -> CheckedSchema:
-    return checked_schema(constraint.text, close_objects=constraint.close_objects)
-
-
-def warnings_of(constraint: Constraint | None) -> tuple[str, ...]:
-    """What a constraint that was compiled says without effect, in sentences."""
-    return schema_warnings(constraint.text) if isinstance(constraint, JsonSchema) else ()
 
 
 def _name(constraint: Constraint) -> str:

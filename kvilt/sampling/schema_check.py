@@ -21,7 +21,7 @@ from .pattern import UNWRITABLE, search_in_string
 from .schema_dialect import SchemaReader
 from .schema_finite import check_finite
 from .schema_place import Path, Schema, kind, named
-from .schema_source import LIST, NAMED, ONE, SchemaDocument, parse_json
+from .schema_source import LIST, NAMED, ONE, SchemaDocument
 from .unique_items import UniqueRules
 
 MAX_NODES = 10_000  # schemas after references inside oneOf are written out
@@ -56,10 +56,11 @@ _ORDERING = ("properties", "patternProperties", "additionalProperties", "require
 
 @dataclass(frozen=True, slots=True)
 class CheckedSchema:
-    """A schema to give to the library, as JSON text, and what has to be watched beside it."""
+    """A schema to give to the library, as JSON text, and what it says besides."""
 
     text: str
-    unique: UniqueRules | None
+    unique: UniqueRules | None  # what has to be watched beside it
+    warnings: tuple[str, ...]  # keywords and formats that are not known and have no effect
 
 
 def checked(text: str) -> str:
@@ -72,8 +73,9 @@ def checked_schema(text: str, *, close_objects: bool = False) -> CheckedSchema:
 
     With `close_objects`, objects whose schema names properties and says nothing of others have no others.
     """
-    source = SchemaDocument.read(text, SchemaReader(close_objects=close_objects))
-    return CheckedSchema(_written(source, watched=True), UniqueRules.of(source))
+    reader = SchemaReader(close_objects=close_objects)
+    source = SchemaDocument.read(text, reader)
+    return CheckedSchema(_written(source, watched=True), UniqueRules.of(source), reader.notes())
 
 
 def _written(source: SchemaDocument, watched: bool) -> str:
@@ -83,14 +85,6 @@ def _written(source: SchemaDocument, watched: bool) -> str:
     except UnicodeEncodeError:
         raise GrammarError("json_schema", "holds half of a surrogate pair, which is no text") from None
     return result
-
-
-@functools.lru_cache(maxsize=64)
-def schema_warnings(text: str) -> tuple[str, ...]:
-    """What a schema that was compiled says without effect: keywords and formats that are not known."""
-    reader = SchemaReader()
-    reader.read(parse_json(text))
-    return reader.notes()
 
 
 class _Writer:

@@ -13,8 +13,8 @@ from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 from jsonschema.protocols import Validator
 
 from kvilt.errors import GrammarError, GrammarTooLarge
-from kvilt.sampling.constraint import JsonSchema
-from kvilt.sampling.grammar import Grammar, warnings_of
+from kvilt.sampling.constraint import JsonSchema, Regex
+from kvilt.sampling.grammar import Grammar
 from kvilt.sampling.schema_check import checked
 from kvilt.sampling.schema_rewrite import other_than
 
@@ -126,16 +126,16 @@ def test_what_has_no_effect_is_listed() -> None:
         "x-order": 0,
     }
     assert takes(compiled(schema), '{"path":"a","size":1}')
-    assert warnings_of(JsonSchema(schema)) == (
+    assert compiled(schema).warnings == (
         "the keyword 'x-order' is not known and has no effect at #",
         "the format 'path' is not enforced at #/properties/path",
         "the keyword 'nullable' is not known and has no effect at #/properties/size",
     )
     many = {"properties": {f"p{i}": {f"x-{i}": 1} for i in range(50)}}
-    assert len(warnings_of(JsonSchema(many))) == 21 and warnings_of(JsonSchema(many))[-1] == "and 30 more"
+    assert len(compiled(many).warnings) == 21 and compiled(many).warnings[-1] == "and 30 more"
     beside = {"$schema": DRAFT_7, "$ref": "#/definitions/a", "type": "null", "title": "t", "definitions": {"a": {}}}
-    assert warnings_of(JsonSchema(beside)) == ("type beside $ref means nothing in draft-07 at #",)
-    assert warnings_of(None) == ()
+    assert compiled(beside).warnings == ("type beside $ref means nothing in draft-07 at #",)
+    assert byte_compiler().compile(Regex("a")).warnings == ()
 
 
 def test_closed_objects_have_only_the_properties_that_are_named() -> None:
