@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import TemplateError
 from ...llm import AsyncStream, Completion, Delta, Usage
 from ..auth import Caller
+from ..http.delta_source import DeltaSource
 from ..http.errors import check_finish_reason
 from ..http.event_stream import EventTemplate, named_event
 from ..kv.pins import PinnedPrefix
@@ -129,40 +130,20 @@ def _stop(
     return {"stop_reason": said, "stop_sequence": stop_string if said == "stop_sequence" else None}
 
 
-class MessagesStream:
+class MessagesStream(DeltaSource):
     """The answer to a streaming request as events: an `EventSource`."""
-
-    work: Callable[[], Awaitable[None]] | None = None  # nothing is awaited while events are read
 
     def __init__(self, service: Service, prepared: PreparedMessages, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answer has ended."""
+        super().__init__(stream)
         self._service = service
         self._prepared = prepared
-        self._stream = stream
         self._on_usage = on_usage
         self._builder = prepared.chat.message_format.builder()
         self._blocks = ContentBlocks(prepared.shows_thinking)
-        self._started = False
+        self._started = False  # the first event has counts that are known when the prompt's first step is done
         self._template: tuple[int, EventTemplate] | None = None  # of text, for the block with this index
         self._last: Delta | None = None
-
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Call back whenever there may be something to read."""
-        self._stream.on_news(callback)
-
-    def opening(self) -> bytes:
-        """Nothing: the first event has counts that are known when the prompt's first step is done."""
-        return b""
-
-    def read_ready(self) -> bytes | None:
-        """The events of deltas that are there; None where there are none."""
-        deltas = self._stream.read_ready()
-        return b"".join(map(self._encode, deltas)) if deltas else None
-
-    @property
-    def over(self) -> bool:
-        """Whether all deltas were read."""
-        return self._stream.ended
 
     async def closing(self) -> AsyncGenerator[bytes, None]:
         """The end of the last block, and of the message."""
@@ -175,10 +156,6 @@ class MessagesStream:
         yield b"".join(map(named_event, self._blocks.finish()))
         yield named_event({"type": "message_delta", "delta": stop, "usage": usage})
         yield named_event({"type": "message_stop"})
-
-    def close(self) -> None:
-        """End the request."""
-        self._stream.close()
 
     def _encode(self, delta: Delta) -> bytes:
         started = b"" if self._started else self._start(delta)

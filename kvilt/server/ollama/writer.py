@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from ...llm import AsyncStream, Completion, Delta
 from ...text.parse import CallArguments, CallEnd, CallStart, Content, Reasoning
+from ..http.delta_source import DeltaSource
 from ..http.errors import check_finish_reason
 from ..openai.chat import PreparedChat, open_chat
 from ..openai.message import MessageBuilder, call_arguments
@@ -115,44 +116,20 @@ async def whole_answer(service: Service, prepared: PreparedOllama, on_usage: OnU
     return {**parts.shown(all_parts), **ending(done, usage)}
 
 
-class OllamaStream:
+class OllamaStream(DeltaSource):
     """The answer to a streaming request, an object for each delta: an `EventSource`."""
-
-    work: Callable[[], Awaitable[None]] | None = None  # nothing is awaited while deltas are read
 
     def __init__(self, service: Service, prepared: PreparedOllama, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answer has ended."""
+        super().__init__(stream)
         self._parts = OllamaParts(service, prepared)
-        self._stream = stream
         self._on_usage = on_usage
-
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Call back whenever there may be something to read."""
-        self._stream.on_news(callback)
-
-    def opening(self) -> bytes:
-        """Nothing: the first object has the first text."""
-        return b""
-
-    def read_ready(self) -> bytes | None:
-        """The objects of deltas that are there; None where there are none."""
-        deltas = self._stream.read_ready()
-        return b"".join(map(self._encode, deltas)) if deltas else None
-
-    @property
-    def over(self) -> bool:
-        """Whether all deltas were read."""
-        return self._stream.ended
 
     async def closing(self) -> AsyncGenerator[bytes, None]:
         """The last object."""
         done = self._stream.completion
         self._on_usage(usage := completion_usage([done]))
         yield json_line({**self._parts.shown({}), **ending(done, usage)})
-
-    def close(self) -> None:
-        """End the request."""
-        self._stream.close()
 
     def _encode(self, delta: Delta) -> bytes:
         added = self._parts.add(delta)

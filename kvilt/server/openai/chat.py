@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
 from ...text.chat import RenderedChat
 from ..auth import Caller
+from ..http.delta_source import DeltaSource
 from ..http.errors import HTTPError, check_finish_reason
 from ..http.event_stream import EventStream, EventTemplate, sse_event
 from ..http.responses import json_response
@@ -197,16 +198,14 @@ def _answer(
     }
 
 
-class ChatStream:
+class ChatStream(DeltaSource):
     """The answers to a streaming request as server-sent events: an `EventSource`."""
-
-    work: Callable[[], Awaitable[None]] | None = None  # nothing is awaited while events are read
 
     def __init__(self, service: Service, prepared: PreparedChat, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answers have ended."""
+        super().__init__(stream)
         self._service = service
         self._prepared = prepared
-        self._stream = stream
         self._on_usage = on_usage
         self._builders = [prepared.message_format.builder() for _ in range(prepared.params.n)]
         self._head = answer_header(service, "chat.completion.chunk", prepared.name, prepared.lora)
@@ -218,24 +217,10 @@ class ChatStream:
         self._ends: list[Delta] = []  # with kv_out: a handle is known only when all samples have ended
         self._templates = [EventTemplate(partial(self._content_chunk, index)) for index in range(len(self._builders))]
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Call back whenever there may be something to read."""
-        self._stream.on_news(callback)
-
     def opening(self) -> bytes:
         """A chunk with the role for each sample."""
         roles = ({"role": "assistant", "content": ""} for _ in self._builders)
         return b"".join(self._chunk(index, role) for index, role in enumerate(roles))
-
-    def read_ready(self) -> bytes | None:
-        """The chunks of deltas that are there; None where there are none."""
-        deltas = self._stream.read_ready()
-        return b"".join(map(self._encode, deltas)) if deltas else None
-
-    @property
-    def over(self) -> bool:
-        """Whether all deltas were read."""
-        return self._stream.ended
 
     async def closing(self) -> AsyncGenerator[bytes, None]:
         """Chunks that need the completion: those with handles, and the usage."""
@@ -249,10 +234,6 @@ class ChatStream:
             yield sse_event({**self._head, "choices": [], "usage": took})
         if done.warnings:
             yield sse_event({**self._head, "choices": [], "warnings": list(done.warnings)})
-
-    def close(self) -> None:
-        """End the request."""
-        self._stream.close()
 
     def _encode(self, delta: Delta) -> bytes:
         """A delta as a chunk; empty where it adds nothing, or waits for the end."""

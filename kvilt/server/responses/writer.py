@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from ...llm import AsyncStream, Completion, Delta
 from ...text.parse import Reasoning
+from ..http.delta_source import DeltaSource
 from ..http.errors import HTTPError, check_finish_reason, renamed
 from ..http.event_stream import COMMENT, StreamFormat, named_event
 from ..openai.usage import OnUsage, chat_logprobs, completion_usage
@@ -115,15 +116,13 @@ async def complete_response(service: Service, prepared: PreparedResponse, on_usa
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
 
 
-class ResponseStream:
+class ResponseStream(DeltaSource):
     """The response to a streaming request as events: an `EventSource`."""
-
-    work: Callable[[], Awaitable[None]] | None = None  # nothing is awaited while events are read
 
     def __init__(self, answer: ResponseAnswer, stream: AsyncStream, on_usage: OnUsage) -> None:
         """`on_usage` gets the token counts when the answer has ended."""
+        super().__init__(stream)
         self._answer = answer
-        self._stream = stream
         self._on_usage = on_usage
         self._sequence = 0
 
@@ -132,31 +131,15 @@ class ResponseStream:
         """The stream around the events."""
         return StreamFormat("text/event-stream", b"", COMMENT, self._failed)
 
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Call back whenever there may be something to read."""
-        self._stream.on_news(callback)
-
     def opening(self) -> bytes:
         """The response before its first item."""
         shown = self._answer.shown("in_progress")
         begun = ("response.created", "response.in_progress")
-        return self._encode({"type": kind, "response": shown} for kind in begun)
-
-    def read_ready(self) -> bytes | None:
-        """The events of deltas that are there; None where there are none."""
-        deltas = self._stream.read_ready()
-        if not deltas:
-            return None
-        return b"".join(self._encode(self._answer.add(delta)) for delta in deltas)
-
-    @property
-    def over(self) -> bool:
-        """Whether all deltas were read."""
-        return self._stream.ended
+        return self._written({"type": kind, "response": shown} for kind in begun)
 
     async def closing(self) -> AsyncGenerator[bytes, None]:
         """The end of the last item, and the whole response."""
-        yield self._encode(await self._answer.finish(self._stream.completion, self._on_usage))
+        yield self._written(await self._answer.finish(self._stream.completion, self._on_usage))
         yield self._end()
 
     def close(self) -> None:
@@ -164,7 +147,7 @@ class ResponseStream:
         if self._answer.stored.shown["status"] == "in_progress":
             self._answer.cancel()
         self._answer.stored.stream = None
-        self._stream.close()
+        super().close()
 
     def _failed(self, error: HTTPError) -> bytes:
         message, param = renamed(error, _NAMES)
@@ -174,9 +157,12 @@ class ResponseStream:
 
     def _end(self) -> bytes:
         shown = self._answer.stored.shown
-        return self._encode([{"type": _ENDS.get(shown["status"], "response.incomplete"), "response": shown}])
+        return self._written([{"type": _ENDS.get(shown["status"], "response.incomplete"), "response": shown}])
 
-    def _encode(self, events: Iterable[Event]) -> bytes:
+    def _encode(self, delta: Delta) -> bytes:
+        return self._written(self._answer.add(delta))
+
+    def _written(self, events: Iterable[Event]) -> bytes:
         made = []
         for event in events:
             made.append(named_event({**event, "sequence_number": self._sequence}))
