@@ -20,8 +20,8 @@ from .formats import FORMATS
 from .pattern import UNWRITABLE, search_in_string
 from .schema_dialect import SchemaReader
 from .schema_finite import check_finite
-from .schema_place import Path, Schema, kind, named
-from .schema_source import LIST, NAMED, ONE, SchemaDocument
+from .schema_place import LIST, NAMED, ONE, Path, Schema, kind, named
+from .schema_source import SchemaDocument
 from .unique_items import UniqueRules
 
 MAX_NODES = 10_000  # schemas after references inside oneOf are written out

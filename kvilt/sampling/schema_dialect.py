@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from .formats import FORMATS
-from .schema_place import Path, kind, named
+from .schema_place import LIST, NAMED, ONE, Path, kind, named
 from .schema_rewrite import rewritten
 
 MAX_CONDITIONS = 4  # `if` and `not` inside each other: each of them writes what it holds twice
@@ -28,13 +28,12 @@ _DRAFTS: Mapping[str, int] = {
 }
 UNSAID = 0  # no $schema: 2020-12, with forms of earlier drafts that mean nothing else today
 
-# Where a keyword's value holds schemas: itself, its items, or its values.
+# The keywords that hold schemas, with those that are rewritten or refused later.
 _ONE = (
-    *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
+    *(*ONE, "not", "if", "then", "else", "contains", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
-_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED = (*NAMED, "dependentSchemas")
 _CONDITIONS = ("if", "not")
 _MORE = frozenset(
     [
@@ -105,7 +104,7 @@ class SchemaReader:
         deeper = conditions + (key in _CONDITIONS)
         if key in _ONE:
             return self._schema(value, draft, (*path, key), deeper)
-        if key in _LIST and isinstance(value, list):
+        if key in LIST and isinstance(value, list):
             return [self._schema(each, draft, (*path, key, str(i)), deeper) for i, each in enumerate(value)]
         if key in _NAMED and not isinstance(value, dict):
             raise GrammarError(named(path), f"{key} must be an object of schemas, not {kind(value)}")

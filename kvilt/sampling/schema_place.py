@@ -1,4 +1,4 @@
-"""Places in a JSON schema, and how messages name them and what stands there."""
+"""Places in a JSON schema: where schemas stand in it, and how messages name them and what stands there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Any
 
 Path = tuple[str, ...]
 Schema = dict[str, Any] | bool
+
+# Where the value of an enforced keyword holds schemas: itself, its items, or its values.
+ONE = ("items", "additionalProperties")
+LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # about the same value as the schema they stand in
 
 
 def kind(value: object) -> str:

@@ -15,16 +15,10 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from .schema_dialect import SchemaReader
-from .schema_place import Path, Schema, kind, named
+from .schema_place import IN_PLACE, LIST, NAMED, ONE, Path, Schema, kind, named
 
 MAX_DEPTH = 64
 MAX_URI = 2048  # of names and references, joined with those around them
-
-# Where a keyword's value holds schemas: itself, its items, or its values.
-ONE = ("items", "additionalProperties")
-LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
-IN_PLACE = ("allOf", "anyOf", "oneOf")  # about the same value as the schema they stand in
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .schema_place import Path
-from .schema_source import IN_PLACE, SchemaDocument
+from .schema_place import IN_PLACE, Path
+from .schema_source import SchemaDocument
 
 Bits = npt.NDArray[np.int32]
 Nodes = frozenset[Path]  # the schemas that speak of one value
