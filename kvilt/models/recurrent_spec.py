@@ -10,14 +10,16 @@ from .spec_repr import spec_repr
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
-    """A gated delta net: a causal convolution of queries, keys and values, then the gated delta rule."""
+class FoldSpec:
+    """Heads that fold tokens into a memory, behind a causal convolution of what they read."""
 
     heads: FoldHeads
     width: int  # of the convolution
 
     def __post_init__(self) -> None:
-        _check_heads(self.heads)
+        values, keys = self.heads.value_heads, self.heads.key_heads
+        if values % keys:
+            raise WeightError("heads", f"{values} value heads cannot share {keys} key heads evenly")
 
     @property
     def tail(self) -> tuple[int, int]:
@@ -31,11 +33,14 @@ class GatedDeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Spec:
+class GatedDeltaSpec(FoldSpec):
+    """A gated delta net: a causal convolution of queries, keys and values, then the gated delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(FoldSpec):
     """Mamba-2: a causal convolution of values, keys (B) and queries (C), then a decaying sum."""
 
-    heads: FoldHeads
-    width: int
     conv_bias: bool = True
     least_step: float = 0.0
     most_step: float = float("inf")
@@ -46,17 +51,6 @@ class Mamba2Spec:
     scales: tuple[float, ...] = field(default=(), repr=False)
 
     __repr__ = spec_repr
-
-    def __post_init__(self) -> None:
-        _check_heads(self.heads)
-
-    @property
-    def tail(self) -> tuple[int, int]:
-        return self.heads.channels, self.width - 1
-
-    @property
-    def memory(self) -> tuple[int, int, int]:
-        return self.heads.value_heads, self.heads.key_dim, self.heads.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +70,6 @@ class ShortConvSpec:
 
 
 RecurrentSpec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec
-
-
-def _check_heads(heads: FoldHeads) -> None:
-    if heads.value_heads % heads.key_heads:
-        raise WeightError("heads", f"{heads.value_heads} value heads cannot share {heads.key_heads} key heads evenly")
 
 
 def recurrent_shapes(spec: RecurrentSpec, width: int) -> dict[str, tuple[int, ...]]:

@@ -5,9 +5,8 @@ Refuses to know models, caches and requests: an operation sees tensors, page ids
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,14 +14,19 @@ from torch import Tensor
 
 from ..quant.formats import Format
 from ..quant.tensor import Weight
-from .draw_table import DrawTable, LoopDraws
+from .fold_values import Decay as Decay
+from .fold_values import FoldHeads as FoldHeads
+from .fold_values import StatePlace as StatePlace
 from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .kv_dtypes import KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable
-from .recurrent import Decay as Decay
-from .recurrent import FoldHeads as FoldHeads
-from .recurrent import StatePlace as StatePlace
+from .recorder import Recorded as Recorded
+from .recorder import Recorder as Recorder
+from .reductions import Draws as Draws
+from .reductions import Reductions as Reductions
+from .reductions import RowLogprobs as RowLogprobs
+from .reductions import SamplingKernels as SamplingKernels
 from .routing import ExpertMaps as ExpertMaps
 from .routing import ExpertStack as ExpertStack
 from .routing import Routed as Routed
@@ -48,122 +52,6 @@ from .values import Rotation as Rotation
 from .values import RowLengths as RowLengths
 from .values import TemperatureScaling as TemperatureScaling
 from .values import row_ends as row_ends
-
-
-class Recorded(Protocol):
-    """A step that can be run again: the same operations on the same tensors, whose contents may have changed."""
-
-    @property
-    def result(self) -> Tensor:
-        """What the step returned; each run writes it anew, and so may runs of other recordings."""
-        ...
-
-    def run(self) -> bool:
-        """Run again; False if it was stopped half way."""
-        ...
-
-    def loop(self, steps: int, ids: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
-        """Run up to `steps` times a step that ended with `advance`; the tokens after each run, [runs, rows].
-
-        There are `ends` for each row; rows behind them only pad the step, and their tokens are left out. Stops after a
-        run in which a row drew one of its `ends` or, as -1, no token at all.
-        """
-        ...
-
-
-class Recorder(Protocol):
-    """Records steps. What it holds between runs is memory, never state."""
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest step worth recording: larger ones spend their time in products, not in launches."""
-        ...
-
-    def padded_rows(self, rows: int) -> int:
-        """Rows of the recording that serves a decode step of `rows`: few recordings serve all steps."""
-        ...
-
-    def record(self, step: Callable[[], Tensor]) -> Recorded | None:
-        """Run `step` and remember what it did; None if it did something that cannot be remembered."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether the rows of a loop may draw; otherwise they take their likeliest tokens."""
-        ...
-
-    def advance(
-        self, logits: Tensor, ids: Tensor, paging: Sequence[Paging], page_tokens: int, draws: LoopDraws | None = None
-    ) -> None:
-        """Inside a step: put the token that each row draws into `ids` and move each row one position on.
-
-        Without `draws` that is its likeliest one.
-        That is its position and its slots, and its length (`seq_lens`) where the backend's kernels read it.
-        """
-        ...
-
-    def stop(self, stopped: bool) -> None:
-        """Stop what runs now, from any thread, and refuse to run until told otherwise."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How some rows draw their tokens; one entry of each for each row. What is off has its neutral value."""
-
-    rows: Sequence[int]  # which rows of the logits
-    keys: Sequence[int]  # of each row's noise, signed 64 bits
-    temperatures: Sequence[float]
-    top_k: Sequence[int]  # 0: off
-    top_p: Sequence[float]  # 1: off
-    min_p: Sequence[float]  # 0: off
-    typical_p: Sequence[float]  # 1: off
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log-probabilities of one token a row, and the likeliest ones. NaN and rank 0 where a row has no largest logit."""
-
-    logprobs: Tensor  # [rows] float32
-    ranks: Tensor  # [rows] int64, 1 for the likeliest; among equals the lower id comes first
-    top_ids: Tensor  # [rows, top] int64, likeliest first
-    top_logprobs: Tensor  # [rows, top] float32
-
-
-class Reductions(Protocol):
-    """What sampling does to whole rows of float32 logits [rows, vocab], contiguous on the CPU; none is written to."""
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's first largest id and its logit; the first NaN where there is one."""
-        ...
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """A token for each of the draws, -1 where the largest score is no number [draws]."""
-        ...
-
-    def kept(self, logits: Tensor, draws: Draws) -> Tensor:
-        """The tokens that each draw chooses among, bool [draws, vocab]."""
-        ...
-
-    def logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> RowLogprobs:
-        """Of `tokens` in `rows`, one each, under the raw logits; `top` is at most the vocabulary."""
-        ...
-
-
-class SamplingKernels(Protocol):
-    """Sampling on a backend's own device, for logits that are there; the host never waits."""
-
-    def launch(self, logits: Tensor, table: DrawTable | None = None) -> Tensor:
-        """The token of each row of logits [rows, vocab], and why it has none (`draw_table`): int64 [2, rows].
-
-        Without a table that is the likeliest token of each row. Both are on the device; a row without a token has 0.
-        Can be captured: all that may change stands in the table.
-        """
-        ...
-
-    def logprobs(self, logits: Tensor, rows: Tensor | None, tokens: Tensor, top: int) -> RowLogprobs:
-        """As `Reductions.logprobs`, with everything on the device; `tokens` are one for each of `rows`, None: all."""
-        ...
 
 
 class Ops(Protocol):

@@ -7,59 +7,16 @@ float32, and are read from one slot and written to others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
-from .states import StateSlots, StateStore
+from .fold_values import Decay, FoldHeads, StatePlace
+from .states import StateSlots
 
 L2_EPS = 1e-6
 _LANES = 64  # numbers that torch takes at once, or more
-
-
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """Where one layer of a step finds and leaves its states."""
-
-    store: StateStore
-    layer: int
-    slots: StateSlots
-
-
-@dataclass(frozen=True, slots=True)
-class FoldHeads:
-    """The heads of a recurrent layer; each key head serves several value heads.
-
-    These follow each other, or, where heads are tiled, value heads take the key heads in turn.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    tiled: bool = False
-
-    def __repr__(self) -> str:
-        # The identity of saved KV is made of it, so an option that a model does not use must not show.
-        names = ("key_heads", "value_heads", "key_dim", "value_dim", *["tiled"] * self.tiled)
-        return f"FoldHeads({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
-
-    @property
-    def channels(self) -> int:
-        """Queries, keys and values of a token."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Decay:
-    """How fast each head forgets: float32 [value_heads] each."""
-
-    log_rate: Tensor
-    bias: Tensor  # of the step size, before softplus
-    most: float = float("inf")  # step sizes are cut to [least, most]
-    least: float = 0.0
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
