@@ -8,6 +8,7 @@ Random weights, prompts of 100 to 1,000 tokens. See bench/http_streams.py, which
 from __future__ import annotations
 
 import argparse
+import time
 import traceback
 from itertools import product
 
@@ -31,6 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     executor = build_executor(random_checkpoint(SHAPES[options.shape]), RunConfig(device="cuda", kv_memory=48 << 30))
     executor.close = lambda: None  # type: ignore[method-assign]  # it outlives each server
+    began = time.perf_counter()
+    executor.warm_up(8192, options.clients)  # as `kvilt serve` does
+    print(f"warm-up: {time.perf_counter() - began:.1f} s", flush=True)
     vocab = executor.spec.vocab_size
     tokenizer, prompts = word_tokenizer(vocab), random_prompts(options.clients, vocab)
     engine = [engine_round(executor, prompts, options.tokens) for _ in range(2)][1:]  # the first captures graphs

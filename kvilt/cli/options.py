@@ -193,6 +193,7 @@ SERVER = OptionGroup(
             ),
             "lora": Option(list[str], (), "An adapter to load, as NAME=PATH; may be repeated."),
             "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from at run time."),
+            "warm_up": Option(bool, True, "Compile and load a GPU's kernels before the first request."),
             "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server shuts down."),
             "max_body_bytes": Option(int, 8 << 20, "Maximum size of a request body."),
             "max_connections": Option(int, 2048, "Maximum number of open connections."),

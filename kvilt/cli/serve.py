@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig, GateConfig, env_admin_key, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
-from .progress import bars
+from .progress import bars, tracked
 from .store import context_prefix, open_store
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ def serve(
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
             llm.load_lora(path, name)
+        if options["warm_up"]:
+            with tracked("preparing kernels", 100) as show:
+                llm.warm_up(lambda done, total: show(100 * done // total, ""))
         llm.grammars.warm_up()
         gc.collect()
         gc.freeze()  # the model stays: later collections need not walk over it

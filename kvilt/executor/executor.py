@@ -27,7 +27,9 @@ from .inputs import (
     read_ids,
     read_inputs,
 )
+from .protocol import OnWarmup
 from .step_executor import StepExecutor
+from .warmup import warm_up
 
 
 class ModelExecutor(StepExecutor):
@@ -275,6 +277,11 @@ class ModelExecutor(StepExecutor):
                 batch = Batch.of([replace(row, adapter=adapters[row.cache_row]) for row in step])
             self.run(batch)
             kv.commit([[] for _ in range(kv.batch_size)])
+
+    def warm_up(self, step_tokens: int, max_rows: int, on_progress: OnWarmup | None = None) -> None:
+        """Compile, load and capture what steps of up to so many tokens and rows need; a CPU's kernels are ready."""
+        if self._pool.device.type != "cpu":
+            warm_up(self, step_tokens, max_rows, on_progress)
 
     def _step_tokens(self, rows: int) -> int:
         """Tokens of each of so many rows in a step."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,6 +27,8 @@ from .call import ExecutorCall
 from .inputs import InputsLike
 from .lora import Adapters
 from .placement import KVPlacement
+
+OnWarmup = Callable[[int, int], None]  # steps that are done, of all
 
 
 class Executor(Protocol):
@@ -95,6 +97,10 @@ class Executor(Protocol):
 
     def start_sample(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSample:
         """`sample` that does not wait for the device: tokens are there at once, and the host reads them later."""
+        ...
+
+    def warm_up(self, step_tokens: int, max_rows: int, on_progress: OnWarmup | None = None) -> None:
+        """Make ready what steps of up to so many tokens and rows would otherwise wait for, such as compiled kernels."""
         ...
 
     def call(self) -> ExecutorCall:

@@ -62,6 +62,13 @@ class Replay:
         """Whether rows of `sample` may draw; otherwise all of them take their likeliest tokens."""
         return self._recorder is not None and self._recorder.draws
 
+    def decode_sizes(self, max_rows: int) -> list[int]:
+        """The numbers of rows, up to `max_rows`, of recorded decode steps."""
+        if self._recorder is None:
+            return []
+        most = min(max_rows, self._recorder.max_rows)
+        return sorted({self._recorder.padded_rows(rows) for rows in range(1, most + 1)})
+
     def run(
         self, batch: Batch, observe: Callable[[], None], step_adapters: StepAdapters | None = None
     ) -> Logits | None:

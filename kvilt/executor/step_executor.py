@@ -105,6 +105,12 @@ class StepExecutor:
 
     def run(self, batch: Batch) -> Logits:
         """One forward over the rows of a batch. Commits nothing: the owner of the caches decides that."""
+        logits = self.forward(batch)
+        self._count(batch)
+        return logits
+
+    def forward(self, batch: Batch) -> Logits:
+        """`run` that is not counted."""
         if batch.pool is not self._pool:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
@@ -119,8 +125,11 @@ class StepExecutor:
             logits = self._replay.run(batch, lambda: observe(stop), step_adapters)
             if logits is None:
                 logits = self._decoder(batch, lambda _layer: observe(stop), step_adapters)
-        self._count(batch)
         return logits
+
+    def decode_sizes(self, max_rows: int) -> list[int]:
+        """The numbers of rows, up to `max_rows`, whose decode steps are recorded; others are padded to one of them."""
+        return self._replay.decode_sizes(max_rows)
 
     @property
     def draws_in_replays(self) -> bool:

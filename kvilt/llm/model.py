@@ -19,7 +19,7 @@ from ..engine.request import Request, new_id
 from ..engine.sequence import ReclaimPages
 from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.inputs import Inputs, RowInput, read_ids, read_inputs
-from ..executor.protocol import Executor
+from ..executor.protocol import Executor, OnWarmup
 from ..kv.cache import KVCache
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
@@ -127,6 +127,12 @@ class Model:
             store=self._store,
             reclaim=reclaim,
         )
+
+    def warm_up(self, on_progress: OnWarmup | None = None) -> None:
+        """Make ready what the first requests would wait for: tables of the vocabulary and, on a GPU, kernels."""
+        self.tokenizer.max_bytes(1)
+        sizes = self.config.step_sizes(self.executor.pool.device.type)
+        self.executor.warm_up(sizes.step_tokens, sizes.max_rows, on_progress)
 
     @property
     def chat_template(self) -> ChatTemplate:

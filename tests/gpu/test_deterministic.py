@@ -37,7 +37,7 @@ from kvilt.store.store import Budget, Store
 
 ROWS = [1, 2, 7, 64, 200]
 # What the default mode may differ by, of the norm of all logits: see docs/gpu.md.
-DEFAULT_TOLERANCE = 2e-2
+DEFAULT_TOLERANCE = 3e-2
 
 
 def load(folder: Path, **fields: object) -> ModelExecutor:
@@ -117,14 +117,17 @@ def test_the_default_mode_stays_within_its_tolerance(models: Models) -> None:
     sys.stdout.write(f"logits of the default mode that differ: {differing} of {4 * alone.numel()}\n")
 
 
-def test_logits_are_those_of_the_default_mode(models: Models, executor: ModelExecutor) -> None:
-    prompt = prompts(23, 400)[0]
-    found, truth = (conversation(one, prompt, [400], 5)[:7] for one in (executor, models.reference))
-    assert distance(found, truth) < (3e-2 if executor.pool.ops.kv_dtype in _dtypes(executor) else 6e-2)
-
-
-def _dtypes(executor: ModelExecutor) -> list[object]:
-    return [group.shape.dtype for group in executor.layout.groups]
+def test_logits_are_those_of_the_reference(models: Models, executor: ModelExecutor) -> None:
+    """With KV of 8 bits both round it, and a number between two of them may become either."""
+    prompt, kept = prompts(23, 400)[0], executor.layout.groups[0].shape.dtype
+    exact = kept is executor.pool.ops.kv_dtype
+    config = RunConfig(device="cpu", backend="reference", kv_memory=1 << 27, kv_dtype="auto" if exact else kept.name)
+    reference = load_executor(models.folder, config)
+    found, truth = (conversation(one, prompt, [400], 5)[:7] for one in (executor, reference))
+    reference.close()
+    apart = distance(found, truth)
+    sys.stdout.write(f"distance to the reference with {kept.name}: {apart:.4f}\n")
+    assert apart < (3e-2 if exact else 6e-2)
 
 
 def test_forks_and_saved_caches_have_the_same_bits(executor: ModelExecutor) -> None:

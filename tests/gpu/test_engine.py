@@ -63,6 +63,7 @@ def test_overlap_changes_no_token(models: Models) -> None:
 
 def test_a_grammar_holds(models: Models) -> None:
     pytest.importorskip("llguidance")
+    pytest.importorskip("jsonschema")
     from grammars import byte_compiler
 
     grammar = byte_compiler().compile(Regex("[ab]{10}"))

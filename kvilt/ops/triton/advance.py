@@ -35,7 +35,7 @@ def advance(
     return tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stride", "width", "most"])
 def _advance(
     sampled, ids, tokens, positions, lengths, tables, slots, next_keys, keys, steps, most, rows, stride, width,
     FIRST: tl.constexpr, DRAWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,

@@ -285,7 +285,7 @@ def _write_new(
     tl.store(values + place * DV + dv, v.to(values.dtype.element_ty), mask=dv < DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "stride_table"])
 def _attention(
     query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,

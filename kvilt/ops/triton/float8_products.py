@@ -49,7 +49,7 @@ def _planes(data: Tensor, layout: Float8Layout) -> tuple[Tensor, Tensor, int, in
     return data.view(torch.int16), data.view(torch.float32), row // 2, row // 4, layout.padded // 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, stride_x, columns, padded,
     CUT: tl.constexpr, BLOCKS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr,

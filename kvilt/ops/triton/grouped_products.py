@@ -184,7 +184,7 @@ def _span(
         return total + (made - sums * BASE) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, stride_x, columns, padded,
     CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
@@ -239,7 +239,7 @@ def finish(made, residual, out, m, n, known, there, outputs, RESIDUAL: tl.conste
     tl.store(out + place, made, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _several_rows(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, stride_x, columns, padded,
     CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,

@@ -165,7 +165,7 @@ def _merged(best, total, mixed, more_best, more_total, more_mixed):
     return higher, total, tl.fma(mixed, tl.zeros_like(mixed) + old[:, None], more_mixed * new[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "stride_table"])
 def _attention(
     query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, unit, scale, window, soft_cap, stride_token, stride_head, stride_table,

@@ -40,7 +40,7 @@ def interpolate(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "anchor_count", "stride_weights"])
 def _interpolate(
     old_keys, old_values, new_keys, new_values, tokens, anchors, weights, slots, cos, sin,
     key_pages, value_pages, key_scales, value_scales,
