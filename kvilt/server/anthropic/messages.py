@@ -47,7 +47,7 @@ def prepare_messages(service: Service, body: MessagesRequest, caller: Caller) ->
     asked = translated.body
     if translated.prefixes:
         asked = asked.model_copy(update={"kv_out": True})
-    chat = prepare_chat(service, asked, caller, new_id("msg").replace("-", "_"))
+    chat = prepare_chat(service, asked, caller, new_id("msg").replace("-", "_"), translated.deferred)
     prefixes = _pinned(service, chat, translated.prefixes)
     shows = body.thinking is None or body.thinking.display != "omitted"
     return PreparedMessages(chat, prefixes, shows)

@@ -49,9 +49,18 @@ class DocumentBlock(RequestModel):
     citations: dict[str, Any] | None = Field(None, description=IGNORED)
 
 
+class ToolReferenceBlock(RequestModel):
+    """The definition of a tool, which the prompt has here."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+    cache_control: CacheControl | None = None
+
+
 TextBlocks = Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)]
 ResultBlocks = Annotated[
-    list[Annotated[TextBlock | DocumentBlock, Field(discriminator="type")]], Field(max_length=1024, fail_fast=True)
+    list[Annotated[TextBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")]],
+    Field(max_length=1024, fail_fast=True),
 ]
 
 
@@ -141,7 +150,7 @@ class CustomTool(RequestModel):
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
     strict: bool | None = Field(None, description="Accepted without effect: forced calls always follow their schema.")
-    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
+    defer_loading: bool | None = Field(None, description="true: in the prompt where a tool_reference names it.")
     eager_input_streaming: bool | None = Field(None, description="Accepted without effect: arguments always stream.")
     input_examples: list[dict[str, Any]] | None = Field(None, description=IGNORED)
     allowed_callers: list[str] | None = Field(None, description=IGNORED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,13 @@ from .schema import (
     AssistantTurn,
     CacheControl,
     CountTokensRequest,
+    CustomTool,
     DocumentBlock,
     MessagesRequest,
     NamedChoice,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -25,6 +27,7 @@ from .schema import (
 
 MAX_BREAKPOINTS = 4
 Message = dict[str, Any]  # of the internal request
+ToolDict = dict[str, Any]  # of the internal request
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -42,11 +45,13 @@ class TranslatedMessages:
 
     body: ChatRequest
     prefixes: tuple[CachedPrefix, ...]  # in the order of the prompt
+    deferred: tuple[ToolDict, ...]  # tools that may be called, and that the prompt does not list
 
 
 def translate(body: CountTokensRequest) -> TranslatedMessages:
     """The internal request, and its cache breakpoints."""
-    conversation = _Conversation()
+    tools = {tool.name: _tool(tool) for tool in body.tools or ()}
+    conversation = _Conversation(tools)
     for tool in body.tools or ():
         conversation.mark(tool.cache_control)
     conversation.add_texts("system", body.system or ())
@@ -56,7 +61,8 @@ def translate(body: CountTokensRequest) -> TranslatedMessages:
     if len(conversation.marks) > MAX_BREAKPOINTS:
         there = len(conversation.marks)
         raise ParamError("cache_control", f"{there} blocks have it, and {MAX_BREAKPOINTS} are allowed")
-    return TranslatedMessages(_request(body, conversation.messages()), tuple(conversation.prefixes()))
+    deferred = tuple(_tool(tool) for tool in body.tools or () if _is_deferred(tool, body))
+    return TranslatedMessages(_request(body, conversation.messages()), tuple(conversation.prefixes()), deferred)
 
 
 def _request(body: CountTokensRequest, messages: list[Message]) -> ChatRequest:
@@ -71,13 +77,7 @@ def _request(body: CountTokensRequest, messages: list[Message]) -> ChatRequest:
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-        }
-        for tool in body.tools or ()
-    ]
+    tools = [_tool(tool) for tool in body.tools or () if not _is_deferred(tool, body)]
     made: dict[str, Any] = {"tools": tools or None}
     if (choice := body.tool_choice) is not None:
         made["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -86,6 +86,16 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
         else:
             made["tool_choice"] = "required" if choice.type == "any" else choice.type
     return made
+
+
+def _tool(tool: CustomTool) -> ToolDict:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _is_deferred(tool: CustomTool, body: CountTokensRequest) -> bool:
+    chosen = isinstance(body.tool_choice, NamedChoice) and body.tool_choice.name == tool.name
+    return bool(tool.defer_loading) and not chosen
 
 
 def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
@@ -132,7 +142,8 @@ class _Mark:
 class _Conversation:
     """The messages of a request, and the breakpoints among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Mapping[str, ToolDict]) -> None:
+        self._tools = tools  # that a block can refer to
         self._said: list[_Said] = []
         self.marks: list[_Mark] = []
 
@@ -157,7 +168,7 @@ class _Conversation:
             case TextBlock() | DocumentBlock():
                 self._last(role).parts.append(_text(block))
             case ToolResultBlock():
-                self._said.append(_Said("tool", _texts(block.content), answers=block.tool_use_id))
+                self._said.append(_Said("tool", self._results(block.content), answers=block.tool_use_id))
                 for inner in () if isinstance(block.content, str) else block.content or ():
                     self.mark(inner.cache_control)
             case ToolUseBlock():
@@ -166,6 +177,18 @@ class _Conversation:
             case ThinkingBlock():
                 self._last(role).reasoning.append(block.thinking)
         self.mark(getattr(block, "cache_control", None))
+
+    def _results(self, content: str | Sequence[TextBlock | DocumentBlock | ToolReferenceBlock] | None) -> list[str]:
+        """The texts of a tool's answer. A reference to a tool is the tool's definition."""
+        if content is None or isinstance(content, str):
+            return [content or ""]
+        return [self._definition(one) if isinstance(one, ToolReferenceBlock) else _text(one) for one in content]
+
+    def _definition(self, reference: ToolReferenceBlock) -> str:
+        found = self._tools.get(reference.tool_name)
+        if found is None:
+            raise ParamError("messages", f"tool_reference: there is no tool called {reference.tool_name!r}")
+        return json.dumps(found, ensure_ascii=False)
 
     def mark(self, control: CacheControl | None) -> None:
         """Set a breakpoint after what was added last."""
@@ -196,12 +219,6 @@ def _content(parts: Sequence[str]) -> str | list[dict[str, str]]:
     if len(parts) < 2:
         return parts[0] if parts else ""
     return [{"type": "text", "text": part} for part in parts]
-
-
-def _texts(content: str | Sequence[TextBlock | DocumentBlock] | None) -> list[str]:
-    if content is None or isinstance(content, str):
-        return [content or ""]
-    return [_text(block) for block in content]
 
 
 def _text(block: TextBlock | DocumentBlock) -> str:

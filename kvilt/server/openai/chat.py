@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,22 +61,36 @@ class PreparedChat:
         }
 
 
-def prepare_chat(service: Service, body: ChatRequest, caller: Caller, name: str | None = None) -> PreparedChat:
-    """Check a request and prepare its prompt and params; slow, so it runs off the event loop."""
+def prepare_chat(
+    service: Service,
+    body: ChatRequest,
+    caller: Caller,
+    name: str | None = None,
+    deferred: Sequence[dict[str, Any]] = (),
+) -> PreparedChat:
+    """Check a request and prepare its prompt and params; slow, so it runs off the event loop.
+
+    `deferred` tools may be called too; the prompt does not list them.
+    """
     lora = service.check_model(body.model)
-    _check(service, body)
+    _check(service, body, len(deferred))
     messages = template_messages(body.messages)
     tools = _tools(body)
+    deferred = () if body.tool_choice == "none" else deferred
     rendered = _rendered(service, body, messages, tools)
     prompt = None if rendered is None else rendered.text
     message_format = MessageFormat(
-        service.parser, tools or (), body.parallel_tool_calls is not False, prompt, service.parser_markers
+        service.parser,
+        [*(tools or ()), *deferred],
+        body.parallel_tool_calls is not False,
+        prompt,
+        service.parser_markers,
     )
     params = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **_forced(service, body, message_format),
+        **_forced(service, body, message_format, tools or ()),
     )
     name = name or new_id("chatcmpl")
     return PreparedChat(body, caller, name, rendered or messages, tools, params, message_format, lora)
@@ -87,11 +101,11 @@ async def open_chat(service: Service, prepared: PreparedChat) -> AsyncStream:
     return await service.llm.stream_chat(prepared.messages, prepared.params, **prepared.keywords())
 
 
-def _check(service: Service, body: ChatRequest) -> None:
+def _check(service: Service, body: ChatRequest, deferred: int) -> None:
     config = service.config
     for field, there, most in (
         ("messages", len(body.messages), config.max_messages),
-        ("tools", len(body.tools or ()), config.max_tools),
+        ("tools", len(body.tools or ()) + deferred, config.max_tools),
     ):
         if there > most:
             raise HTTPError(400, f"{field}: {there} were sent and {most} are allowed", param=field, code="too_many")
@@ -130,7 +144,9 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
             return tools
 
 
-def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) -> dict[str, Any]:
+def _forced(
+    service: Service, body: ChatRequest, message_format: MessageFormat, listed: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The grammar that forces a tool call."""
     match body.tool_choice:
         case "required" | AllowedToolsChoice(allowed_tools=AllowedToolSet(mode="required")):
@@ -142,7 +158,7 @@ def _forced(service: Service, body: ChatRequest, message_format: MessageFormat) 
     if grammar_params(body):
         raise ParamError("tool_choice", "cannot force a call beside a response_format; drop one of them")
     several = body.parallel_tool_calls is not False and names is None
-    return {"lark": service.parser.tool_grammar(message_format.tools, names, several, message_format.prompt)}
+    return {"lark": service.parser.tool_grammar(listed, names, several, message_format.prompt)}
 
 
 def _rendered(

@@ -13,10 +13,10 @@ from pydantic import Discriminator, Field, Tag
 from ...errors import ParamError
 from ..http.schema import RequestModel
 from ..openai.fields import CallId, ToolName
+from .tools import INPUT, SEARCH, ResponseTools, callable_tools, qualified
 
 Message = dict[str, Any]  # of the internal request
 _SEALED = "kvilt:"  # before reasoning that clients keep for the server
-INPUT = "input"  # the only parameter of a custom tool
 
 
 class _Item(RequestModel):
@@ -68,7 +68,7 @@ class FunctionCallItem(_Item):
     call_id: CallId
     name: ToolName
     arguments: str
-    namespace: str | None = Field(None, description="Accepted without effect.")
+    namespace: ToolName | None = None
     caller: dict[str, Any] | None = Field(None, description="Accepted without effect.")
 
 
@@ -79,7 +79,7 @@ class CustomCallItem(_Item):
     call_id: CallId
     name: ToolName
     input: str
-    namespace: str | None = Field(None, description="Accepted without effect.")
+    namespace: ToolName | None = None
     caller: dict[str, Any] | None = Field(None, description="Accepted without effect.")
 
 
@@ -92,6 +92,32 @@ class CallOutputItem(_Item):
     name: ToolName | None = None
     namespace: str | None = Field(None, description="Accepted without effect.")
     caller: dict[str, Any] | None = Field(None, description="Accepted without effect.")
+
+
+class SearchCallItem(_Item):
+    """A search for more tools."""
+
+    type: Literal["tool_search_call"]
+    call_id: CallId
+    arguments: dict[str, Any]
+    execution: Literal["client"] | None = None
+
+
+class SearchOutputItem(_Item):
+    """The tools that a search found; the model may call them from here on."""
+
+    type: Literal["tool_search_output"]
+    call_id: CallId
+    tools: ResponseTools
+    execution: Literal["client"] | None = None
+
+
+class AdditionalToolsItem(_Item):
+    """More tools; the prompt lists them as it lists those of the request."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer", "system"] | None = None
+    tools: ResponseTools
 
 
 class ReasoningText(RequestModel):
@@ -132,6 +158,9 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[SearchCallItem, Tag("tool_search_call")]
+    | Annotated[SearchOutputItem, Tag("tool_search_output")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(_tag),
@@ -155,9 +184,15 @@ def _add(made: list[Message], item: Any, index: int) -> None:
         case MessageItem():
             made.append({"role": item.role, "content": _text(item.content)})
         case FunctionCallItem():
-            _add_call(made, item.call_id, item.name, item.arguments)
+            _add_call(made, item.call_id, qualified(item.name, item.namespace), item.arguments)
         case CustomCallItem():
-            _add_call(made, item.call_id, item.name, json.dumps({INPUT: item.input}))
+            _add_call(made, item.call_id, qualified(item.name, item.namespace), json.dumps({INPUT: item.input}))
+        case SearchCallItem():
+            _add_call(made, item.call_id, SEARCH, json.dumps(item.arguments))
+        case SearchOutputItem():
+            made.append({"role": "tool", "content": _definitions(item), "tool_call_id": item.call_id})
+        case AdditionalToolsItem():
+            pass
         case CallOutputItem():
             named = {} if item.name is None else {"name": item.name}
             made.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id, **named})
@@ -180,9 +215,11 @@ def answer_message(output: Iterable[dict[str, Any]]) -> Message:
                 said = "".join(part["text"] for part in item["content"])
                 made[0]["reasoning_content"] = made[0].get("reasoning_content", "") + said
             case "function_call":
-                _add_call(made, item["call_id"], item["name"], item["arguments"])
+                _add_call(made, item["call_id"], _called(item), item["arguments"])
             case "custom_tool_call":
-                _add_call(made, item["call_id"], item["name"], json.dumps({INPUT: item["input"]}))
+                _add_call(made, item["call_id"], _called(item), json.dumps({INPUT: item["input"]}))
+            case "tool_search_call":
+                _add_call(made, item["call_id"], SEARCH, json.dumps(item["arguments"]))
     return made[0]
 
 
@@ -197,6 +234,15 @@ def _answer(made: list[Message], *without: str) -> Message:
 def _add_call(made: list[Message], call_id: str, name: str, arguments: str) -> None:
     calls = _answer(made).setdefault("tool_calls", [])
     calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+
+def _called(item: dict[str, Any]) -> str:
+    return qualified(item["name"], item.get("namespace"))
+
+
+def _definitions(item: SearchOutputItem) -> str:
+    """The tools that a search found, for the model to read."""
+    return json.dumps([tool.function() for tool in callable_tools(item.tools)], ensure_ascii=False)
 
 
 def _text(content: str | Iterable[ItemText | ItemRefusal]) -> str:

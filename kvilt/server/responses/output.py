@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...text.parse import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning
 from ..openai.message import call_arguments
-from .items import INPUT, sealed
+from .items import sealed
+from .tools import INPUT, CallableTool, CustomToolSpec, SearchTool
 
 Event = dict[str, Any]
 _MESSAGE, _REASONING, _FUNCTION, _CUSTOM = "message", "reasoning", "function_call", "custom_tool_call"
-_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs", _FUNCTION: "fc", _CUSTOM: "ctc"}
+_SEARCH = "tool_search_call"
+_PREFIXES = {_MESSAGE: "msg", _REASONING: "rs", _FUNCTION: "fc", _CUSTOM: "ctc", _SEARCH: "tsc"}
 
 
 class OutputItems:
     """Builds the items of one response. Items do not overlap: each is done before the next is added."""
 
-    def __init__(self, custom: Collection[str] = (), forced: str | None = None, seals: bool = False) -> None:
-        """`custom` are the names of custom tools. `forced` is the one whose input is the whole answer: a grammar holds
-        for it. With `seals`, reasoning has its `encrypted_content`."""
+    def __init__(
+        self, tools: Mapping[str, CallableTool] | None = None, forced: str | None = None, seals: bool = False
+    ) -> None:
+        """`tools` are those that may be called. `forced` is the custom tool whose input is the whole answer: a grammar
+        holds for it. With `seals`, reasoning has its `encrypted_content`."""
         self.output: list[dict[str, Any]] = []
-        self._custom = frozenset(custom)
+        self._tools = tools or {}
         self._forced = forced
         self._seals = seals
         self._open = ""  # the type of the item that is open, if one is
@@ -34,7 +38,7 @@ class OutputItems:
     @property
     def has_calls(self) -> bool:
         """Whether a tool was called."""
-        return any(item["type"] in (_FUNCTION, _CUSTOM) for item in self.output)
+        return any(item["type"] in (_FUNCTION, _CUSTOM, _SEARCH) for item in self.output)
 
     def add(self, pieces: Iterable[Piece], logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
         """Add pieces of the answer; the events of the items that begin, grow and end."""
@@ -59,17 +63,25 @@ class OutputItems:
                 return [*begun, self._grow("response.reasoning_text.delta", text, content_index=0)]
             case CallStart(_, name):
                 self._unsaid = []
-                call = {"call_id": f"call_{secrets.token_hex(12)}", "name": name}
-                if name in self._custom:
-                    return self._begin(_CUSTOM, **call, input="")
-                return self._begin(_FUNCTION, **call, arguments="")
-            case CallArguments(_, text) if self._open == _CUSTOM:
-                self._text += text  # JSON around the input: told when it is complete
+                return self._begin_call(name)
+            case CallArguments(_, text) if self._open in (_CUSTOM, _SEARCH):
+                self._text += text  # JSON around the input, or an object: told when it is complete
                 return []
             case CallArguments(_, text):
                 return [self._grow("response.function_call_arguments.delta", text)]
             case CallEnd():
                 return self._end("completed" if piece.whole else "incomplete")
+
+    def _begin_call(self, name: str) -> list[Event]:
+        call = {"call_id": _new_call_id()}
+        tool = self._tools.get(name)
+        match None if tool is None else tool.spec:
+            case SearchTool():
+                return self._begin(_SEARCH, **call, execution="client", arguments={})
+            case CustomToolSpec():
+                return self._begin(_CUSTOM, **call, **_name(name, tool), input="")
+            case _:
+                return self._begin(_FUNCTION, **call, **_name(name, tool), arguments="")
 
     def _add_text(self, text: str) -> list[Event]:
         if self._open != _MESSAGE:
@@ -87,8 +99,8 @@ class OutputItems:
 
     def _grow_input(self, text: str) -> list[Event]:
         """More input of the custom tool that is forced."""
-        call = {"call_id": f"call_{secrets.token_hex(12)}", "name": self._forced}
-        begun = [] if self._open == _CUSTOM else self._begin(_CUSTOM, **call, input="")
+        named = _name(self._forced or "", self._tools.get(self._forced or ""))
+        begun = [] if self._open == _CUSTOM else self._begin(_CUSTOM, call_id=_new_call_id(), **named, input="")
         return [*begun, self._grow("response.custom_tool_call_input.delta", text)]
 
     def _grow(self, kind: str, text: str, **more: Any) -> Event:
@@ -120,6 +132,8 @@ class OutputItems:
                     item["encrypted_content"] = sealed(self._text)
             case "function_call":
                 item["arguments"] = self._text
+            case "tool_search_call":
+                item["arguments"] = call_arguments(self._text)
             case "custom_tool_call":
                 item["input"] = self._input()
         self._open = ""
@@ -139,6 +153,8 @@ class OutputItems:
             case "function_call":
                 name = self.output[-1]["name"]
                 return [self._event("response.function_call_arguments.done", name=name, arguments=self._text)]
+            case "tool_search_call":
+                return []
             case _:
                 done = self._event("response.custom_tool_call_input.done", input=self._input())
                 if self._forced is not None:
@@ -160,3 +176,14 @@ class OutputItems:
     def _event(self, kind: str, **fields: Any) -> Event:
         index = len(self.output) - 1
         return {"type": kind, "item_id": self.output[-1]["id"], "output_index": index, **fields}
+
+
+def _name(name: str, tool: CallableTool | None) -> dict[str, str]:
+    """A tool's own name, and its namespace, if it has one."""
+    if tool is None or isinstance(tool.spec, SearchTool) or tool.namespace is None:
+        return {"name": name}
+    return {"name": tool.spec.name, "namespace": tool.namespace}
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

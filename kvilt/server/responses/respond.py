@@ -59,7 +59,7 @@ class PreparedResponse:
     def items(self) -> OutputItems:
         """A builder for the output."""
         seals = SEALED_REASONING in (self.body.include or ())
-        return OutputItems(self.translated.custom, self.translated.forced, seals)
+        return OutputItems(self.translated.tools, self.translated.forced, seals)
 
 
 def prepare_response(service: Service, body: ResponseRequest, caller: Caller) -> PreparedResponse:
@@ -67,7 +67,8 @@ def prepare_response(service: Service, body: ResponseRequest, caller: Caller) ->
     previous = _previous(service, body, caller.salted(body.cache_salt).tenant)
     messages = _messages(service, body, previous, caller)
     translated = translate(body, messages)
-    chat = prepare_chat(service, translated.body, caller, new_id("resp").replace("-", "_"))
+    name = new_id("resp").replace("-", "_")
+    chat = prepare_chat(service, translated.body, caller, name, translated.deferred)
     digest = _digest(body, chat)
     resumed = _resumed(service, chat, messages, previous, digest)
     return PreparedResponse(body, chat, translated, messages, digest, resumed, int(time.time()))

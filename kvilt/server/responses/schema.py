@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from ...sampling.params import MAX_TEMPERATURE
 from ..http.schema import RequestModel
@@ -13,14 +13,13 @@ from ..openai.fields import (
     MaxTokens,
     ReasoningEffort,
     Salt,
-    Text,
     TextFormat,
     ToolName,
     TopLogprobs,
 )
 from .items import InputItem
+from .tools import IGNORED, ResponseTools
 
-IGNORED = "Accepted without effect."
 ResponseId = Annotated[str, Field(pattern=r"^resp_[0-9a-f]{32}$", description="The id of a stored response.")]
 
 
@@ -48,63 +47,6 @@ class ReasoningConfig(RequestModel):
     summary: Literal["auto", "concise", "detailed", "none"] | None = Field(None, description=IGNORED)
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description=IGNORED)
     context: Annotated[str, Field(max_length=64)] | None = Field(None, description=IGNORED)
-
-
-class FunctionTool(RequestModel):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: Annotated[str, Field(max_length=65536)] | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Accepted without effect: forced calls always follow their schema.")
-    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
-    output_schema: dict[str, Any] | None = Field(None, description=IGNORED)
-
-
-class FreeInput(RequestModel):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class GrammarInput(RequestModel):
-    """Text that a grammar derives."""
-
-    type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: Text
-
-
-class CustomToolSpec(RequestModel):
-    """A tool whose input is text."""
-
-    type: Literal["custom"]
-    name: ToolName
-    description: Annotated[str, Field(max_length=65536)] | None = None
-    format: Annotated[FreeInput | GrammarInput, Field(discriminator="type")] | None = None
-    defer_loading: Literal[False] | None = Field(None, description="Refused unless false.")
-
-
-class OtherTool(RequestModel):
-    """A tool of a kind that this server does not run; it is skipped with a warning."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-    type: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _tool_tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if kind in ("function", "custom") else "other"
-
-
-ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomToolSpec, Tag("custom")]
-    | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool_tag),
-]
 
 
 class NamedToolChoice(RequestModel):
@@ -145,7 +87,7 @@ class ResponsePrompt(RequestModel):
     input: str | Annotated[list[InputItem], Field(max_length=10_000, fail_fast=True)] | None = None
     instructions: str | None = Field(None, description="A system message; not kept for the next response.")
     previous_response_id: ResponseId | None = Field(None, description="The stored response that the input continues.")
-    tools: Annotated[list[ResponseTool], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None

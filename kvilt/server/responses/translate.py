@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ContextOverflow, ParamError
 from ..openai.fields import JsonObjectFormat
 from ..openai.schema import ChatRequest, chat_request
-from .items import INPUT, Message
-from .schema import (
-    AllowedTools,
-    CustomToolSpec,
-    FunctionTool,
-    GrammarInput,
-    NamedToolChoice,
-    ResponsePrompt,
-    ResponseRequest,
-    SchemaFormat,
-)
+from .items import AdditionalToolsItem, Message, SearchOutputItem
+from .schema import AllowedTools, NamedToolChoice, ResponsePrompt, ResponseRequest, SchemaFormat
+from .tools import CallableTool, CustomToolSpec, GrammarInput, OtherTool, callable_tools
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -30,7 +22,8 @@ class TranslatedResponse:
     """A Responses request as the internal request."""
 
     body: ChatRequest
-    custom: tuple[str, ...]  # the names of custom tools
+    tools: Mapping[str, CallableTool]  # that may be called, by their names in the prompt
+    deferred: tuple[dict[str, Any], ...]  # those of them that a search found: the prompt does not list them
     forced: str | None  # the custom tool whose input is the whole answer
     warnings: tuple[str, ...]  # what was skipped
 
@@ -41,11 +34,12 @@ def translate(body: ResponsePrompt, messages: list[Message]) -> TranslatedRespon
     if not messages:
         raise ParamError("input", "is empty; there is nothing to answer")
     allowed, choice = _choice(body)
-    tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool | CustomToolSpec)]
-    tools = [tool for tool in tools if allowed is None or tool.name in allowed]
-    custom = {tool.name: tool for tool in tools if isinstance(tool, CustomToolSpec)}
+    listed = [tool for tool in callable_tools(_listed(body)) if allowed is None or tool.name in allowed]
+    tools = {tool.name: tool for tool in listed}
+    found = {tool.name: tool for tool in callable_tools(_found(body)) if tool.name not in tools}
+    custom = {name: tool.spec for name, tool in tools.items() if isinstance(tool.spec, CustomToolSpec)}
     made: dict[str, Any] = {"model": body.model, "messages": [*told, *messages], **_format(body)}
-    made["tools"] = [_tool(tool) for tool in tools] or None
+    made["tools"] = [tool.function() for tool in listed] or None
     made |= {"tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
     if body.reasoning is not None:
         made["reasoning_effort"] = body.reasoning.effort
@@ -54,7 +48,23 @@ def translate(body: ResponsePrompt, messages: list[Message]) -> TranslatedRespon
         made |= {"tool_choice": "none", "response_format": _grammar(custom[forced])}
     if isinstance(body, ResponseRequest):
         made |= _generation(body)
-    return TranslatedResponse(chat_request(made), tuple(custom), forced, _warnings(body))
+    deferred = tuple(tool.function() for tool in found.values())
+    return TranslatedResponse(chat_request(made), {**tools, **found}, deferred, forced, _warnings(body))
+
+
+def _listed(body: ResponsePrompt) -> list[Any]:
+    """The tools that the prompt lists."""
+    return [*(body.tools or ()), *(tool for _, item in _items(body, AdditionalToolsItem) for tool in item.tools)]
+
+
+def _found(body: ResponsePrompt) -> list[Any]:
+    """The tools that searches have found."""
+    return [tool for _, item in _items(body, SearchOutputItem) for tool in item.tools]
+
+
+def _items(body: ResponsePrompt, kind: type[Any]) -> list[tuple[int, Any]]:
+    items = () if body.input is None or isinstance(body.input, str) else body.input
+    return [(index, item) for index, item in enumerate(items) if isinstance(item, kind)]
 
 
 def _generation(body: ResponseRequest) -> dict[str, Any]:
@@ -98,18 +108,6 @@ def _grammar(tool: CustomToolSpec) -> dict[str, Any]:
     return {"type": tool.format.syntax, tool.format.syntax: tool.format.definition}
 
 
-def _tool(tool: FunctionTool | CustomToolSpec) -> dict[str, Any]:
-    if isinstance(tool, FunctionTool):
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": function}
-    told = [tool.description or ""]
-    if isinstance(tool.format, GrammarInput):
-        told.append(f"The input must match this grammar ({tool.format.syntax}):\n{tool.format.definition}")
-    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    shown = "\n\n".join(filter(None, told)) or None
-    return {"type": "function", "function": {"name": tool.name, "description": shown, "parameters": parameters}}
-
-
 def _format(body: ResponsePrompt) -> dict[str, Any]:
     match None if body.text is None else body.text.format:
         case JsonObjectFormat():
@@ -121,12 +119,15 @@ def _format(body: ResponsePrompt) -> dict[str, Any]:
 
 
 def _warnings(body: ResponsePrompt) -> tuple[str, ...]:
-    skipped = [
-        (index, tool.type)
-        for index, tool in enumerate(body.tools or ())
-        if not isinstance(tool, FunctionTool | CustomToolSpec)
-    ]
-    return tuple(f"tools.{index}: {kind[:64]} is not run by this server and was left out" for index, kind in skipped)
+    places: list[tuple[str, Sequence[Any]]] = [("tools", body.tools or ())]
+    for kind in (AdditionalToolsItem, SearchOutputItem):
+        places += [(f"input.{index}.tools", item.tools) for index, item in _items(body, kind)]
+    return tuple(
+        f"{place}.{index}: {tool.type[:64]} is not run by this server and was left out"
+        for place, tools in places
+        for index, tool in enumerate(tools)
+        if isinstance(tool, OtherTool)
+    )
 
 
 def shortened(messages: list[Message], count: Callable[[list[Message]], int], most: int) -> list[Message]:
