@@ -158,7 +158,7 @@ def hf_generate_batch(shape: Mapping[str, Any], requests: int = 256, tokens: int
     model, dice = hf_model(shape, "cuda", torch.bfloat16), random.Random(1)
     prompts = [[dice.randrange(shape["vocab_size"]) for _ in range(dice.randint(100, 1000))] for _ in range(requests)]
     config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
-    with torch.inference_mode():
+    with torch.no_grad():  # its thread has no inference mode of its own
         model.generate_batch(inputs=prompts[:8], generation_config=config)
         made: list[Any] = []
         seconds = _timed(lambda: made.append(model.generate_batch(inputs=prompts, generation_config=config)))

@@ -256,3 +256,35 @@ def test_there_is_no_other_way_to_a_thread(path: Path) -> None:
     routes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     decorated = [node.name for node in routes if any("router" in ast.unparse(each) for each in node.decorator_list)]
     assert decorated == [], "FastAPI runs routes that are not async in threads of its own"
+
+
+def test_work_that_comes_soon_finds_the_same_thread() -> None:
+    """Starting a thread holds up the event loop."""
+
+    async def scene(offload: Offload) -> None:
+        assert len({await offload.run(LANE, threading.get_ident) for _ in range(20)}) == 1
+        assert offload.load() == {"test": (0, 0)}
+
+    run(scene)
+
+
+def test_an_idle_thread_ends_and_work_after_that_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvilt.llm.offload._IDLE_S", 0.01)
+
+    async def scene(offload: Offload) -> None:
+        for _ in range(3):
+            thread = await offload.run(LANE, threading.current_thread)
+            await until(lambda thread=thread: not thread.is_alive())  # type: ignore[misc]
+
+    run(scene)
+
+
+def test_waiting_work_is_shared_by_idle_threads_and_new_ones() -> None:
+    wide = Lane("wide", 3, 8, 30.0)
+
+    async def scene(offload: Offload) -> None:
+        await offload.run(wide, int)
+        meeting = threading.Barrier(3)
+        await asyncio.gather(*(offload.run(wide, meeting.wait, 30) for _ in range(3)))
+
+    run(scene)

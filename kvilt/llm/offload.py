@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 Given = ParamSpec("Given")
 
 _OWNERS = 8  # queues of so many owners may be full at a time
+_IDLE_S = 10.0  # a thread waits so long for more work: the event loop stands still while a new one starts
 _REPEAT_S = 0.1  # between two exceptions for work that has caught the first
 _inject = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _inject.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -69,7 +70,9 @@ class _Job:
 @dataclass(slots=True)
 class _Queue:
     lane: Lane
-    running: int = 0
+    arrived: threading.Condition
+    threads: int = 0
+    idle: int = 0  # threads that wait for a job
     waiting: OrderedDict[str, deque[_Job]] = field(default_factory=OrderedDict)  # by owner, the next one first
 
     def __len__(self) -> int:
@@ -98,7 +101,7 @@ class _Queue:
 
 
 class Offload:
-    """The threads of one process's requests. They exist while there is work, and never keep a process alive."""
+    """The threads of one process's requests. They end when there is no work, and never keep a process alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,20 +137,23 @@ class Offload:
     def load(self) -> dict[str, tuple[int, int]]:
         """For each kind of work that there was: jobs that run, and jobs that wait."""
         with self._lock:
-            return {name: (queue.running, len(queue)) for name, queue in self._queues.items()}
+            return {name: (queue.threads - queue.idle, len(queue)) for name, queue in self._queues.items()}
 
     def _submit(self, lane: Lane, owner: str, job: _Job) -> None:
         with self._lock:
-            queue = self._queues.setdefault(lane.name, _Queue(lane))
+            queue = self._queues.setdefault(lane.name, _Queue(lane, threading.Condition(self._lock)))
             queue.add(owner, job)
-            if queue.running == lane.threads:
+            if len(queue) <= queue.idle:
+                queue.arrived.notify()
                 return
-            queue.running += 1
+            if queue.threads == lane.threads:
+                return
+            queue.threads += 1
         try:
             threading.Thread(target=self._serve, args=(queue,), name=f"kvilt-{lane.name}", daemon=True).start()
         except RuntimeError:  # the system has no thread left
             with self._lock:
-                queue.running -= 1
+                queue.threads -= 1
                 queue.remove(job)
             raise QueueFull(len(queue), lane.waiting) from None
 
@@ -166,7 +172,7 @@ class Offload:
     # In the threads.
 
     def _serve(self, queue: _Queue) -> None:
-        """One job after the other; the thread ends when none is left."""
+        """One job after the other; the thread ends when none comes for a while."""
         while (job := self._take(queue)) is not None:
             outcome: _Made | _Failed = _Failed(_Ended())
             try:  # noqa: SIM105  (an exception may strike at every call until the job is closed: no calls here)
@@ -182,9 +188,13 @@ class Offload:
 
     def _take(self, queue: _Queue) -> _Job | None:
         with self._lock:
-            job = queue.pop()
+            if (job := queue.pop()) is None:
+                queue.idle += 1
+                queue.arrived.wait_for(lambda: len(queue) > 0, _IDLE_S)
+                queue.idle -= 1
+                job = queue.pop()
             if job is None:
-                queue.running -= 1
+                queue.threads -= 1
             else:
                 job.thread = threading.get_ident()
                 _here.job, _here.lock = job, self._lock
