@@ -173,7 +173,10 @@ def _dummy_rows(tables: Tensor, more: int, page: int) -> Tensor:
 
 
 class _Numbers:
-    """The whole numbers of a step, gathered into one tensor: one copy takes all of them to the device."""
+    """The whole numbers of a step, gathered into one tensor: one copy takes all of them to the device.
+
+    Each part begins at a multiple of 16 bytes: Triton compiles a kernel again for a pointer that does not.
+    """
 
     __slots__ = ("values",)
 
@@ -187,13 +190,19 @@ class _Numbers:
             self.values.extend(values)
         except (TypeError, OverflowError) as error:
             raise InputError(f"a token id or a position is a whole number of 64 bits ({error})") from None
-        return slice(start, len(self.values))
+        return self._since(start)
 
     def add_array(self, values: npt.NDArray[np.int64]) -> slice:
         """Where these will be."""
         start = len(self.values)
         self.values.frombytes(values.tobytes())
-        return slice(start, len(self.values))
+        return self._since(start)
+
+    def _since(self, start: int) -> slice:
+        stop = len(self.values)
+        if stop % 2:
+            self.values.append(0)
+        return slice(start, stop)
 
     def to(self, device: torch.device) -> Tensor:
         host = torch.frombuffer(self.values, dtype=torch.int64) if self.values else torch.empty(0, dtype=torch.int64)

@@ -187,3 +187,13 @@ def test_a_step_in_parts_has_a_segment_for_each_set_of_rows(kv: KVCache) -> None
     assert (last.start, last.stop) == (2, LAYERS)
     assert last.tokens is not None and last.tokens.tolist() == [0]
     assert last.lengths.starts == (0, 1) and last.lengths.seq_lens.tolist() == [a + 1]
+
+
+def test_every_tensor_of_numbers_is_aligned(kv: KVCache) -> None:
+    """A kernel that was compiled for aligned pointers serves every step."""
+    a, b, c = kv.lengths
+    rows = [Row(Ids([1]), [a], kv, 0), Row(Ids([1, 2]), [b, b + 1], kv, 1), Row(Ids([3, 4]), [c, c + 1], kv, 2)]
+    for batch in (decode(kv), Batch.of(rows), Batch.of(rows[:2])):
+        numbers = [one for one in leaves(batch.step) if isinstance(one, Tensor) and one.dtype == torch.int64]
+        assert len(numbers) >= 5
+        assert all(one.storage_offset() * one.element_size() % 16 == 0 for one in numbers)
