@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("bench",),
     ("cluster",),
-    ("server",),
+    ("mcp", "server"),
     ("__init__",),
     ("compat", "sessions"),
     ("llm",),
@@ -46,6 +46,8 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.bench.serve_plot": frozenset({"matplotlib"}),
     "kvilt.bench.blend_plot": frozenset({"matplotlib"}),
     "kvilt.server": frozenset({"starlette", "fastapi", "pydantic", "uvicorn", "httptools", "orjson"}),
+    "kvilt.mcp": frozenset({"mcp", "pydantic", "uvicorn"}),
+    "kvilt.cli.mcp": frozenset({"mcp"}),  # for its type alone
     "kvilt.server.tracing": frozenset({"opentelemetry"}),
     "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
     "kvilt.store.redis": frozenset({"redis"}),
@@ -389,7 +391,7 @@ def test_a_violation_says_where_and_what() -> None:
 def test_the_layers_are_those_of_the_design() -> None:
     """The line of the design, read back: a change of this table is a change of the design."""
     design = (
-        "cli > bench > cluster > server > compat | sessions > llm > engine > blend | speculative > executor "
+        "cli > bench > cluster > mcp | server > compat | sessions > llm > engine > blend | speculative > executor "
         "> models | sampling > batch | text | store > kv | weights > ops > quant > config | metrics > errors"
     )
     expected = [tuple(room.strip() for room in place.split("|")) for place in design.split(">")]

@@ -123,6 +123,26 @@ def serve(
 
 @app.command()
 @opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+def mcp(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve HTTP on this machine; default: stdin and stdout.")
+    ] = None,
+    kv_dir: Annotated[str | None, typer.Option(metavar="PATH", help="The folder that KV is saved in.")] = None,
+    *,
+    store: dict[str, Any],
+    drafts: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Offer a model and its KV to agents as tools of the Model Context Protocol."""
+    with exit_on_error():
+        from .mcp import mcp as offer
+
+        offer(model, port, kv_dir, store, {**config, **drafts})
+
+
+@app.command()
+@opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def batch(
     given: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one JSON object a line; '-' reads a pipe.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; a file that is there is continued.")],

@@ -370,9 +370,12 @@ class AsyncLLM(Model):
 
 async def _all(each: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """The results of all; if one fails, the others are cancelled and its error is raised."""
+    # Not a TaskGroup: before Python 3.13 the caller's task counts as being cancelled after an error in one.
+    tasks = [asyncio.ensure_future(one) for one in each]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in each]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -219,6 +219,9 @@ def test_what_is_wrong_is_said_before_a_stream_begins(play: Callable[..., None])
             await model.stream([5] * 1025)
         with pytest.raises(InputError):
             await model.generate([[1], []])
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0, "an error leaves the caller's task as it was"
 
     play(scene)
 
