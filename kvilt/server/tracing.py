@@ -5,7 +5,7 @@ The SDK is set up outside of kvilt, for example by `opentelemetry-instrument kvi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ except ImportError:
     traced = False
 else:
     traced = True
+
+_LONGEST = 256  # characters of what a client names
 
 
 @contextmanager
@@ -44,27 +46,97 @@ def end_span(one: Any, route: str, status: int) -> None:
     one.update_name(route)
     one.set_attribute("http.route", route)
     one.set_attribute("http.response.status_code", status)
+    if status >= 400:
+        one.set_attribute("error.type", str(status))
     if status >= 500:
         one.set_status(trace.Status(trace.StatusCode.ERROR))
 
 
-def trace_request(scope: Scope, operation: str, model: str, params: SamplingParams) -> None:
-    """Set the model and the sampling params, under the names of OpenTelemetry's conventions for generative AI."""
+@contextmanager
+def batch_span(route: str, custom_id: str) -> Iterator[Any]:
+    """A span around one request of a batch, a child of what runs the batch, if that is traced."""
+    if not traced:
+        yield None
+        return
+    attributes = {"http.route": route[:_LONGEST], "kvilt.batch.custom_id": custom_id}
+    kind = trace.SpanKind.INTERNAL
+    with trace.get_tracer("kvilt.server").start_as_current_span("kvilt.batch.request", None, kind, attributes) as one:
+        yield one
+
+
+def trace_request(
+    scope: Scope, operation: str, model: str | None, params: SamplingParams | None = None, stream: bool | None = None
+) -> None:
+    """Set what was asked for, under the names of OpenTelemetry's conventions for generative AI: the operation, the
+    model as the request names it, and how tokens are sampled."""
     one = scope.get("kvilt.span")
     if one is None:
         return
+    _set_request(one, operation, model)
+    if stream is not None:
+        one.set_attribute("gen_ai.request.stream", stream)
+    if params is not None:
+        _set_params(one, params)
+
+
+def _set_request(one: Any, operation: str, model: str | None) -> None:
     one.set_attribute("gen_ai.operation.name", operation)
-    one.set_attribute("gen_ai.request.model", model)
+    one.set_attribute("gen_ai.provider.name", "kvilt")
+    if model is not None:
+        one.set_attribute("gen_ai.request.model", model[:_LONGEST])
+
+
+def _set_params(one: Any, params: SamplingParams) -> None:
     for name in ("max_tokens", "temperature", "top_p", "seed"):
         if (value := getattr(params, name)) is not None:
             one.set_attribute(f"gen_ai.request.{name}", value)
+    for name in ("top_k", "frequency_penalty", "presence_penalty"):
+        if value := getattr(params, name):
+            one.set_attribute(f"gen_ai.request.{name}", value)
+    if params.n > 1:
+        one.set_attribute("gen_ai.request.choice.count", params.n)
+    if params.stop:
+        one.set_attribute("gen_ai.request.stop_sequences", list(params.stop))
 
 
-def trace_usage(scope: Scope, usage: Mapping[str, Any]) -> None:
-    """Set the token counts of an answer."""
+def trace_response(scope: Scope, model: str, name: str | None = None) -> None:
+    """Set which model answers, and the id of the answer."""
     one = scope.get("kvilt.span")
     if one is None:
         return
-    one.set_attribute("gen_ai.usage.input_tokens", usage["prompt_tokens"])
-    one.set_attribute("gen_ai.usage.output_tokens", usage["completion_tokens"])
-    one.set_attribute("gen_ai.usage.cache_read.input_tokens", usage["prompt_tokens_details"]["cached_tokens"])
+    one.set_attribute("gen_ai.response.model", model)
+    if name is not None:
+        one.set_attribute("gen_ai.response.id", name)
+
+
+def trace_usage(scope: Scope, usage: Mapping[str, Any], reasons: Sequence[str] = ()) -> None:
+    """Set the token counts of an answer, in OpenAI's shape, and why each of its samples ended."""
+    if (one := scope.get("kvilt.span")) is not None:
+        _set_usage(one, usage, reasons)
+
+
+def trace_batch_answer(one: Any, operation: str, body: Mapping[str, Any]) -> None:
+    """Set all of this from the answer to a request of a batch."""
+    if one is None:
+        return
+    _set_request(one, operation, None)
+    for name in ("id", "model"):
+        if name in body:
+            one.set_attribute(f"gen_ai.response.{name}", body[name])
+    reasons = [choice["finish_reason"] for choice in body.get("choices", ())]
+    _set_usage(one, body.get("usage") or {}, reasons)
+
+
+def _set_usage(one: Any, usage: Mapping[str, Any], reasons: Sequence[str]) -> None:
+    read = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    counts = {
+        "input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
+        "cache_read.input_tokens": read.get("cached_tokens"),
+        "cache_creation.input_tokens": read.get("cache_write_tokens"),
+    }
+    for name, count in counts.items():
+        if count is not None:
+            one.set_attribute(f"gen_ai.usage.{name}", count)
+    if reasons:
+        one.set_attribute("gen_ai.response.finish_reasons", list(reasons))

@@ -16,7 +16,7 @@ from ..kv.pins import PinnedPrefix
 from ..openai.chat import PreparedChat, open_chat, prepare_chat
 from ..openai.params import template_kwargs, template_messages
 from ..openai.schema import chat_messages
-from ..openai.usage import OnUsage, completion_usage
+from ..openai.usage import OnUsage, completion_usage, finish_reasons
 from ..service import Service, new_id
 from .blocks import ContentBlocks
 from .schema import CountTokensRequest, MessagesRequest
@@ -97,7 +97,7 @@ async def complete_message(service: Service, prepared: PreparedMessages, on_usag
         done = stream.completion
     blocks.finish()
     await _pin(service, prepared, done)
-    on_usage(completion_usage([done]))
+    on_usage(completion_usage([done]), finish_reasons([done]))
     return {
         **_head(service, prepared),
         "content": blocks.content,
@@ -149,7 +149,7 @@ class MessagesStream(DeltaSource):
         """The end of the last block, and of the message."""
         done = self._stream.completion
         await _pin(self._service, self._prepared, done)
-        self._on_usage(completion_usage([done]))
+        self._on_usage(completion_usage([done]), finish_reasons([done]))
         generated = len(done.token_ids)
         stop = _stop(self._prepared, self._blocks, done.finish_reason, done.stop_string, generated)
         usage = message_usage(done.usage, generated, self._prepared.prefixes)

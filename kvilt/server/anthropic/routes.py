@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, Request, Response
 
 from ...llm.offload import PROMPT
 from ..http.event_stream import EventStream
 from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, error_responses, generation_responses
-from ..openai.chat import open_chat
-from ..tracing import trace_request, trace_usage
+from ..openai.chat import open_chat, trace_chat
 from .answers import AnthropicError, AnthropicMessage, TokenCount
 from .errors import ANTHROPIC_STREAM
 from .messages import MessagesStream, complete_message, count_tokens, prepare_messages
@@ -27,8 +24,7 @@ _COUNTED = error_responses(400, 404, 408, 413, 415, 429, model=AnthropicError)
 async def messages(body: MessagesRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Answer a conversation, in the format of Anthropic's Messages API."""
     prepared = await service.llm.offload.run(PROMPT, prepare_messages, service, body, caller, owner=caller.tenant)
-    trace_request(request.scope, "chat", service.model, prepared.chat.params)
-    on_usage = partial(trace_usage, request.scope)
+    on_usage = trace_chat(request.scope, service, prepared.chat)
     if not body.stream:
         return json_response(await complete_message(service, prepared, on_usage))
     stream = await open_chat(service, prepared.chat)

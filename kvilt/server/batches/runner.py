@@ -18,6 +18,7 @@ from ..openai.chat import complete_chat, prepare_chat
 from ..openai.completions import complete_text, prepare_completion
 from ..openai.schema import ChatRequest, CompletionRequest
 from ..service import Service
+from ..tracing import batch_span, trace_batch_answer
 from .lines import BatchLine, answer_line, problem_line
 
 AT_ONCE = 64  # requests in the engine; a batch of a GPU's rows or a CPU's has room for more than it computes at once
@@ -27,6 +28,7 @@ AT_ONCE = 64  # requests in the engine; a batch of a GPU's rows or a CPU's has r
 class BatchRoute:
     """A route that batches may ask for."""
 
+    operation: str  # its name in traces
     shape: TypeAdapter[Any]
     prepare: Callable[[Service, Any, Caller], Any]
     complete: Callable[[Service, Any], Awaitable[dict[str, Any]]]
@@ -34,8 +36,10 @@ class BatchRoute:
 
 ROUTES: Mapping[str, BatchRoute] = MappingProxyType(
     {
-        "/v1/chat/completions": BatchRoute(TypeAdapter(ChatRequest), prepare_chat, complete_chat),
-        "/v1/completions": BatchRoute(TypeAdapter(CompletionRequest), prepare_completion, complete_text),
+        "/v1/chat/completions": BatchRoute("chat", TypeAdapter(ChatRequest), prepare_chat, complete_chat),
+        "/v1/completions": BatchRoute(
+            "text_completion", TypeAdapter(CompletionRequest), prepare_completion, complete_text
+        ),
     }
 )
 
@@ -82,5 +86,8 @@ class BatchRunner:
             raise HTTPError(400, "stream: an answer of a batch is not streamed; leave it out", param="stream")
         service, caller = self._service, self._caller
         body = validate(fields, route.shape)
-        prepared = await service.llm.offload.run(PROMPT, route.prepare, service, body, caller, owner=caller.tenant)
-        return await route.complete(service, prepared)
+        with batch_span(line.url, line.custom_id) as span:
+            prepared = await service.llm.offload.run(PROMPT, route.prepare, service, body, caller, owner=caller.tenant)
+            answer = await route.complete(service, prepared)
+            trace_batch_answer(span, route.operation, answer)
+        return answer

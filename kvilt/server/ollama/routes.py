@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,10 +13,9 @@ from ..auth import Caller
 from ..http.event_stream import EventStream
 from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, error_responses, generation_responses
-from ..openai.chat import prepare_chat
-from ..openai.embeddings import EmbeddingOptions, embed_all
+from ..openai.chat import prepare_chat, trace_chat
+from ..openai.embeddings import EmbeddingOptions, embed_all, trace_embedded
 from ..service import Service
-from ..tracing import trace_request, trace_usage
 from .answers import (
     OllamaChatAnswer,
     OllamaEmbedding,
@@ -100,13 +98,14 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Servi
 
 
 @router.post("/api/embed", response_model=None, responses={200: {"model": OllamaEmbeddings}, **_ASKED})
-async def embed(body: OllamaEmbedRequest, service: ServiceDep, caller: CallerDep) -> Response:
+async def embed(body: OllamaEmbedRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Embed texts."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     lora = check_model(service, body.model)
     began_s = time.perf_counter()
     wanted = EmbeddingOptions("mean", lora, body.dimensions, body.truncate is not False)
     found = await embed_all(service, texts, caller.tenant, wanted, "input")
+    trace_embedded(request.scope, "embeddings", service, body.model, lora, found)
     answer = {
         "model": body.model,
         "embeddings": [list(one.values) for one in found],
@@ -118,12 +117,15 @@ async def embed(body: OllamaEmbedRequest, service: ServiceDep, caller: CallerDep
 
 
 @router.post("/api/embeddings", response_model=None, responses={200: {"model": OllamaEmbedding}, **_ASKED})
-async def embed_one(body: OllamaEmbeddingsRequest, service: ServiceDep, caller: CallerDep) -> Response:
+async def embed_one(
+    body: OllamaEmbeddingsRequest, request: Request, service: ServiceDep, caller: CallerDep
+) -> Response:
     """Embed one text, for older clients."""
     lora = check_model(service, body.model)
     (found,) = await embed_all(
         service, [body.prompt], caller.tenant, EmbeddingOptions("mean", lora, truncate=True), "prompt"
     )
+    trace_embedded(request.scope, "embeddings", service, body.model, lora, [found])
     return json_response({"embedding": list(found.values)})
 
 
@@ -154,8 +156,7 @@ def _prepare(service: Service, body: OllamaGeneration, caller: Caller) -> Prepar
 
 async def _answer(request: Request, service: Service, body: OllamaGeneration, caller: Caller) -> Response:
     prepared = await service.llm.offload.run(PROMPT, _prepare, service, body, caller, owner=caller.tenant)
-    trace_request(request.scope, "chat", service.model, prepared.chat.params)
-    on_usage = partial(trace_usage, request.scope)
+    on_usage = trace_chat(request.scope, service, prepared.chat, body.model)
     if body.stream is False:
         return json_response(await whole_answer(service, prepared, on_usage))
     stream = await open_stream(service, prepared)

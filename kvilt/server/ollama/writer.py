@@ -13,7 +13,7 @@ from ..http.delta_source import DeltaSource
 from ..http.errors import check_finish_reason
 from ..openai.chat import PreparedChat, open_chat
 from ..openai.message import MessageBuilder, call_arguments
-from ..openai.usage import OnUsage, chat_logprobs, completion_usage
+from ..openai.usage import OnUsage, chat_logprobs, completion_usage, finish_reasons
 from ..service import Service
 from .errors import json_line
 
@@ -112,7 +112,7 @@ async def whole_answer(service: Service, prepared: PreparedOllama, on_usage: OnU
             for name, value in parts.add(delta).items():
                 all_parts[name] = all_parts[name] + value if name in all_parts else value
         done = stream.completion
-    on_usage(usage := completion_usage([done]))
+    on_usage(usage := completion_usage([done]), finish_reasons([done]))
     return {**parts.shown(all_parts), **ending(done, usage)}
 
 
@@ -128,7 +128,7 @@ class OllamaStream(DeltaSource):
     async def closing(self) -> AsyncGenerator[bytes, None]:
         """The last object."""
         done = self._stream.completion
-        self._on_usage(usage := completion_usage([done]))
+        self._on_usage(usage := completion_usage([done]), finish_reasons([done]))
         yield json_line({**self._parts.shown({}), **ending(done, usage)})
 
     def _encode(self, delta: Delta) -> bytes:

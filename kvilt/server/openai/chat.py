@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from starlette.types import Scope
 
 from ...errors import ParamError
 from ...llm import AsyncStream, Completion, Delta, ReadingProgress
@@ -22,7 +23,7 @@ from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
-from ..tracing import trace_request, trace_usage
+from ..tracing import trace_request, trace_response, trace_usage
 from .message import MessageBuilder, MessageFormat
 from .params import (
     check_documents,
@@ -35,7 +36,7 @@ from .params import (
     wants_progress,
 )
 from .schema import AllowedToolsChoice, AllowedToolSet, ChatCompletion, ChatRequest, ChosenTool
-from .usage import OnUsage, chat_logprobs, completion_usage, running_usage
+from .usage import OnUsage, chat_logprobs, completion_usage, finish_reasons, running_usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class ChatStream(DeltaSource):
             kept = await keep_kv(self._service.llm, done, self._prepared.keywords()["tenant"])
             for delta in self._ends:
                 yield self._delta_chunk(delta, **kept[delta.index])
-        self._on_usage(took := completion_usage([done]))
+        self._on_usage(took := completion_usage([done]), finish_reasons([done]))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
         if done.warnings:
@@ -300,6 +301,14 @@ def _reason(builder: MessageBuilder, given: str | None) -> str | None:
     return "tool_calls" if reason == "stop" and builder.has_tool_calls else reason
 
 
+def trace_chat(scope: Scope, service: Service, prepared: PreparedChat, model: str | None = None) -> OnUsage:
+    """Trace a request of any API; what gets its token counts. `model` is its name where that was translated."""
+    body = prepared.body
+    trace_request(scope, "chat", model or body.model or service.model, prepared.params, bool(body.stream))
+    trace_response(scope, prepared.lora or service.model, prepared.name)
+    return partial(trace_usage, scope)
+
+
 router = APIRouter(route_class=StrictRoute, tags=["chat"])
 
 
@@ -307,11 +316,10 @@ router = APIRouter(route_class=StrictRoute, tags=["chat"])
 async def chat(body: ChatRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Answer a conversation."""
     prepared = await service.llm.offload.run(PROMPT, prepare_chat, service, body, caller, owner=caller.tenant)
-    trace_request(request.scope, "chat", service.model, prepared.params)
-    on_usage = partial(trace_usage, request.scope)
+    on_usage = trace_chat(request.scope, service, prepared)
     if not body.stream:
         done = await complete_chat(service, prepared)
-        on_usage(done["usage"])
+        on_usage(done["usage"], [choice["finish_reason"] for choice in done["choices"]])
         return json_response(done)
     stream = await open_chat(service, prepared)
     return EventStream(ChatStream(service, prepared, stream, on_usage), service.config.keep_alive_s)

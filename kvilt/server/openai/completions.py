@@ -22,10 +22,10 @@ from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
-from ..tracing import trace_request, trace_usage
+from ..tracing import trace_request, trace_response, trace_usage
 from .params import check_documents, prompt_progress, request_options, sampling_params, wants_discovery, wants_progress
 from .schema import CompletionRequest, TextCompletion
-from .usage import CompletionLogprobs, OnUsage, completion_usage, running_usage
+from .usage import CompletionLogprobs, OnUsage, completion_usage, finish_reasons, running_usage
 
 DEFAULT_TOKENS = 16
 
@@ -231,7 +231,7 @@ class CompletionStream:
             kept = await keep_kv(self._service.llm, done[0], self._prepared.keywords(0)["tenant"])
             for delta in self._ends:
                 yield self._delta_chunk(0, delta, **kept.get(delta.index, {}))
-        self._on_usage(took := completion_usage(done))
+        self._on_usage(took := completion_usage(done), finish_reasons(done))
         if self._usage:
             yield sse_event({**self._head, "choices": [], "usage": took})
         if done[0].warnings:
@@ -365,11 +365,13 @@ router = APIRouter(route_class=StrictRoute, tags=["completions"])
 async def completions(body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Continue a prompt, or several."""
     prepared = await service.llm.offload.run(PROMPT, prepare_completion, service, body, caller, owner=caller.tenant)
-    trace_request(request.scope, "text_completion", service.model, prepared.params)
+    stream = bool(body.stream)
+    trace_request(request.scope, "text_completion", body.model or service.model, prepared.params, stream)
+    trace_response(request.scope, prepared.lora or service.model, prepared.name)
     on_usage = partial(trace_usage, request.scope)
     if not body.stream:
         done = await complete_text(service, prepared)
-        on_usage(done["usage"])
+        on_usage(done["usage"], [choice["finish_reason"] for choice in done["choices"]])
         return json_response(done)
     streams = await open_streams(service, prepared)
     return EventStream(CompletionStream(service, prepared, streams, on_usage), service.config.keep_alive_s)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from starlette.types import Scope
 
 from ...engine.pooling import PoolingKind
 from ...errors import ContextOverflow, InputError, ParamError
@@ -23,6 +24,7 @@ from ..http.responses import json_bytes, json_response
 from ..http.routing import BODY_ERRORS, CallerDep, ServiceDep, StrictRoute
 from ..http.schema import RequestModel, ResponseModel
 from ..service import Service, new_id
+from ..tracing import trace_request, trace_response, trace_usage
 from .fields import Dimensions, Ids, Salt
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
@@ -182,16 +184,26 @@ def _usage(embedded: Sequence[Embedding]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
+def trace_embedded(
+    scope: Scope, operation: str, service: Service, model: str | None, lora: str | None, found: Sequence[Embedding]
+) -> None:
+    """Trace a request of any API that embeds texts; `model` is its name in the request."""
+    trace_request(scope, operation, model or service.model)
+    trace_response(scope, lora or service.model)
+    trace_usage(scope, _usage(found))
+
+
 router = APIRouter(route_class=StrictRoute, tags=["embeddings"])
 _MADE: dict[int | str, dict[str, Any]] = {200: {"model": EmbeddingList}, **BODY_ERRORS}
 
 
 @router.post("/v1/embeddings", response_model=None, responses=_MADE)
-async def embeddings(body: EmbeddingsRequest, service: ServiceDep, caller: CallerDep) -> Response:
+async def embeddings(body: EmbeddingsRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Embed texts."""
     wanted = _options(service, body)
     found = await embed_all(service, _inputs(body.input), caller.salted(body.cache_salt).tenant, wanted, "input")
     head = {"object": "list", "model": wanted.lora or service.model, "usage": _usage(found)}
+    trace_embedded(request.scope, "embeddings", service, body.model, wanted.lora, found)
     return json_bytes(await service.llm.offload.run(ANSWER, _encoded, body, found, head, owner=caller.tenant))
 
 
@@ -217,7 +229,7 @@ def _base64(embedding: Embedding) -> str:
 
 
 @router.post("/v1/score", response_model=None, responses={200: {"model": ScoreList}, **BODY_ERRORS})
-async def score(body: ScoreRequest, service: ServiceDep, caller: CallerDep) -> Response:
+async def score(body: ScoreRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """How near texts are: the cosine of the angle between their embeddings."""
     first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
@@ -225,6 +237,7 @@ async def score(body: ScoreRequest, service: ServiceDep, caller: CallerDep) -> R
     wanted, tenant = _options(service, body), caller.salted(body.cache_salt).tenant
     left = await embed_all(service, first, tenant, wanted, "text_1")
     right = await embed_all(service, second, tenant, wanted, "text_2")
+    trace_embedded(request.scope, "score", service, body.model, wanted.lora, [*left, *right])
     pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
     data = [{"object": "score", "index": i, "score": one.similarity(other)} for i, (one, other) in enumerate(pairs)]
     head = {"id": new_id("score"), "object": "list", "created": int(time.time()), "model": service.model}
@@ -232,12 +245,13 @@ async def score(body: ScoreRequest, service: ServiceDep, caller: CallerDep) -> R
 
 
 @router.post("/v1/rerank", response_model=None, responses={200: {"model": RerankAnswer}, **BODY_ERRORS})
-async def rerank(body: RerankRequest, service: ServiceDep, caller: CallerDep) -> Response:
+async def rerank(body: RerankRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Put documents in the order of their scores with a query."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     wanted, tenant = _options(service, body), caller.salted(body.cache_salt).tenant
     (query,) = await embed_all(service, [body.query], tenant, wanted, "query")
     found = await embed_all(service, texts, tenant, wanted, "documents")
+    trace_embedded(request.scope, "rerank", service, body.model, wanted.lora, [query, *found])
     scores = [query.similarity(one) for one in found]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     results = [

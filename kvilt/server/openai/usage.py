@@ -12,7 +12,7 @@ from ...text.detokenizer import Detokenizer
 from ...text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
-OnUsage = Callable[[Mapping[str, Any]], None]
+OnUsage = Callable[[Mapping[str, Any], Sequence[str]], None]  # gets token counts, and why each sample ended
 
 
 def completion_usage(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -20,6 +20,11 @@ def completion_usage(completions: Sequence[Completion]) -> dict[str, Any]:
     samples = [sample for done in completions for sample in (done, *done.alternatives)]
     counts = usage_json([done.usage for done in completions], sum(len(sample.token_ids) for sample in samples))
     return {**counts, "completion_tokens_details": _drafts([sample.usage for sample in samples])}
+
+
+def finish_reasons(completions: Sequence[Completion]) -> list[str]:
+    """Why each sample ended."""
+    return [sample.finish_reason for done in completions for sample in (done, *done.alternatives)]
 
 
 def usage_json(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:

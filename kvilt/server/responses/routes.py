@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,7 +18,7 @@ from ..http.routing import (
     error_responses,
     generation_responses,
 )
-from ..tracing import trace_request, trace_usage
+from ..openai.chat import trace_chat
 from .answers import DeletedResponse, InputTokens, ResponseObject
 from .respond import count_input, open_response, prepare_response
 from .schema import ResponsePrompt, ResponseRequest
@@ -33,8 +32,7 @@ _FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseObject}, **err
 async def create(body: ResponseRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Answer a conversation, and store the response."""
     prepared = await service.llm.offload.run(PROMPT, prepare_response, service, body, caller, owner=caller.tenant)
-    trace_request(request.scope, "chat", service.model, prepared.chat.params)
-    on_usage = partial(trace_usage, request.scope)
+    on_usage = trace_chat(request.scope, service, prepared.chat)
     if not body.stream:
         return json_response(await complete_response(service, prepared, on_usage))
     answer = ResponseAnswer(service, prepared)

@@ -10,7 +10,7 @@ from ...text.parse import Reasoning
 from ..http.delta_source import DeltaSource
 from ..http.errors import HTTPError, check_finish_reason, renamed
 from ..http.event_stream import COMMENT, StreamFormat, named_event
-from ..openai.usage import OnUsage, chat_logprobs, completion_usage
+from ..openai.usage import OnUsage, chat_logprobs, completion_usage, finish_reasons
 from ..service import Service
 from .items import answer_message
 from .output import Event
@@ -69,7 +69,7 @@ class ResponseAnswer:
     async def _finish(self, done: Completion, on_usage: OnUsage) -> list[Event]:
         status, details = self._status(done)
         events = self.items.finish("completed" if status == "completed" else "incomplete")
-        on_usage(counts := completion_usage([done]))
+        on_usage(counts := completion_usage([done]), finish_reasons([done]))
         self.stored.shown = self.shown(status, incomplete_details=details, usage=self._usage(counts))
         await keep_response(self._service, self._prepared, self.stored, done, self.items)
         return events
