@@ -6,44 +6,21 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import InputError, Unsupported
 from ..llm import AsyncLLM, load_async
+from ..server.batches.counts import BatchCounts as BatchCounts
+from ..server.batches.counts import finished_ids as finished_ids
 from .progress import bars, tracked
 from .serve import default_name
 from .store import open_store
 
 if TYPE_CHECKING:
     from ..server.batches.lines import BatchLine
-
-
-@dataclass(slots=True)
-class BatchCounts:
-    """What a run has done."""
-
-    answered: int = 0
-    failed: int = 0
-    computed: int = 0
-    reused: int = 0
-    generated: int = 0
-
-    def add(self, answer: dict[str, Any]) -> None:
-        """Count one line of the output."""
-        response = answer["response"]
-        if response is None or response["status_code"] != 200:
-            self.failed += 1
-            return
-        self.answered += 1
-        usage = response["body"]["usage"]
-        self.generated += usage["completion_tokens"]
-        reused = usage["prompt_tokens_details"]["cached_tokens"]
-        self.reused += reused
-        self.computed += usage["prompt_tokens"] - reused
 
 
 def batch(
@@ -74,49 +51,27 @@ def batch(
 
 
 async def _run(
-    llm: AsyncLLM, model: str, lines: list[BatchLine], at_once: int, write: Callable[[dict[str, Any]], None]
+    llm: AsyncLLM, model: str, lines: list[BatchLine], at_once: int, write: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> None:
     from ..server.auth import Caller
-    from ..server.batches.runner import BatchRunner
+    from ..server.batches.runner import BatchRunner, in_turn
     from ..server.config import ServeConfig
     from ..server.service import Service
 
     async with llm:
         service = Service(llm, ServeConfig(names=(default_name(model),)))
-        await BatchRunner(service, Caller(), at_once, any_model=True).run(lines, write)
+        runner = BatchRunner(service, Caller(), at_once, any_model=True)
+        await runner.run(in_turn(sorted(lines, key=lambda line: line.order)), write)
 
 
-def _writer(out: TextIO, counts: BatchCounts, show: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
-    def write(answer: dict[str, Any]) -> None:
+def _writer(out: TextIO, counts: BatchCounts, show: Callable[[], None]) -> Callable[[dict[str, Any]], Awaitable[None]]:
+    async def write(answer: dict[str, Any]) -> None:
         counts.add(answer)
         out.write(json.dumps(answer, ensure_ascii=False) + "\n")
         out.flush()  # what is answered is not lost if the rest is
         show()
 
     return write
-
-
-def finished_ids(out: Path) -> set[str]:
-    """The requests that an earlier run has answered. A last line that was not written to its end is cut off."""
-    if not out.exists():
-        return set()
-    whole, found = 0, set()
-    with out.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            found.add(_answered_id(out, line))
-            whole += len(line)
-    with out.open("r+b") as file:
-        file.truncate(whole)
-    return found
-
-
-def _answered_id(out: Path, line: bytes) -> str:
-    try:
-        return str(json.loads(line)["custom_id"])
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{out} is no output of kvilt batch; give another file, or remove it") from None
 
 
 @contextmanager

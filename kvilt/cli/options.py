@@ -191,11 +191,15 @@ SERVER = OptionGroup(
             "kv_dir": Option(
                 str | None, None, "The folder of saved KV handles; default: inside the folder of --store."
             ),
+            "files_dir": Option(
+                str | None, None, "The folder of files and batches; default: a temporary one that ends with the server."
+            ),
             "lora": Option(list[str], (), "An adapter to load, as NAME=PATH; may be repeated."),
             "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from at run time."),
             "warm_up": Option(bool, True, "Compile and load a GPU's kernels before the first request."),
             "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server shuts down."),
             "max_body_bytes": Option(int, 8 << 20, "Maximum size of a request body."),
+            "max_file_bytes": Option(int, 128 << 20, "Maximum size of an uploaded file."),
             "max_connections": Option(int, 2048, "Maximum number of open connections."),
             "keep_alive_s": Option(float, 15.0, "Seconds without an event in a stream before a comment is sent."),
             "gate_every": Option(int, 50, "Compare every n-th blended prompt with a whole prefill; 0: never."),

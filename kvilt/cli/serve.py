@@ -94,6 +94,7 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
         "metrics_port",
         "grace_s",
         "max_body_bytes",
+        "max_file_bytes",
         "max_connections",
         "keep_alive_s",
     )
@@ -106,6 +107,7 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
         allowed_hosts=tuple(options["allowed_host"]),
         cors_origins=tuple(options["cors_origin"]),
         kv_dir=None if saved is None else Path(saved),
+        files_dir=Path(options["files_dir"]) if options["files_dir"] else None,
         lora_dir=Path(options["lora_dir"]) if options["lora_dir"] else None,
         **{name: options[name] for name in same},
     )

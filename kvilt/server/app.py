@@ -18,6 +18,9 @@ from . import admin
 from .anthropic import routes as anthropic
 from .anthropic.errors import anthropic_error
 from .auth import check_host
+from .batches import routes as batches
+from .batches.queue import BatchQueue
+from .files import routes as files
 from .http.errors import ErrorShape, HTTPError, http_error_of
 from .http.middleware import RequestMiddleware
 from .kv import routes as kv
@@ -35,6 +38,9 @@ _ROUTERS = (
     completions.router,
     embeddings.router,
     responses.router,
+    files.uploads,
+    files.router,
+    batches.router,
     anthropic.router,
     ollama.router,
     models.router,
@@ -45,10 +51,10 @@ _ROUTERS = (
 )
 
 
-def make_app(service: Service) -> ASGIApp:
+def make_app(service: Service, queue: BatchQueue) -> ASGIApp:
     """The whole server as an ASGI application."""
     app = FastAPI(title="kvilt", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
+    app.state.service, app.state.batches = service, queue
     for router in _ROUTERS:
         app.include_router(router)
     page = StaticFiles()
@@ -56,7 +62,7 @@ def make_app(service: Service) -> ASGIApp:
         app.add_api_route(path, _served(page, path), include_in_schema=False, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    return RequestMiddleware(app, service, page.__contains__, error_shape)
+    return RequestMiddleware(app, service, page.__contains__, error_shape, {files.UPLOAD_PATH})
 
 
 def error_shape(path: str, headers: Mapping[str, str]) -> ErrorShape:

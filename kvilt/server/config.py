@@ -31,10 +31,12 @@ class ServeConfig:
     metrics_host: str = "127.0.0.1"
     kv_dir: Path | None = None  # where KV handles are saved; none: saving is off
     lora_dir: Path | None = None  # where adapters are loaded from at run time; none: loading is off
+    files_dir: Path | None = None  # where files and batches are; none: a temporary folder that ends with the process
     max_body_bytes: int = 8 << 20
     max_connections: int = 2048
     header_timeout_s: float = 15.0  # from the connection, or the first byte of a request, to its last header
     body_timeout_s: float = 60.0  # from the last header to the end of the body
+    upload_timeout_s: float = 300.0  # the same for a file
     write_timeout_s: float = 30.0  # for a client to read what was sent
     idle_timeout_s: float = 30.0  # between requests of one connection
     keep_alive_s: float = 15.0  # without an event in a stream, until a comment is sent
@@ -46,6 +48,11 @@ class ServeConfig:
     max_responses: int = 128  # stored ones of one key
     max_saved: int = 64  # files of one key
     max_saved_bytes: int = 8 << 30  # of all files of one key
+    max_file_bytes: int = 128 << 20  # of one upload
+    max_files: int = 512  # of one key, uploaded or written by batches
+    max_files_bytes: int = 2 << 30  # of all of them
+    max_batches: int = 128  # of one key; the oldest that have ended give way
+    max_batch_lines: int = 50_000
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
@@ -60,9 +67,14 @@ class ServeConfig:
             "responses",
             "saved",
             "saved_bytes",
+            "file_bytes",
+            "files",
+            "files_bytes",
+            "batches",
+            "batch_lines",
         ):
             _whole(f"max_{name}", getattr(self, f"max_{name}"), 1, None)
-        for name in ("header", "body", "write", "idle"):
+        for name in ("header", "body", "upload", "write", "idle"):
             _seconds(f"{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
         _seconds("keep_alive_s", self.keep_alive_s)
         _seconds("grace_s", self.grace_s)

@@ -15,6 +15,7 @@ import uvicorn
 
 from ..llm import AsyncLLM
 from .app import make_app, make_metrics_app
+from .batches.queue import BatchQueue
 from .config import ServeConfig
 from .http.protocol import protocol_class
 from .service import Service
@@ -68,9 +69,10 @@ class HTTPServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         config = service.config
+        self.batches = BatchQueue(service)
         super().__init__(
             uvicorn.Config(
-                make_app(service),
+                make_app(service, self.batches),
                 host=config.host,
                 port=config.port,
                 http=protocol_class(config),
@@ -88,10 +90,13 @@ class HTTPServer(uvicorn.Server):
         """Listen until the server stops, also on the metrics port if there is one."""
         watching = asyncio.ensure_future(self.service.loop_monitor.run())
         beside = None if self.metrics is None else asyncio.ensure_future(self.metrics.serve())
+        self.batches.start()
         try:
             await super().serve(sockets)
         finally:
             watching.cancel()
+            await self.batches.stop()
+            self.batches.files.close()
             if self.metrics is not None and beside is not None:
                 self.metrics.should_exit = True
                 await beside
@@ -124,6 +129,7 @@ class HTTPServer(uvicorn.Server):
     async def _drain(self) -> None:
         """Wait for the requests in progress, at most `grace_s`; new requests are refused meanwhile."""
         _log.warning("shutting down: requests in progress have %g s", self.service.config.grace_s)
+        await self.batches.stop()
         if not await self.service.idle(self.service.config.grace_s):
             _log.error("requests that are still in progress are ended")
             await self.service.llm.aclose()  # open requests get an error

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvilt.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from kvilt.server.batches.schema import BatchRequest
 from kvilt.server.http.schema import RequestModel
 from kvilt.server.ollama.schema import (
     OllamaChatRequest,
@@ -36,6 +37,7 @@ DOORS: dict[str, type[BaseModel]] = {
     "POST /v1/embeddings": EmbeddingsRequest,
     "POST /v1/score": ScoreRequest,
     "POST /v1/rerank": RerankRequest,
+    "POST /v1/batches": BatchRequest,
     "POST /v1/messages": MessagesRequest,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /api/chat": OllamaChatRequest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from ..http.body import parse_json
 from ..http.errors import HTTPError
 
 MAX_ID = 256  # characters of a custom_id
+_BLOCK = 1024  # bytes of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class BatchLine:
         prompt = [body.get("tools"), body.get("messages"), body.get("prompt"), body.get("input")]
         return json.dumps([self.url, *prompt], ensure_ascii=False)
 
+    @property
+    def short_order(self) -> bytes:
+        """The same in a small part of the memory: behind the first block, prompts that share blocks are neighbours."""
+        whole = self.order.encode()
+        blocks = (whole[at : at + _BLOCK] for at in range(_BLOCK, len(whole), _BLOCK))
+        return whole[:_BLOCK] + b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in blocks)
+
 
 def read_lines(lines: Iterable[str]) -> Iterator[BatchLine]:
     """The requests of a file; a second line with the same custom_id is a problem of its own."""
@@ -38,16 +47,17 @@ def read_lines(lines: Iterable[str]) -> Iterator[BatchLine]:
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        line = _line(number, text)
+        line = parse_line(number, text.encode())
         if line.custom_id in seen:
             line = BatchLine(number, f"line-{number}", problem=f"the custom_id {line.custom_id!r} was used before")
         seen.add(line.custom_id)
         yield line
 
 
-def _line(number: int, text: str) -> BatchLine:
+def parse_line(number: int, text: bytes) -> BatchLine:
+    """One line of a file."""
     try:
-        fields = parse_json(text.encode())
+        fields = parse_json(text)
     except HTTPError as error:
         return BatchLine(number, f"line-{number}", problem=f"line {number} is not JSON: {error.message}")
     if not isinstance(fields, dict):
@@ -75,5 +85,10 @@ def answer_line(line: BatchLine, status: int, body: dict[str, Any]) -> dict[str,
 
 def problem_line(line: BatchLine) -> dict[str, Any]:
     """The answer to a line that is no request."""
-    error = {"code": "invalid_line", "message": line.problem}
-    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, "response": None, "error": error}
+    return error_line(line.custom_id, "invalid_line", line.problem)
+
+
+def error_line(custom_id: str, code: str, message: str) -> dict[str, Any]:
+    """The answer to a line that was not asked."""
+    error = {"code": code, "message": message}
+    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": None, "error": error}

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Served without a key: liveness and readiness. Static files need no key either.
 _KEYLESS_PATHS = frozenset({"/health", "/ready"})
+_FORM_BYTES = 1 << 16  # of a form, beside its file
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -72,8 +73,12 @@ class RequestMiddleware:
         service: Service,
         is_file: Callable[[str], bool],
         error_shape: Callable[[str, Mapping[str, str]], ErrorShape],
+        uploads: Container[str] = (),
     ) -> None:
-        """`is_file` says which paths are static files, which need no key; `error_shape` how errors of a path look."""
+        """`is_file` says which paths are static files, which need no key; `error_shape` how errors of a path look.
+
+        Paths in `uploads` take a form with a file, which may be larger and slower than JSON.
+        """
         self._app = app
         self._service = service
         self._config = service.config
@@ -81,6 +86,7 @@ class RequestMiddleware:
         self._metrics = service.metrics
         self._is_file = is_file
         self._error_shape = error_shape
+        self._uploads = uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +120,9 @@ class RequestMiddleware:
         if response is not None:
             await response(context.scope, receive, send)
             return
-        context.body = LimitedBody(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+        slow = self._takes_upload(context.scope)
+        timeout_s = self._config.upload_timeout_s if slow else self._config.body_timeout_s
+        context.body = LimitedBody(receive, self._max_bytes(context.scope), timeout_s)
         with self._service.in_progress():
             await self._app(context.scope, context.body, send)
 
@@ -135,16 +143,28 @@ class RequestMiddleware:
         return None
 
     def _check_body(self, context: RequestContext) -> None:
-        headers = context.headers
+        headers, most = context.headers, self._max_bytes(context.scope)
         length = headers.get("content-length")
-        if length is not None and length.isdecimal() and int(length[:20]) > self._config.max_body_bytes:
-            raise body_too_large(self._config.max_body_bytes)
+        if length is not None and length.isdecimal() and int(length[:20]) > most:
+            raise body_too_large(most)
         if not context.sends_body:
             return
-        # Browsers let a page send text/plain to any server without a preflight request, but not JSON.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if self._takes_upload(context.scope):
+            if kind != "multipart/form-data":
+                raise HTTPError(415, "a file is sent as multipart/form-data", code="unsupported_media_type")
+            return  # a page of another origin can send it too, and was refused by its Origin
+        # Browsers let a page send text/plain to any server without a preflight request, but not JSON.
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise HTTPError(415, "the body must be JSON, sent as application/json", code="unsupported_media_type")
+
+    def _takes_upload(self, scope: Scope) -> bool:
+        return scope["method"] == "POST" and scope["path"] in self._uploads
+
+    def _max_bytes(self, scope: Scope) -> int:
+        """Of a body; the fields and boundaries of a form come on top of its file."""
+        upload = self._takes_upload(scope)
+        return self._config.max_file_bytes + _FORM_BYTES if upload else self._config.max_body_bytes
 
     def _wrap_send(self, context: RequestContext, send: Send) -> Send:
         """`send` with our headers and a deadline for the client to read."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..auth import Caller
@@ -42,12 +43,12 @@ _REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "A key is needed.",
     403: "This Host, this origin or this key may not ask.",
-    404: "There is no such model or handle.",
+    404: "There is no such model, handle, file or batch.",
     408: "The body did not come in time.",
-    409: "The KV handle holds other tokens, or there are too many handles.",
+    409: "The KV handle holds other tokens, there are too many handles, files or batches, or a file is in use.",
     410: "The KV handle has expired.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not JSON, or no form where a file is sent.",
     429: "Too many requests wait; try again after `Retry-After` seconds.",
     500: "The server failed.",
     503: "The server is shutting down or stuck.",
@@ -108,3 +109,20 @@ class StrictRoute(APIRoute):
                 service.memory_trimmer.ended(own.body_bytes)
 
         return strictly
+
+
+class StreamingRoute(APIRoute):
+    """A route that reads its body itself, piece by piece, and maps exceptions to error responses."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def mapped(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (ClientDisconnect, ClientDisconnected):
+                return NoResponse()
+            except Exception as error:
+                return http_error_of(error).response(request.scope)
+
+        return mapped

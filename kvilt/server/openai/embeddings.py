@@ -19,6 +19,7 @@ from ...engine.pooling import PoolingKind
 from ...errors import ContextOverflow, InputError, ParamError
 from ...llm import Embedding, Prompt
 from ...llm.offload import ANSWER
+from ..auth import Caller
 from ..http.errors import HTTPError
 from ..http.responses import json_bytes, json_response
 from ..http.routing import BODY_ERRORS, CallerDep, ServiceDep, StrictRoute
@@ -200,11 +201,35 @@ _MADE: dict[int | str, dict[str, Any]] = {200: {"model": EmbeddingList}, **BODY_
 @router.post("/v1/embeddings", response_model=None, responses=_MADE)
 async def embeddings(body: EmbeddingsRequest, request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Embed texts."""
-    wanted = _options(service, body)
-    found = await embed_all(service, _inputs(body.input), caller.salted(body.cache_salt).tenant, wanted, "input")
-    head = {"object": "list", "model": wanted.lora or service.model, "usage": _usage(found)}
-    trace_embedded(request.scope, "embeddings", service, body.model, wanted.lora, found)
+    prepared = prepare_embeddings(service, body, caller)
+    found, head = await _embedded(service, prepared)
+    trace_embedded(request.scope, "embeddings", service, body.model, prepared.options.lora, found)
     return json_bytes(await service.llm.offload.run(ANSWER, _encoded, body, found, head, owner=caller.tenant))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEmbeddings:
+    """Texts to embed, checked."""
+
+    body: EmbeddingsRequest
+    tenant: str
+    options: EmbeddingOptions
+
+
+def prepare_embeddings(service: Service, body: EmbeddingsRequest, caller: Caller) -> PreparedEmbeddings:
+    """Check a request."""
+    return PreparedEmbeddings(body, caller.salted(body.cache_salt).tenant, _options(service, body))
+
+
+async def complete_embeddings(service: Service, prepared: PreparedEmbeddings) -> dict[str, Any]:
+    """The whole answer."""
+    return _listed(prepared.body, *await _embedded(service, prepared))
+
+
+async def _embedded(service: Service, prepared: PreparedEmbeddings) -> tuple[list[Embedding], dict[str, Any]]:
+    wanted = prepared.options
+    found = await embed_all(service, _inputs(prepared.body.input), prepared.tenant, wanted, "input")
+    return found, {"object": "list", "model": wanted.lora or service.model, "usage": _usage(found)}
 
 
 def _inputs(given: str | Sequence[Any]) -> list[Prompt]:
@@ -216,9 +241,13 @@ def _inputs(given: str | Sequence[Any]) -> list[Prompt]:
 
 def _encoded(body: EmbeddingsRequest, found: Sequence[Embedding], head: dict[str, Any]) -> bytes:
     """The answer as JSON; slow where there are many."""
+    return bytes(json_response(_listed(body, found, head)).body)
+
+
+def _listed(body: EmbeddingsRequest, found: Sequence[Embedding], head: dict[str, Any]) -> dict[str, Any]:
     shown = _base64 if body.encoding_format == "base64" else lambda one: list(one.values)
     data = [{"object": "embedding", "index": i, "embedding": shown(one)} for i, one in enumerate(found)]
-    return bytes(json_response({**head, "data": data}).body)
+    return {**head, "data": data}
 
 
 def _base64(embedding: Embedding) -> str:

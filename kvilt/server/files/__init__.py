@@ -1,0 +1,1 @@
+"""Files that clients upload, and those that batches write."""
