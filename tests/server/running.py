@@ -25,6 +25,7 @@ from kvilt.server.openai import chat
 from kvilt.server.service import Service
 from kvilt.text.tokenizer import Tokenizer
 
+PATIENCE = 60.0  # a machine that is busy elsewhere is no reason to refuse work: no test depends on speed
 KEY = "sk-test-0123456789"
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
@@ -60,22 +61,22 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options: Any) -> httpx.Client:
-        return self._closed(httpx.Client(base_url=self.url, **{"timeout": 60, **options}))
+        return self._closed(httpx.Client(base_url=self.url, **{"timeout": 300, **options}))
 
     def openai(self, api_key: str = KEY) -> openai.OpenAI:
         if api_key not in self.talking:
-            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=300)
             self.talking[api_key] = self._closed(made)
         return self.talking[api_key]
 
     def async_openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=300)
 
     def anthropic(self, api_key: str = KEY) -> anthropic.Anthropic:
-        return self._closed(anthropic.Anthropic(base_url=self.url, api_key=api_key, max_retries=0, timeout=60))
+        return self._closed(anthropic.Anthropic(base_url=self.url, api_key=api_key, max_retries=0, timeout=300))
 
     def ollama(self) -> ollama.Client:
-        return self._closed(ollama.Client(host=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60))
+        return self._closed(ollama.Client(host=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300))
 
     def _closed(self, client: Any) -> Any:
         """A client that ends with the server."""
@@ -120,6 +121,7 @@ def running(
 
     async def life() -> None:
         llm = AsyncLLM(executor, tokenizer, config=engine, gate=gate)
+        llm.offload.patience = PATIENCE
         try:
             listener = HTTPServer(Service(llm, config))
             box.append(Running(listener, asyncio.get_running_loop()))

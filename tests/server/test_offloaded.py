@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from running import QUESTION, Running, until
+from running import PATIENCE, QUESTION, Running, until
 from test_http_protocol import connected, request
 
 from kvilt.config import EngineConfig
@@ -107,7 +107,7 @@ def test_work_that_takes_too_long_is_refused_and_ended(
         "prompt": (completions, PROMPT),
         "tokenize": (tokenizer, TOKENIZE),
     }[phase]
-    monkeypatch.setattr(module, lane.name.upper(), replace(lane, deadline_s=0.1))
+    monkeypatch.setattr(module, lane.name.upper(), replace(lane, deadline_s=0.1 / PATIENCE))
     with start() as server, server.http() as http:
         path, asked = BODIES[phase]
         endless(phase)
