@@ -17,6 +17,7 @@ from .completion import TextPiece as TextPiece
 from .completion import Timing as Timing
 from .completion import Usage as Usage
 from .embedding import Embedding as Embedding
+from .embedding import RankedText as RankedText
 from .facade import LLM as LLM
 from .model import Message as Message
 from .model import Prompt as Prompt

@@ -35,7 +35,7 @@ from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
-from .embedding import Embedding, embedding_request
+from .embedding import Embedding, check_dimensions, embedding_request
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
 from .options import CallFields, RequestOptions, split_fields
@@ -203,7 +203,9 @@ class AsyncLLM(Model):
         self,
         prompt: Prompt,
         *,
-        pooling: PoolingKind = "mean",
+        pooling: PoolingKind | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         tenant: str = "",
         lora: int | str | None = None,
         lora_scale: float = 1.0,
@@ -211,17 +213,20 @@ class AsyncLLM(Model):
     ) -> Embedding:
         """The embedding of a text: the mean of its tokens' states after the last norm, or the last one, of length 1.
 
-        With `truncate` a text that is longer than the context is cut; otherwise it is refused.
+        `pooling` is the model's own, or `mean` where it has none. `dimensions` keeps the first values. `prompt_name` is
+        one of the prompts that the model's author puts before texts, such as queries. With `truncate` a text that is
+        longer than the context is cut; otherwise it is refused.
         """
-        owner = owner_of(tenant)
-        ids = await self.offload.run(PROMPT, self.embedded_ids, prompt, truncate, owner=owner)
+        check_dimensions(dimensions, self.executor.spec.hidden_size)
+        pooling, owner = self.embedding_config.pooled(pooling), owner_of(tenant)
+        ids = await self.offload.run(PROMPT, self.embedded_ids, prompt, truncate, prompt_name, owner=owner)
         adapter = self.adapter(AdapterChoice(lora, lora_scale), ids)
         request = embedding_request(ids, pooling, tenant, adapter)
         answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
         token_stream = self._token_stream(answer, request, None, asyncio.get_running_loop())
         self._admit(token_stream)
         await self._finished(token_stream)
-        return Embedding.of(answer)
+        return Embedding.of(answer, self.embedding_config, dimensions)
 
     def abort(self, request_id: str) -> None:
         """End a request by its id within one step."""

@@ -23,6 +23,7 @@ from ..weights.hub import FetchProgress, resolve
 from ..weights.source import Checkpoint, open_checkpoint
 from .async_llm import AsyncLLM
 from .drafts import check_draft, drafter_for
+from .embedding_config import EmbeddingConfig, embedding_config
 from .facade import LLM
 from .generation import SamplingDefaults, sampling_defaults
 from .load_options import LoadFields, LoadOptions, OnLoad, split_load_fields
@@ -54,6 +55,7 @@ def _build(facade: type[Facade], model: str | os.PathLike[str], fields: Mapping[
         gate=options.gate,
         context_prefix=options.context_prefix,
         defaults=parts.defaults,
+        embedding=parts.embedding,
     )
 
 
@@ -65,6 +67,7 @@ class _Parts:
     tokenizer: Tokenizer
     stop_ids: list[int]
     defaults: SamplingDefaults
+    embedding: EmbeddingConfig
 
 
 def _parts(
@@ -78,11 +81,12 @@ def _parts(
     try:
         recognise(checkpoint)  # an unknown family is reported before other errors
         tokenizer = _tokenizer(checkpoint)
+        embedding = embedding_config(checkpoint)
         executor = build_executor(checkpoint, config, on_load)
     except BaseException:
         checkpoint.tensors.close()
         raise
-    return _Parts(executor, tokenizer, _generation_stops(checkpoint), sampling_defaults(checkpoint))
+    return _Parts(executor, tokenizer, _generation_stops(checkpoint), sampling_defaults(checkpoint), embedding)
 
 
 def _drafter(options: LoadOptions, parts: _Parts, run_options: dict[str, Any]) -> Drafter | None:

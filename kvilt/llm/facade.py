@@ -21,6 +21,7 @@ from ..sampling.params import SamplingParams
 from ..text.parse import Tools
 from .answer import Answer, AnswerConfig
 from .completion import Completion, Stream
+from .embedding import Embedding, EmbedFields, RankedText, check_dimensions, embedding_request, ranked
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
@@ -162,6 +163,55 @@ class LLM(Model):
             for ids in missing:
                 warmup.finished(ids)
         return warmup.results()
+
+    @overload
+    def embed(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one
+        self, prompt: Prompt, **options: Unpack[EmbedFields]
+    ) -> Embedding: ...
+
+    @overload
+    def embed(self, prompt: Sequence[Prompt], **options: Unpack[EmbedFields]) -> list[Embedding]: ...
+
+    def embed(self, prompt: Prompt | Sequence[Prompt], **options: Unpack[EmbedFields]) -> Embedding | list[Embedding]:
+        """The embedding of a text or of token ids, or of each of a list of them in one batch.
+
+        The options are the fields of `EmbedFields`.
+        """
+        one, prompts, dimensions = is_one(prompt), each_prompt(prompt), options.get("dimensions")
+        check_dimensions(dimensions, self.executor.spec.hidden_size)
+        pooling = self.embedding_config.pooled(options.get("pooling"))
+        pending: list[PendingAnswer] = []
+
+        def prepare(text: Prompt) -> PendingAnswer:
+            ids = self.embedded_ids(text, options.get("truncate", False), options.get("prompt_name"))
+            adapter = self.adapter(AdapterChoice(options.get("lora"), options.get("lora_scale", 1.0)), ids)
+            answer_config = AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids))
+            pending.append(self._pending_answer(embedding_request(ids, pooling, "", adapter), answer_config))
+            return pending[-1]
+
+        self._runner.answers([partial(prepare, text) for text in prompts])
+        found = [Embedding.of(each.answer, self.embedding_config, dimensions) for each in pending]
+        return found[0] if one else found
+
+    def score(self, text: Prompt, others: Sequence[Prompt], **options: Unpack[EmbedFields]) -> list[float]:
+        """How near a text is to each of the others: the cosine of the angle between their embeddings."""
+        first, *rest = self.embed([text, *others], **options)
+        return [first.similarity(other) for other in rest]
+
+    def rerank(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        top_n: int | None = None,
+        query_prompt: str | None = None,
+        **options: Unpack[EmbedFields],
+    ) -> list[RankedText]:
+        """Documents in the order of their scores with a query, the nearest first, `top_n` of them.
+
+        `query_prompt` names the model's prompt for the query, `prompt_name` that for documents.
+        """
+        asked: EmbedFields = {**options, "prompt_name": query_prompt}
+        return ranked(self.embed(query, **asked), documents, self.embed(list(documents), **options), top_n)
 
     def prefill(self, prompt: PromptInput, *, lora: int | str | None = None, lora_scale: float = 1.0) -> KVCache:
         """The KV of a prompt, to fork and generate from as often as you like."""

@@ -34,6 +34,7 @@ from ..weights.assets import AssetsLike
 from .answer import AnswerConfig
 from .blend import Documents, PromptParts
 from .chat_parsing import ChatParsing
+from .embedding_config import EmbeddingConfig
 from .features import plugins_for
 from .generation import SamplingDefaults
 from .grammars import Grammars
@@ -83,17 +84,20 @@ class Model:
         gate: GateConfig | None = None,
         context_prefix: ContextPrefix | None = None,
         defaults: SamplingDefaults | None = None,
+        embedding: EmbeddingConfig | None = None,
     ) -> None:
         """`store` keeps documents; without one they are kept in memory. It is the caller's to close.
 
         `context_prefix` is what most prompts with documents begin with. `defaults` are the sampling settings of the
-        model's author; only callers that ask for them use them. The model and the drafter are closed with this object.
+        model's author; only callers that ask for them use them. `embedding` is how that author embeds texts. The model
+        and the drafter are closed with this object.
         """
         self.executor = executor
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
         self.stop_ids = frozenset([*tokenizer.eos_ids, *stop_ids])  # tokens that end an answer
         self.sampling_defaults = defaults or SamplingDefaults()
+        self.embedding_config = embedding or EmbeddingConfig()
         self.grammars = Grammars(tokenizer, self.stop_ids)
         self._stops = StopCache()
         self._template: ChatTemplate | None = None
@@ -167,16 +171,24 @@ class Model:
             raise InputError("the prompt is empty; give at least one token")
         return ids
 
-    def embedded_ids(self, prompt: Prompt, truncate: bool = False) -> list[int]:
-        """The tokens of a text that is embedded; with `truncate` as many of the first as the context holds."""
-        most = self.executor.max_context
+    def embedded_ids(self, prompt: Prompt, truncate: bool = False, prompt_name: str | None = None) -> list[int]:
+        """The tokens of a text that is embedded; with `truncate` as many of the first as the context holds.
+
+        The model's prompt of that name, or its default one, stands before a text. Tokens are taken as they are.
+        """
+        if not isinstance(prompt, str):
+            if prompt_name is not None:
+                raise ParamError("prompt_name", "a prompt stands before texts; put its tokens before yours")
+            return self.prompt_ids(list(prompt)[: self.executor.max_context] if truncate else prompt)
+        if not prompt:
+            raise InputError("the text is empty; give at least one character")
+        text = self.embedding_config.prompt(prompt_name) + prompt
         if not truncate:
-            return self.prompt_ids(prompt)
-        text = prompt[: self.tokenizer.max_bytes(most)] if isinstance(prompt, str) else prompt
-        if not isinstance(text, str):
-            return self.prompt_ids(list(text)[:most])
-        ids = self.tokenizer.encode(text, add_special=True)[:most]
-        return self.prompt_ids(ids)
+            return self.prompt_ids(text)
+        head, tail = self.tokenizer.head, self.tokenizer.tail  # kept: the last one may be what is pooled
+        most = max(1, self.executor.max_context - len(head) - len(tail))
+        ids = self.tokenizer.encode(text[: self.tokenizer.max_bytes(most)], add_special=False)
+        return [*head, *ids[:most], *tail]
 
     def prompt_input(self, prompt: PromptInput, begins: bool = True) -> RowInput:
         """The tokens and embedding rows of a prompt; `begins` is False where it continues earlier text."""
@@ -294,6 +306,7 @@ class Model:
 
         `grammar` is that of the params, where it is compiled already.
         """
+        self.embedding_config.check_generates()
         params = self._spelled(params)
         own = frozenset() if params.ignore_eos else self.stop_ids
         grammar = grammar or self.grammars.compile(params.grammar)

@@ -33,6 +33,9 @@ _BESIDE_WEIGHTS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "modules.json",  # how an embedding model pools
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
 )
 _SHOWN = 12
 

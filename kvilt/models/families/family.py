@@ -44,6 +44,7 @@ class CheckpointDialect:
     when: str = ""  # a tensor that only checkpoints of this dialect have, where several share an architecture
     # What a plain tensor means, by our name, where the checkpoint keeps another function of it.
     transforms: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    headless: bool = False  # the model without its head, as embedding models are kept; a tied head may be named
     norm_shift: float = 0.0  # added to norm weights, for families that store them as an offset from 1
 
     def name_of(self, layer: int, part: str) -> str:

@@ -59,9 +59,24 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     architecture = checkpoint.architecture
     for family in FAMILIES:
         for dialect in family.dialects:
-            if dialect.kind == checkpoint.kind and architecture in dialect.architectures and _has(checkpoint, dialect):
+            known = _names(dialect)
+            if dialect.kind == checkpoint.kind and architecture in known and _has(checkpoint, dialect):
                 return Recognised(family, dialect)
     raise Unsupported(_unknown(architecture, checkpoint.kind))
+
+
+def _names(dialect: CheckpointDialect) -> tuple[str, ...]:
+    """What checkpoints of a dialect call themselves; those without a head also say XModel for XForCausalLM."""
+    if not dialect.headless:
+        return dialect.architectures
+    return (*dialect.architectures, *(name.replace("ForCausalLM", "Model") for name in dialect.architectures))
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint's logits mean something: a model that is kept for embeddings may have no head."""
+    dialect = recognise(checkpoint).dialect
+    tied = bool(checkpoint.config.get("tie_word_embeddings", False))
+    return not dialect.headless or tied or dialect.names["head"] in checkpoint.tensors.names()
 
 
 def _unknown(architecture: str, kind: str) -> str:

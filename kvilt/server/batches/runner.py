@@ -42,7 +42,7 @@ class BatchRoute:
 
 
 async def _respond(service: Service, prepared: PreparedResponse) -> dict[str, Any]:
-    return await complete_response(service, prepared, lambda _: None)
+    return await complete_response(service, prepared, lambda _usage, _reasons: None)
 
 
 ROUTES: Mapping[str, BatchRoute] = MappingProxyType(

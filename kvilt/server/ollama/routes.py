@@ -103,7 +103,7 @@ async def embed(body: OllamaEmbedRequest, request: Request, service: ServiceDep,
     texts = [body.input] if isinstance(body.input, str) else body.input
     lora = check_model(service, body.model)
     began_s = time.perf_counter()
-    wanted = EmbeddingOptions("mean", lora, body.dimensions, body.truncate is not False)
+    wanted = EmbeddingOptions(lora=lora, dimensions=body.dimensions, truncate=body.truncate is not False)
     found = await embed_all(service, texts, caller.tenant, wanted, "input")
     trace_embedded(request.scope, "embeddings", service, body.model, lora, found)
     answer = {
@@ -123,7 +123,7 @@ async def embed_one(
     """Embed one text, for older clients."""
     lora = check_model(service, body.model)
     (found,) = await embed_all(
-        service, [body.prompt], caller.tenant, EmbeddingOptions("mean", lora, truncate=True), "prompt"
+        service, [body.prompt], caller.tenant, EmbeddingOptions(lora=lora, truncate=True), "prompt"
     )
     trace_embedded(request.scope, "embeddings", service, body.model, lora, [found])
     return json_response({"embedding": list(found.values)})

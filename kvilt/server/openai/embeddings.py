@@ -8,7 +8,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -18,6 +18,7 @@ from starlette.types import Scope
 from ...engine.pooling import PoolingKind
 from ...errors import ContextOverflow, InputError, ParamError
 from ...llm import Embedding, Prompt
+from ...llm.embedding import check_dimensions
 from ...llm.offload import ANSWER
 from ..auth import Caller
 from ..http.errors import HTTPError
@@ -36,7 +37,7 @@ class PooledRequest(RequestModel):
     """What all requests for embeddings share."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    pooling: PoolingKind | None = Field(None, description="Of the states of all tokens; mean by default.")
+    pooling: PoolingKind | None = Field(None, description="Of the states of all tokens; by default the model's own.")
     dimensions: Dimensions | None = None
     truncate_prompt_tokens: Literal[-1] | None = Field(
         None, description="-1: cut texts that are longer than the context; by default they are refused."
@@ -50,6 +51,9 @@ class EmbeddingsRequest(PooledRequest):
 
     input: str | Ids | Texts | IdLists
     encoding_format: Literal["float", "base64"] | None = Field(None, description="float by default.")
+    prompt_name: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="One of the prompts that the model's author puts before texts."
+    )
 
 
 class ScoreRequest(PooledRequest):
@@ -138,7 +142,8 @@ class RerankAnswer(ResponseModel):
 class EmbeddingOptions:
     """How texts are embedded."""
 
-    pooling: PoolingKind = "mean"
+    pooling: PoolingKind | None = None
+    prompt_name: str | None = None
     lora: str | None = None
     dimensions: int | None = None
     truncate: bool = False
@@ -154,21 +159,19 @@ async def embed_all(
     most, width = service.config.max_prompts, service.llm.executor.spec.hidden_size
     if len(texts) > most:
         raise HTTPError(400, f"{field}: {len(texts)} were sent and {most} are allowed", param=field, code="too_many")
-    if wanted.dimensions is not None and wanted.dimensions > width:
-        raise ParamError("dimensions", f"embeddings of this model have {width}")
+    check_dimensions(wanted.dimensions, width)
     room = asyncio.Semaphore(_TEXTS_AT_ONCE)
 
     async def one(index: int, text: Prompt) -> Embedding:
         async with room:
             try:
-                found = await service.llm.embed(
-                    text, pooling=wanted.pooling, tenant=tenant, lora=wanted.lora, truncate=wanted.truncate
-                )
+                return await service.llm.embed(text, tenant=tenant, **asdict(wanted))
+            except ParamError:
+                raise  # it names its field
             except InputError as error:
                 place = field if len(texts) == 1 else f"{field}.{index}"
                 code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
                 raise HTTPError(400, f"{place}: {error}", param=place, code=code) from None
-        return found if wanted.dimensions is None else found.shortened(wanted.dimensions)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index, text)) for index, text in enumerate(texts)]
@@ -177,7 +180,9 @@ async def embed_all(
 
 def _options(service: Service, body: PooledRequest) -> EmbeddingOptions:
     lora = service.check_model(body.model)
-    return EmbeddingOptions(body.pooling or "mean", lora, body.dimensions, body.truncate_prompt_tokens == -1)
+    return EmbeddingOptions(
+        body.pooling, lora=lora, dimensions=body.dimensions, truncate=body.truncate_prompt_tokens == -1
+    )
 
 
 def _usage(embedded: Sequence[Embedding]) -> dict[str, int]:
@@ -218,7 +223,8 @@ class PreparedEmbeddings:
 
 def prepare_embeddings(service: Service, body: EmbeddingsRequest, caller: Caller) -> PreparedEmbeddings:
     """Check a request."""
-    return PreparedEmbeddings(body, caller.salted(body.cache_salt).tenant, _options(service, body))
+    options = replace(_options(service, body), prompt_name=body.prompt_name)
+    return PreparedEmbeddings(body, caller.salted(body.cache_salt).tenant, options)
 
 
 async def complete_embeddings(service: Service, prepared: PreparedEmbeddings) -> dict[str, Any]:
