@@ -142,6 +142,23 @@ def mcp(
 
 
 @app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(help="A model: a path, a GGUF file or a name.")],
+    out: Annotated[Path, typer.Argument(help="The GGUF file to write.")],
+    type_name: Annotated[str, typer.Option("--type", "-t", help="Q8_0, Q6_K, Q5_K, Q4_K or Q4_0.")] = "Q4_K",
+    imatrix: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="A text file that shows which inputs matter most.")
+    ] = None,
+    imatrix_tokens: Annotated[int, typer.Option(min=2, help="Tokens of that text to read.")] = 16384,
+) -> None:
+    """Write a model's weights in fewer bits, as a GGUF file."""
+    with exit_on_error():
+        from .quantize import quantize as write
+
+        write(source, out, type_name, imatrix, imatrix_tokens)
+
+
+@app.command()
 @opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
 def batch(
     given: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one JSON object a line; '-' reads a pipe.")],

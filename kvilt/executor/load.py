@@ -39,14 +39,16 @@ def load_executor(path: Path, config: RunConfig | None = None, progress: Progres
         raise
 
 
-def build_executor(checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None) -> ModelExecutor:
-    """An executor for an open checkpoint, which it closes in the end."""
+def build_executor(
+    checkpoint: Checkpoint, config: RunConfig, progress: Progress | None = None, ops: Ops | None = None
+) -> ModelExecutor:
+    """An executor for an open checkpoint, which it closes in the end; `ops` stand in the place of a backend's."""
     threads = config.threads or env_threads()
     if threads:
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = select(config.backend, threads, device_of(config), config.deterministic)
+    ops = ops or select(config.backend, threads, device_of(config), config.deterministic)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import WeightError
 from ..quant.tensor import QuantTensor, Weight
+from .gguf_header import raw_metadata
 from .gguf_split import GGUFPart, TensorLocation, join, open_parts
 from .mapped import MappedFile
 from .tensor_storage import TensorStorage
@@ -63,6 +64,11 @@ class GGUFFile:
             for part in parts:
                 part.file.close()
             raise
+
+    def raw_metadata(self) -> dict[str, bytes]:
+        """The metadata as it is stored, without what describes this file alone."""
+        found = raw_metadata(self._files[0].map, self._files[0].size)
+        return {key: raw for key, raw in found.items() if not key.startswith("split.") and key != "general.alignment"}
 
     def names(self) -> tuple[str, ...]:
         """Tensor names in file order, part by part."""

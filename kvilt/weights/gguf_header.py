@@ -153,6 +153,20 @@ def read_header(data: mmap.mmap | bytes, size: int) -> GGUFHeader:
     return GGUFHeader(MappingProxyType(metadata), MappingProxyType(tensors))
 
 
+def raw_metadata(data: mmap.mmap | bytes, size: int) -> dict[str, bytes]:
+    """Each value of a header as it is stored, its type before it: to write it into another file unchanged."""
+    cursor = Cursor(data, size)
+    _check_version(cursor)
+    _count(cursor, "tensor_count", _MIN_TENSOR_BYTES)
+    pairs: dict[str, bytes] = {}
+    for index in range(_count(cursor, "metadata_count", _MIN_PAIR_BYTES)):
+        key = cursor.string(f"metadata key {index}", longest=MAX_KEY_BYTES)
+        start = cursor.position
+        _read_value(cursor, key, cursor.u32(key))
+        pairs[key] = bytes(data[start : cursor.position])
+    return pairs
+
+
 def _check_version(cursor: Cursor) -> None:
     magic = cursor.take(min(4, cursor.left), "magic")
     if magic != MAGIC:

@@ -307,3 +307,17 @@ def test_template_options_reach_the_template(model: str) -> None:
     assert done.returncode == 0, done.stderr
     refused(kvilt_process(*asked, "--template-option", "messages=[]"), "messages", "set by kvilt")
     refused(kvilt_process(*asked, "--raw", "--template-option", "a=1"), "chat template")
+
+
+def test_quantize_writes_a_model_that_answers(smollm2_path: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The lighthouse stands on a rock. Its keeper writes letters to his sister. " * 4)
+    out = tmp_path / "small.gguf"
+    done = kvilt("quantize", str(smollm2_path), str(out), "--type", "Q4_0", "--imatrix", str(text))
+    assert done.returncode == 0, done.stderr
+    assert "210 Q4_0" in done.stdout
+    assert "quantized already (Q4_1, Q8_0)" in done.stderr
+    answer = kvilt("run", "-m", str(out), "What is the capital of France?", "--max-tokens", "12", "--temperature", "0")
+    assert "Paris" in answer.stdout
+    refused = kvilt("quantize", str(smollm2_path), str(tmp_path), "--type", "Q4_0")
+    assert "is a folder" in refused.stderr
