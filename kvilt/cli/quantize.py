@@ -8,10 +8,12 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import ParamError
+from ..executor.gguf_view import GGUFView, gguf_tensors
 from ..executor.importance import importance
 from ..text.tokenizer import from_metadata
+from ..weights.gguf import GGUFFile
 from ..weights.hub import resolve
-from ..weights.quantize import Quantized, quantize_checkpoint
+from ..weights.quantize import Quantized, quantize_tensors
 from ..weights.source import Checkpoint, open_checkpoint
 from .progress import bars, tracked
 
@@ -22,24 +24,28 @@ def quantize(model: str, out: Path, type_name: str, imatrix: Path | None, tokens
         raise ParamError("out", f"{str(out)!r} is a folder; name the file to write, such as model-{type_name}.gguf")
     with bars() as shown:
         path = resolve(model, shown.fetching)
+    if out.exists() and path.is_file() and out.samefile(path):
+        raise ParamError("out", "must not be the file that is read")
     source = open_checkpoint(path)
     with source.tensors:
-        known = None if imatrix is None else read_importance(source, imatrix, tokens)
+        tensors = gguf_tensors(source)
+        known = None if imatrix is None else read_importance(source, tensors, imatrix, tokens)
         with tracked("writing", 100) as show:
-            done = quantize_checkpoint(
-                source, out, type_name, known, lambda now, total, name: show(100 * now // total, name)
+            done = quantize_tensors(
+                tensors, out, type_name, known, lambda now, total, name: show(100 * now // total, name)
             )
     print(summary(done, out))
     for line in warnings(done):
         print(f"warning: {line}", file=sys.stderr)
 
 
-def read_importance(source: Checkpoint, path: Path, tokens: int) -> dict[str, Tensor]:
+def read_importance(source: Checkpoint, tensors: GGUFFile | GGUFView, path: Path, tokens: int) -> dict[str, Tensor]:
     """The importance matrix of a text, of which at most so many tokens are read."""
     text = path.read_bytes().decode("utf-8", "replace")
-    ids = from_metadata(source.config).encode(text)[:tokens]
+    ids = from_metadata(tensors.metadata).encode(text)[:tokens]
     with tracked("reading the text", len(ids)) as show:
-        return importance(source, ids, lambda now, _: show(now, "tokens"))
+        found = importance(source, ids, lambda now, _: show(now, "tokens"))
+    return tensors.renamed(found) if isinstance(tensors, GGUFView) else found
 
 
 def summary(done: Quantized, out: Path) -> str:

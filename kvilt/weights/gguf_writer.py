@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..quant.formats import Format
 from .gguf_header import DEFAULT_ALIGNMENT, MAGIC
 
 _VERSION = 3
-_UINT32 = 4
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,22 @@ class PlannedTensor:
         return prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
 
 
-def uint32(value: int) -> bytes:
-    """A value of metadata as it is stored."""
-    return struct.pack("<II", _UINT32, value)
+def stored_value(value: Any) -> bytes:
+    """A value of metadata as it is stored, its type before it: the types that llama.cpp's own converter writes."""
+    match value:
+        case bool():
+            return struct.pack("<IB", _BOOL, value)
+        case int():
+            return struct.pack("<II", _UINT32, value)
+        case float():
+            return struct.pack("<If", _FLOAT32, value)
+        case str():
+            return struct.pack("<I", _STRING) + _text(value)
+        case [str(), *_]:
+            return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+        case list():
+            return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
+    raise TypeError(f"no value of GGUF metadata: {value!r}")
 
 
 def write_gguf(

@@ -1,4 +1,4 @@
-"""A GGUF checkpoint with its matrices in another format: what becomes what, and the file that holds it."""
+"""The tensors of a GGUF model with its matrices in another format: what becomes what, and the file that holds it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import ParamError, Unsupported
+from ..errors import ParamError
 from ..quant.encode import quantize
 from ..quant.formats import FORMATS, Format
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import to_float
-from .gguf import GGUFFile
-from .gguf_writer import PlannedTensor, uint32, write_gguf
-from .source import Checkpoint
+from .gguf_writer import PlannedTensor, stored_value, write_gguf
+from .tensor_storage import TensorStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,23 @@ _KEPT = (
 )  # fmt: skip
 _QUANTIZATION_VERSION = 2
 
+
+class GGUFTensors(Protocol):
+    """A GGUF file, or what can be seen as one."""
+
+    def raw_metadata(self) -> dict[str, bytes]: ...
+
+    def names(self) -> tuple[str, ...]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def storage(self, name: str) -> TensorStorage: ...
+
+    def tensor(self, name: str) -> Weight: ...
+
+    def forget(self, name: str) -> None: ...
+
+
 OnTensor = Callable[[int, int, str], None]  # bytes that are read, of all, and the next tensor
 
 
@@ -65,8 +82,8 @@ class Quantized:
     without_importance: tuple[str, ...]  # matrices that the importance matrix says nothing about
 
 
-def quantize_checkpoint(
-    source: Checkpoint,
+def quantize_tensors(
+    source: GGUFTensors,
     path: Path,
     type_name: str,
     importances: Mapping[str, Tensor] | None = None,
@@ -78,11 +95,7 @@ def quantize_checkpoint(
     """
     if type_name not in TYPES:
         raise ParamError("type", f"must be one of {', '.join(TYPES)}, not {type_name!r}")
-    if not isinstance(source.tensors, GGUFFile):
-        raise Unsupported("only GGUF files can be quantized yet; convert the checkpoint to GGUF in F16 or BF16 first")
-    if path.exists() and path.samefile(source.path):
-        raise ParamError("out", "must not be the file that is read")
-    file, kind = source.tensors, TYPES[type_name]
+    file, kind = source, TYPES[type_name]
     plan = list(planned(file, kind))
     total, done = sum(file.storage(name).nbytes for name in file.names()), 0
     missing: list[str] = []
@@ -102,8 +115,8 @@ def quantize_checkpoint(
         return data
 
     metadata = file.raw_metadata() | {
-        "general.file_type": uint32(kind.file_type),
-        "general.quantization_version": uint32(_QUANTIZATION_VERSION),
+        "general.file_type": stored_value(kind.file_type),
+        "general.quantization_version": stored_value(_QUANTIZATION_VERSION),
     }
     write_gguf(path, metadata, plan, data_of)
     if on_tensor is not None:
@@ -116,7 +129,7 @@ def quantize_checkpoint(
     return Quantized(total, sum(one.nbytes for one in plan), counts, packed, tuple(missing))
 
 
-def planned(file: GGUFFile, kind: QuantType) -> Iterator[PlannedTensor]:
+def planned(file: GGUFTensors, kind: QuantType) -> Iterator[PlannedTensor]:
     """Every tensor of the source with the format it gets."""
     names = file.names()
     output = "output.weight" if "output.weight" in names else "token_embd.weight"

@@ -321,3 +321,5 @@ def test_quantize_writes_a_model_that_answers(smollm2_path: Path, tmp_path: Path
     assert "Paris" in answer.stdout
     refused = kvilt("quantize", str(smollm2_path), str(tmp_path), "--type", "Q4_0")
     assert "is a folder" in refused.stderr
+    itself = kvilt("quantize", str(out), str(out), "--type", "Q8_0")
+    assert "must not be the file that is read" in itself.stderr
