@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kv.layout import LayerSlot, Window
 from ..ops.contract import AttentionMask, NewKV
-from .layers import AnyNorm, LayerContext, Linear
+from .layers import AnyNorm, LayerContext, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
 
@@ -82,6 +82,9 @@ class Attention:
 
     def _normed(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if isinstance(self.q_norm, Norm) and isinstance(self.k_norm, Norm):
+            q, k = context.ops.rms_norms([q, k], [self.q_norm.pair, self.k_norm.pair])
             return q, k
         return self.q_norm(q, context.ops), self.k_norm(k, context.ops)
 

@@ -34,9 +34,8 @@ class Experts:
     ) -> Tensor:
         """The experts of `x`, which is normalized first, plus `residual`."""
         ops, weigh_inputs = context.ops, self.spec.router.weigh_inputs
-        x = x if norm is None else norm(x, ops)
         maps = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
-        logits, *gates = context.linears(x, maps)
+        x, (logits, *gates) = context.normed_linears(x, maps, norm)
         routed = ops.route(logits, self.spec.routing, self.selection_bias)
         shared = None if self.shared is None else (self.shared(x, context), gates[0] if gates else None)
         if self._adapted(context):

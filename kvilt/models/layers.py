@@ -91,6 +91,13 @@ class LayerContext:
         self.step_adapters.add(maps, x, outs, self.ops)
         return outs
 
+    def normed_linears(self, x: Tensor, maps: Sequence[Linear], norm: AnyNorm | None) -> tuple[Tensor, list[Tensor]]:
+        """The normalized input, and several linear maps of it."""
+        if self.step_adapters is None and isinstance(norm, Norm):
+            return self.ops.norm_linears(x, [linear.map for linear in maps], norm.pair)
+        x = x if norm is None else norm(x, self.ops)
+        return x, self.linears(x, maps)
+
     def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
         """One of them, plus `residual`."""
         if linear.all_reduce is not None:

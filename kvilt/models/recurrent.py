@@ -40,8 +40,7 @@ class GatedDeltaNet:
         qkv, z, b, a = context.linears(x, (self.qkv, self.z, self.b, self.a), norm)
         mixed = ops.causal_conv(qkv, self.conv, None, True, place)
         read = ops.gated_delta(mixed, a, b, self.decay, self.spec.heads, place)
-        gated = ops.act_mul(z, self.norm(read, ops).view(z.shape), "silu")
-        return context.linear(gated, self.out, residual)
+        return context.linear(ops.gated_norm(read, self.norm.pair, z), self.out, residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,10 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm) -> tuple[Tensor, list[Tensor]]:
+        """The normalized input, as by `rms_norm`, and several linear maps of it."""
+        ...
+
     def prepare_per_head(self, weight: Tensor) -> Prepared:
         """Bring floats [heads, out, in] into the form that `per_head_linear` multiplies with, once, at load."""
         ...
@@ -217,6 +221,14 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, times `weight`."""
+        ...
+
+    def rms_norms(self, xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> list[Tensor]:
+        """`rms_norm` of several tensors [tokens, heads, dim], each with its own norm."""
+        ...
+
+    def gated_norm(self, x: Tensor, norm: RmsNorm, gate: Tensor) -> Tensor:
+        """`rms_norm` of the heads of `x` [tokens, heads, dim], times silu of `gate` [tokens, heads * dim]."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -127,8 +127,12 @@ class ReferenceOps:
         x = x if norm is None else self.rms_norm(x, *norm)
         return [self.linear(x, weight, bias) for weight, bias in maps]
 
+    def norm_linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm) -> tuple[Tensor, list[Tensor]]:
+        normed = self.rms_norm(x, *norm)
+        return normed, self.linears(normed, maps)
+
     def prepare_per_head(self, weight: Tensor) -> Prepared:
-        return weight.to(self.device, self.dtype, copy=True)
+        return weight.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def per_head_linear(self, x: Tensor, weight: Prepared, moved: int = 0) -> Tensor:
         factor = x.shape[2] - moved
@@ -194,6 +198,12 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    def rms_norms(self, xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> list[Tensor]:
+        return [self.rms_norm(x, *norm) for x, norm in zip(xs, norms, strict=True)]
+
+    def gated_norm(self, x: Tensor, norm: RmsNorm, gate: Tensor) -> Tensor:
+        return self.act_mul(gate, self.rms_norm(x, *norm).view(gate.shape), "silu")
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)

@@ -1,7 +1,7 @@
 """Blocks of GGML's formats as plain codes with a scale and a minimum for each group of columns.
 
-A weight is `scale * (code - offset) + minimum`. This is what kernels are given that have a layout of their own.
-Knows no kernel.
+A weight is `scale * (code - offset) + minimum`, or its scale times a small float that is its code. This is what kernels
+are given that have a layout of their own. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ Splitter: TypeAlias = Callable[[Tensor], Groups]
 
 @dataclass(frozen=True, slots=True)
 class GroupedFormat:
-    """Codes of `bits` from 0 on, `group` columns to a scale; `offset` is the code of zero."""
+    """Codes of `bits` from 0 on, `group` columns to a scale; `offset` is the code of zero.
+
+    Codes of floats are a sign, two bits of an exponent and one of a fraction (E2M1), and scales are powers of two.
+    """
 
     bits: int
     group: int
     offset: int
     split: Splitter  # of blocks [blocks, bytes]; rows are blocks then
+    floats: bool = False
 
     @property
     def minimums(self) -> bool:
-        return self.offset == 0
+        return self.offset == 0 and not self.floats
 
 
 def split_rows(weight: QuantTensor, start: int, stop: int, device: torch.device) -> Groups:
@@ -90,6 +94,10 @@ def _q6_k(blocks: Tensor) -> Groups:
     return Groups(codes.flatten(1), _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None)
 
 
+def _mxfp4(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 1:]), torch.exp2(blocks[:, :1].float() - 127), None)
+
+
 GROUPED_FORMATS: Mapping[str, GroupedFormat] = MappingProxyType(
     {
         "Q4_0": GroupedFormat(4, 32, 8, _q4_0),
@@ -97,5 +105,6 @@ GROUPED_FORMATS: Mapping[str, GroupedFormat] = MappingProxyType(
         "Q4_K": GroupedFormat(4, 32, 0, _q4_k),
         "Q6_K": GroupedFormat(6, 16, 32, _q6_k),
         "Q8_0": GroupedFormat(8, 32, 128, _q8_0),
+        "MXFP4": GroupedFormat(4, 32, 0, _mxfp4, floats=True),
     }
 )

@@ -224,6 +224,38 @@ def test_a_row_of_a_batch_equals_the_row_alone(ops: Ops, near: Any, random_of: A
 # Maps of single heads.
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("biased", [(False, False), (True, True), (True, False)], ids=str)
+def test_a_norm_and_maps_of_what_it_makes(
+    ops: Ops, near: Any, random_of: Any, tokens: int, biased: tuple[bool, bool]
+) -> None:
+    x, gain, eps = random_of(tokens, 70), random_of(70, seed=1), 1e-5
+    weights = [random_of(outputs, 70, seed=2) for outputs in (9, 33)]
+    biases = [random_of(len(w), seed=3) if own else None for w, own in zip(weights, biased, strict=True)]
+    maps = [(ops.prepare(w.clone()), b) for w, b in zip(weights, biases, strict=True)]
+    normed, outs = ops.norm_linears(x, maps, (gain, eps))
+    wide = x.double()
+    truth = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
+    near(normed, truth)
+    for out, weight, bias in zip(outs, weights, biases, strict=True):
+        near(out, truth @ weight.double().T + (0 if bias is None else bias.double()))
+
+
+@pytest.mark.parametrize("sizes", [((4, 16), (2, 16)), ((3, 12), (3, 12)), ((2, 8), (2, 16))], ids=str)
+def test_norms_of_several_tensors(ops: Ops, near: Any, random_of: Any, sizes: tuple[tuple[int, int], ...]) -> None:
+    whole = random_of(5, 200)  # their rows stand apart
+    parts = [
+        part.view(5, *size)
+        for part, size in zip(
+            whole.split([a * b for a, b in sizes] + [200 - sum(a * b for a, b in sizes)], dim=1), sizes, strict=False
+        )
+    ]
+    gains = [random_of(dim, seed=7 + i) for i, (_, dim) in enumerate(sizes)]
+    for found, part, gain in zip(ops.rms_norms(parts, [(gain, 1e-6) for gain in gains]), parts, gains, strict=True):
+        wide = part.double()
+        near(found, wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain.double())
+
+
 @pytest.mark.parametrize(("tokens", "moved"), [(1, 0), (1, 6), (9, 3), (40, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_head_goes_through_its_own_matrix(
@@ -234,6 +266,8 @@ def test_each_head_goes_through_its_own_matrix(
     truth = torch.einsum("thi,hoi->tho", x[..., :70].double(), weight.double())
     assert torch.equal(found[..., :moved], x[..., 70:])
     near(found[..., moved:], truth)
+    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)  # the same numbers, column by column in memory
+    assert torch.equal(ops.per_head_linear(x, ops.prepare_per_head(turned), moved), found)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])

@@ -23,9 +23,9 @@ from kvilt.ops.triton.backend import TritonOps
 from kvilt.ops.triton.grouped_products import launch
 from kvilt.ops.triton.packed import PackedTile, pack
 
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,)}  # where blocks hold float16
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "MXFP4": ()}  # float16 in blocks
 # Scales of formats of two levels are products, which the layout keeps in float16.
-TOLERANCE = {"Q4_0": 1e-6, "Q4_1": 1e-6, "Q8_0": 1e-6, "Q4_K": 5e-4, "Q6_K": 5e-4}
+TOLERANCE = {"Q4_0": 1e-6, "Q4_1": 1e-6, "Q8_0": 1e-6, "Q4_K": 5e-4, "Q6_K": 5e-4, "MXFP4": 1e-6}
 
 
 def weight_of(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
@@ -34,6 +34,8 @@ def weight_of(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
     blocks = torch.randint(
         0, 256, (rows, columns // format_.block_elements, format_.block_bytes), generator=random, dtype=torch.uint8
     )
+    if name == "MXFP4":
+        blocks[..., 0] = 115 + blocks[..., 0] % 10
     for at in HALVES[name]:
         scales = torch.rand(*blocks.shape[:2], 1, generator=random) * 0.01 + 0.001
         blocks[..., at : at + 2] = scales.half().view(torch.uint8)

@@ -148,6 +148,15 @@ def test_mamba2(ops: Ops, near: Near, heads: FoldHeads, starts: tuple[int, ...])
     near(at.store.memories[1], memories)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_gated_norm(ops: Ops, near: Near, tokens: int) -> None:
+    x, gate, gain = random(tokens, 3, 20), random(tokens, 60, seed=1), random(20, seed=2)
+    found = ops.gated_norm(x, (gain, 1e-5), gate)
+    wide = x.double()
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()).view(tokens, -1)
+    near(found, normed * gate.double() * gate.double().sigmoid())
+
+
 def test_sigmoid_mul(ops: Ops, near: Near) -> None:
     x, gate = random(5, 37), random(5, 37, seed=10)
     near(ops.sigmoid_mul(x, gate), x.double() * gate.double().sigmoid())

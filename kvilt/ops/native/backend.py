@@ -148,6 +148,10 @@ class NativeOps:
         self._runner.linears([one.handle for one in packed], *to, f32(x), x.shape[0])
         return outs
 
+    def norm_linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm) -> tuple[Tensor, list[Tensor]]:
+        normed = self.rms_norm(x, *norm)
+        return normed, self.linears(normed, maps)
+
     def prepare_per_head(self, weight: Tensor) -> PackedWeight:
         return per_head.pack(weight)
 
@@ -231,6 +235,12 @@ class NativeOps:
         out = self.buffers.empty(*x.shape)
         self._runner.rms_norm(f32(x), f32(weight), eps, x.numel() // n, n, f32(out))
         return out
+
+    def rms_norms(self, xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> list[Tensor]:
+        return [self.rms_norm(x, *norm) for x, norm in zip(xs, norms, strict=True)]
+
+    def gated_norm(self, x: Tensor, norm: RmsNorm, gate: Tensor) -> Tensor:
+        return self.act_mul(gate, self.rms_norm(x, *norm).view(gate.shape), "silu")
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         n = x.shape[-1] if x.dim() else 0

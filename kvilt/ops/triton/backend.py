@@ -31,6 +31,7 @@ from ..contract import (
     RmsNorm,
     Rotation,
     Routed,
+    Routing,
     SharedExpert,
     StatePlace,
     TemperatureScaling,
@@ -41,13 +42,13 @@ from ..native.threads import one_torch_thread
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import experts as experts_of
-from . import invariant_attention, lora, pages, per_head, products, quantized, recurrent, repair, vectors
+from . import invariant_attention, lora, pages, per_head, products, quantized, recurrent, repair, router, vectors
 from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
 from .sampling import TritonSampling
 
-REVISION = 4
+REVISION = 5
 
 
 class TritonOps(ReferenceOps):
@@ -107,7 +108,7 @@ class TritonOps(ReferenceOps):
             made = quantized.product(x.contiguous(), weight.data, weight.handle, residual)
             return made if bias is None else made + bias
         if len(x) == 1:
-            return products.gemv(x.contiguous(), [weight], [bias], residual)[0]
+            return products.gemv(x.contiguous(), weight, bias, residual)
         if residual is None:
             return F.linear(x, weight, bias)
         if bias is not None:
@@ -117,12 +118,17 @@ class TritonOps(ReferenceOps):
     def linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm | None = None) -> list[Tensor]:
         weights, biases = [self._here(weight) for weight, _ in maps], [bias for _, bias in maps]
         dense = [weight for weight in weights if isinstance(weight, Tensor)]
-        if len(dense) == len(weights) and len(x) == 1 and len(maps) <= 3:
-            _fused(dense)
-            return products.gemv(x.contiguous(), dense, biases, None, norm)
-        x = x if norm is None else self.rms_norm(x, *norm)
-        parts = self._together(x, weights)
+        if len(dense) == len(weights) and len(x) == 1:
+            return _of_one_row(x, dense, biases, norm)
+        parts = self._together(x if norm is None else self.rms_norm(x, *norm), weights)
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+    def norm_linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm) -> tuple[Tensor, list[Tensor]]:
+        dense = [weight for weight, _ in maps if isinstance(weight, Tensor)]
+        if len(dense) < len(maps) or len(x) > 1:
+            return super().norm_linears(x, maps, norm)
+        normed = torch.empty_like(x)
+        return normed, _of_one_row(x, dense, [bias for _, bias in maps], norm, normed)
 
     def _together(self, x: Tensor, weights: Sequence[Tensor | PackedWeight]) -> list[Tensor]:
         """The products of one input, in one launch where the weights have one form."""
@@ -162,6 +168,9 @@ class TritonOps(ReferenceOps):
         tensors = experts_of.gather(experts, self.dtype)
         return ExpertStack(tuple(experts), tensors, asks_the_host=tensors is None)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return router.route(logits, routing, bias)
+
     def experts(
         self,
         x: Tensor,
@@ -172,7 +181,7 @@ class TritonOps(ReferenceOps):
         shared: SharedExpert | None = None,
         weigh_inputs: bool = False,
     ) -> Tensor:
-        if not isinstance(stack.handle, experts_of.ExpertTensors):
+        if stack.handle is None:
             return super().experts(x, routed, stack, activation, residual, shared, weigh_inputs)
         return experts_of.experts(x, routed, stack.handle, activation, residual, shared, weigh_inputs)
 
@@ -207,6 +216,15 @@ class TritonOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return vectors.rms_norm(x, weight, eps)
+
+    def rms_norms(self, xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> list[Tensor]:
+        return vectors.rms_norms(xs, norms) if vectors.together(xs, norms) else super().rms_norms(xs, norms)
+
+    def gated_norm(self, x: Tensor, norm: RmsNorm, gate: Tensor) -> Tensor:
+        return vectors.gated_norm(x, norm, gate)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return vectors.act_mul(gate, x, "sigmoid")
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return vectors.layer_norm(x, weight, bias, eps)
@@ -281,6 +299,23 @@ class TritonOps(ReferenceOps):
         repair.interpolate(_own(store), layer, slots, interpolation, kept, fresh, rotation)
 
 
+def _of_one_row(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: RmsNorm | None,
+    normed: Tensor | None = None,
+) -> list[Tensor]:
+    """Maps of one row in one launch; some biases and not others are added apart."""
+    there = [bias for bias in biases if bias is not None]
+    fused = _fused(there) if len(there) == len(biases) else None
+    made = products.gemv(x.contiguous(), _fused(weights), fused, None, norm, normed)
+    parts = list(made.split([len(weight) for weight in weights], dim=1))
+    if fused is not None:
+        return parts
+    return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+
 def _fused(rows: Sequence[Tensor]) -> Tensor:
     """Weights of one input as one tensor. The first time they move into it, so that they are in memory once.
 
@@ -292,7 +327,7 @@ def _fused(rows: Sequence[Tensor]) -> Tensor:
             one.set_(whole[start : start + len(one)])  # type: ignore[call-overload]
             start += len(one)
     outputs, first = sum(len(one) for one in rows), rows[0]
-    return first.as_strided((outputs, first.shape[1]), first.stride(), first.storage_offset())
+    return first.as_strided((outputs, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _fused_data(weights: Sequence[Tensor | PackedWeight]) -> Tensor | None:

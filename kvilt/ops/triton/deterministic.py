@@ -60,6 +60,10 @@ class DeterministicTritonOps(TritonOps):
         parts = self._together(x, [self._here(weight) for weight, _ in maps])
         return [part if bias is None else part + bias for part, (_, bias) in zip(parts, maps, strict=True)]
 
+    def norm_linears(self, x: Tensor, maps: Sequence[LinearMap], norm: RmsNorm) -> tuple[Tensor, list[Tensor]]:
+        normed = self.rms_norm(x, *norm)
+        return normed, self.linears(normed, maps)
+
     def _product(self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedWeight):
             return packed_product(self._products, x, weight.data, weight.handle, residual)

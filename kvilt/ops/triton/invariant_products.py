@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped_products import group_constants, halves, planes_of
+from .grouped_products import group_constants, halves, planes_of, power_of_two
 from .overlap import HOPPER, await_inputs, fetch_ahead, launch_next, overlap
 from .packed import GroupedLayout
 from .quantized import MANY_ROWS, SLAB, expanded
@@ -246,8 +246,12 @@ def _by_slabs(
 
 
 @triton.jit
-def _unpacked(codes, pair, slot: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr):
+def _unpacked(
+    codes, pair, slot: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr, FLOATS: tl.constexpr
+):  # fmt: skip
     """A group of columns [out, group] in float32; `pair` is a word of scales, as in `quantized`."""
+    if FLOATS:
+        return codes[0].to(tl.float32) * power_of_two((pair >> (slot % 4 * 8)) & 0xFF)[:, None]
     low, high = halves(pair)
     code = codes[0].to(tl.float32)
     if len(codes) == 2:
@@ -261,16 +265,17 @@ def _unpacked(codes, pair, slot: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.
 @triton.jit(do_not_specialize=["rows"])
 def _packed_product(
     x, words, scales, stride_words, stride_scales, first_scale, residual, out, rows, outputs, columns, padded,
-    CUT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    CUT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, MINIMUMS: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Groups of columns in ascending order; the numbers of a weight are those that `expanded` makes."""
     launch_next(PDL)
     await_inputs(PDL)
-    SCALE_WORDS: tl.constexpr = SLOTS if MINIMUMS else SLOTS // 2  # of a chunk
+    SHARED: tl.constexpr = 1 if MINIMUMS else 4 if FLOATS else 2  # groups of a word of scales
+    SCALE_WORDS: tl.constexpr = SLOTS // SHARED  # of a chunk
     WORDS: tl.constexpr = SLOTS * GROUP * BITS // 16
-    BASE: tl.constexpr = OFFSET + (0 if not ASSEMBLY else 128 * 17 if BITS == 8 else 128)
+    BASE: tl.constexpr = OFFSET + (0 if FLOATS or not ASSEMBLY else 128 * 17 if BITS == 8 else 128)
     kind: tl.constexpr = x.dtype.element_ty
     n, m, c = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS), tl.arange(0, GROUP)
     there, known = n < outputs, m < rows
@@ -282,12 +287,12 @@ def _packed_product(
     for start in tl.range(0, padded, SLOTS * GROUP * CHUNKS, num_stages=3):
         for part in tl.static_range(CHUNKS):
             chunk = start // (SLOTS * GROUP) + part
-            codes = load_codes(words_at + chunk * WORDS, BITS, GROUP, kind, ASSEMBLY)
+            codes = load_codes(words_at + chunk * WORDS, BITS, FLOATS, GROUP, kind, ASSEMBLY)
             for slot in tl.static_range(SLOTS):
                 column = start + (part * SLOTS + slot) * GROUP
                 inside = known[None, :] & (column + c < columns)[:, None] if CUT else known[None, :]
                 own = tl.load(x_at + column, mask=inside, other=0.0)
-                pair = tl.load(scales_at + chunk * SCALE_WORDS + (slot if MINIMUMS else slot // 2))
-                w = _unpacked(codes[slot], pair, slot, BASE, MINIMUMS)
+                pair = tl.load(scales_at + chunk * SCALE_WORDS + slot // SHARED)
+                w = _unpacked(codes[slot], pair, slot, BASE, MINIMUMS, FLOATS)
                 sums = tl.dot(w.to(kind), own, sums)
     _store(sums, residual, out, m, n, known, there, outputs, RESIDUAL, True)

@@ -2,7 +2,8 @@
 
 A word of 16 bits holds a code of each of several groups: code i of word c is column `i * group + c` of a chunk, and a
 chunk has `group` words. So one load gives tensor cores several tiles, of one scale a row each. Codes of six bits have
-two such blocks of words for their lower four bits, and one for the upper two of all.
+two such blocks of words for their lower four bits, and one for the upper two of all. Codes that are floats have their
+bits where a shift brings them into a bfloat16 (`_float_words`), and bytes as scales: exponents of two.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..contract import PackedWeight
 
 PADDED = 256  # columns: rows are filled up to a multiple of it, with scales of zero
 ALIGNED_BYTES = 128  # rows begin where lines of the cache do
+FLOATS_ALIGNED_BYTES = 64  # or at halves of them: sixteen words of scales
 SECTOR_BYTES = 32  # or where the parts of them do that memory hands out
 SLAB = 1 << 26  # codes that are rearranged at a time
 SPAN = 128  # columns
@@ -56,6 +58,7 @@ class GroupedLayout:
     offset: int
     minimums: bool
     columns: int
+    floats: bool = False
 
     @property
     def slots(self) -> int:
@@ -78,8 +81,9 @@ class GroupedLayout:
 
     @property
     def row_bytes(self) -> int:
-        scale_bytes = self.padded // self.group * (4 if self.minimums else 2)
-        return -(-(self.code_bytes + scale_bytes) // ALIGNED_BYTES) * ALIGNED_BYTES
+        scale_bytes = self.padded // self.group * (4 if self.minimums else 1 if self.floats else 2)
+        aligned = FLOATS_ALIGNED_BYTES if self.floats else ALIGNED_BYTES
+        return -(-(self.code_bytes + scale_bytes) // aligned) * aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def pack(weight: QuantTensor, device: torch.device) -> PackedWeight:
         return _pack_float8(weight, device)
     rows, columns = weight.shape
     one = GROUPED_FORMATS[weight.format.name]
-    layout = GroupedLayout(one.bits, one.group, one.offset, one.minimums, columns)
+    layout = GroupedLayout(one.bits, one.group, one.offset, one.minimums, columns, one.floats)
     data = torch.zeros((rows, layout.row_bytes), dtype=torch.uint8, device=device)
     step = max(1, SLAB // columns)
     for start in range(0, rows, step):
@@ -149,12 +153,18 @@ def _put(layout: GroupedLayout, data: Tensor, groups: Groups) -> None:
         parts = [_words(slots[:, :, :4] & 15, 4), _words(slots[:, :, 4:] & 15, 4), _words(slots >> 4, 2)]
         words = torch.cat(parts, dim=-1)
     else:
-        words = _words(slots, layout.bits)
+        words = _float_words(slots) if layout.floats else _words(slots, layout.bits)
     # Words of 16 bits out of 32: the first half of each, as bytes are ordered on every machine that has these kernels.
     data[:, : layout.code_bytes] = words.flatten(1).view(torch.int16)[:, ::2].contiguous().view(torch.uint8)
+    scales = _scale_bytes(layout, groups)
+    data[:, layout.code_bytes : layout.code_bytes + scales.shape[1]] = scales
+
+
+def _scale_bytes(layout: GroupedLayout, groups: Groups) -> Tensor:
+    if layout.floats:
+        return (groups.scales.view(torch.int32) >> 23).to(torch.uint8)
     pairs = [groups.scales] if groups.minimums is None else [groups.scales, groups.minimums]
-    halves = torch.stack(pairs, dim=-1).flatten(1).half().view(torch.uint8)
-    data[:, layout.code_bytes : layout.code_bytes + halves.shape[1]] = halves
+    return torch.stack(pairs, dim=-1).flatten(1).half().view(torch.uint8)
 
 
 def _words(slots: Tensor, bits: int) -> Tensor:
@@ -163,3 +173,17 @@ def _words(slots: Tensor, bits: int) -> Tensor:
     for slot in range(slots.shape[2]):
         words |= slots[:, :, slot] << (bits * slot)
     return words
+
+
+def _float_words(slots: Tensor) -> Tensor:
+    """Codes [rows, chunks, 4, group] that are floats as words.
+
+    In the place of a bfloat16's sign, and of the lowest bits of its exponent and the highest of its fraction, stands
+    the first code. The next two stand three bits and six below, and the last where room is left.
+    """
+    sign, size = slots >> 3, slots & 7
+    words = torch.zeros_like(slots[:, :, 0])
+    for slot in range(3):
+        words |= ((sign[:, :, slot] << 15) | (size[:, :, slot] << 6)) >> (3 * slot)
+    sign, size = sign[:, :, 3], size[:, :, 3]
+    return words | (sign << 14) | ((size & 1) << 13) | ((size >> 1) << 10)

@@ -1,12 +1,11 @@
 """Products of one vector with dense weights, at the speed of memory. Products of more rows are cuBLAS's.
 
-Each program reads whole rows of a weight once; several maps of one input are one launch. A norm before a map costs
+Each program reads whole rows of a weight once. A norm before a map costs
 nothing: its scale is one number, found while the input is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,25 +41,27 @@ MANY_OUTPUTS = 1 << 15
 
 def gemv(
     x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    weight: Tensor,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RmsNorm | None = None,
-) -> list[Tensor]:
-    """`x` [1, in] times up to three weights [out, in], plus their biases; a `residual` [1, out] is for a single one."""
-    sizes = [len(weight) for weight in weights]
-    out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
-    parts = list(out.split(sizes, dim=1))
-    tile = PLAIN if norm is None and sum(sizes) < MANY_OUTPUTS else NORMED_OR_WIDE
-    blocks = [triton.cdiv(size, tile.rows) for size in sizes]
-    w = [*weights, weights[0], weights[0]][:3]
-    o = [*parts, parts[0], parts[0]][:3]
-    n = [*sizes, 0, 0][:3]
-    _gemv[(sum(blocks),)](
-        x, *w, *o, x if residual is None else residual, *_norm_of(x, norm), *n, blocks[0], sum(blocks[:2]), x.shape[1],
-        RESIDUAL=residual is not None, NORM=norm is not None, **tile.options(x.shape[1]), **overlap(x),
+    normed: Tensor | None = None,
+) -> Tensor:
+    """`x` [1, in], normalized where there is a norm, times `weight` [out, in], plus `bias` [out] and `residual`.
+
+    The normalized input goes into `normed` if that is given.
+    """
+    outputs, columns = weight.shape
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    tile = PLAIN if norm is None and outputs < MANY_OUTPUTS else NORMED_OR_WIDE
+    programs = triton.cdiv(outputs, tile.rows)
+    _gemv[(programs,)](
+        x, weight, x if bias is None else bias, x if residual is None else residual, out, *_norm_of(x, norm),
+        x if normed is None else normed, outputs, columns, BIAS=bias is not None, RESIDUAL=residual is not None,
+        NORM=norm is not None, KEPT=0 if normed is None else triton.next_power_of_2(triton.cdiv(columns, programs)),
+        **tile.options(columns), **overlap(x),
     )  # fmt: skip
-    return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+    return out
 
 
 def _norm_of(x: Tensor, norm: RmsNorm | None) -> tuple[Tensor, float]:
@@ -75,20 +76,13 @@ def _load_gain(norm, c, columns, NORM: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x, w0, w1, w2, out0, out1, out2, residual, norm, eps, n0, n1, n2, first1, first2, columns,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, residual, out, norm, eps, normed, outputs, columns,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    block = tl.program_id(0)
-    weight, out, rows = w0, out0, n0
-    if block >= first2:
-        weight, out, rows = w2, out2, n2
-        block -= first2
-    elif block >= first1:
-        weight, out, rows = w1, out1, n1
-        block -= first1
-    n, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    there = n < rows
+    n, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    there = n < outputs
     sums, squares = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     at = weight + n[:, None].to(tl.int64) * columns + c[None, :]
     w = tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
@@ -109,7 +103,14 @@ def _gemv(
         w, own, gain = next_w, next_own, next_gain
     made = tl.sum(sums, 1)
     if NORM:
-        made = made * tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        made = made * scale
+        if KEPT > 0:  # each program keeps its share of the normalized input
+            i = tl.program_id(0) * KEPT + tl.arange(0, KEPT)
+            own = tl.load(x + i, mask=i < columns, other=0.0).to(tl.float32)
+            tl.store(normed + i, own * scale * _load_gain(norm, i, columns, NORM), mask=i < columns)
+    if BIAS:
+        made += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)
     if RESIDUAL:
         made += tl.load(residual + n, mask=there, other=0.0).to(tl.float32)
     tl.store(out + n, made, mask=there)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..contract import Activation
 from . import float8_products, grouped_products
-from .grouped_products import FEW_ROWS, group_constants, halves, planes_of
+from .grouped_products import FEW_ROWS, group_constants, halves, planes_of, power_of_two
 from .overlap import await_inputs, launch_next, overlap
 from .packed import Float8Layout, Layout, PackedTile
+from .unpack import float_of_bits, last_float_bits
 from .vectors import _ACTIVATIONS
 
 SLAB = 1 << 27  # elements of a weight that are expanded at a time
@@ -102,7 +103,7 @@ def _rows(
 @triton.jit
 def _expand(
     words, scales, stride_words, stride_scales, first_scale, ids, out, factor, columns,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     MINIMUMS: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -121,6 +122,12 @@ def _expand(
     else:
         code = (tl.load(words_at, mask=inside, other=0).to(tl.int32) >> (slot * BITS)) & ((1 << BITS) - 1)
     group, at = column // GROUP, scales + row * stride_scales + first_scale
+    if FLOATS:
+        word = tl.load(words_at, mask=inside, other=0).to(tl.int32)
+        number = float_of_bits(tl.where(slot == 3, last_float_bits(word), word << (3 * slot)))
+        exponent = tl.load(at.to(tl.pointer_type(tl.uint8)) + group, mask=inside, other=0)
+        tl.store(out + target * columns + column, number * power_of_two(exponent) * factor, mask=inside)
+        return
     low, high = halves(tl.load(at + (group if MINIMUMS else group // 2), mask=inside, other=0))
     code = (code - OFFSET).to(tl.float32)
     made = code * low + high if MINIMUMS else code * tl.where(group % 2 == 0, low, high)

@@ -1,4 +1,4 @@
-"""Kernels for recurrent state: one program folds all tokens of a row into its part of the memory, in order.
+"""Kernels for recurrent state: one warp folds all tokens of a row into its part of the memory, in order.
 
 Programs share nothing, so a row's result does not depend on its batch or on how its prompt was cut.
 """
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..contract import Decay, FoldHeads, StatePlace, StateSlots
 from ..recurrent import L2_EPS
+from .overlap import await_inputs, launch_next, overlap
 
-_CHANNELS = 64  # of a program
-_VALUES = 32
+_CHANNELS, _TOKENS = 64, 32  # of a program of a convolution
+_VALUES = 8  # columns of a memory that a warp keeps in its registers: more of them would need several warps, which wait
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:
@@ -22,10 +23,12 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, plac
     x, tails = x.contiguous(), place.store.tails[place.layer]
     out, (channels, width), rows = torch.empty_like(x), weight.shape, len(place.slots.reads)
     at = (_starts(place.slots), place.slots.reads, place.slots.writes)
-    grid = (rows, triton.cdiv(channels, _CHANNELS))
+    longest = max(map(int.__sub__, place.slots.starts[1:], place.slots.starts))
+    grid = (rows, triton.cdiv(channels, _CHANNELS), triton.cdiv(longest, _TOKENS))
     _conv[grid](
         x, weight, weight if bias is None else bias, tails, out, *at, channels,
-        WIDTH=width, BIAS=bias is not None, SILU=silu, BLOCK=_CHANNELS, num_warps=2,
+        WIDTH=width, BIAS=bias is not None, SILU=silu, BLOCK=_CHANNELS, TOKENS=_TOKENS, num_warps=2,
+        **overlap(x),
     )  # fmt: skip
     return out
 
@@ -33,13 +36,17 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, plac
 @triton.jit
 def _conv(
     x, weight, bias, tails, out, starts, reads, writes, channels,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, first, stop = channel < channels, tl.load(starts + row), tl.load(starts + row + 1)
     read = tl.load(reads + row)
     tail = tails + (read * channels + channel) * (WIDTH - 1)
-    for token in range(first, stop):
+    start = first + tl.program_id(2) * TOKENS
+    for token in range(start, tl.minimum(start + TOKENS, stop)):
         total = tl.zeros([BLOCK], tl.float32)
         slot = tl.load(writes + token)
         kept = tails + (slot * channels + channel) * (WIDTH - 1)
@@ -86,7 +93,7 @@ def _folded(
         decay.bias if skip is None else skip, memories, out, *at, decay.least, min(decay.most, 3.0e38), L2_EPS,
         KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads, KEYS=heads.key_dim, VALUES=heads.value_dim,
         TILED=heads.tiled, DELTA=beta is not None, KEY_BLOCK=triton.next_power_of_2(heads.key_dim),
-        VALUE_BLOCK=values, num_warps=4,
+        VALUE_BLOCK=values, num_warps=1, **overlap(mixed),
     )  # fmt: skip
     return out
 
@@ -96,7 +103,10 @@ def _fold(
     mixed, step, beta, log_rate, bias, skip, memories, out, starts, reads, writes, least, most, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     TILED: tl.constexpr, DELTA: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     place = k[:, None] * VALUES + v[None, :]
@@ -105,36 +115,60 @@ def _fold(
     source = memories + (read * VALUE_HEADS + head) * (KEYS * VALUES) + place
     memory = tl.load(source, mask=inside & (read >= 0), other=0.0)
     rate_of, bias_of = tl.exp(tl.load(log_rate + head)), tl.load(bias + head)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES
     group = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+    query, key, value = _inputs(mixed, first, head, group, k, v, KEY_HEADS, VALUE_HEADS, KEYS, VALUES, DELTA)
+    size, rate = _rates(step, beta, first, head, bias_of, least, most, VALUE_HEADS, DELTA)
     for token in range(first, stop):
-        own = mixed + token * CHANNELS
-        if DELTA:  # queries, keys, values
-            q_at, k_at, v_at = group * KEYS, (KEY_HEADS + group) * KEYS, 2 * KEY_HEADS * KEYS + head * VALUES
-        else:  # values, keys, queries
-            v_at, k_at = head * VALUES, VALUE_HEADS * VALUES + group * KEYS
-            q_at = VALUE_HEADS * VALUES + (KEY_HEADS + group) * KEYS
-        query = tl.load(own + q_at + k, mask=k < KEYS, other=0.0).to(tl.float32)
-        key = tl.load(own + k_at + k, mask=k < KEYS, other=0.0).to(tl.float32)
-        value = tl.load(own + v_at + v, mask=v < VALUES, other=0.0).to(tl.float32)
-        size = tl.load(step + token * VALUE_HEADS + head).to(tl.float32) + bias_of
-        size = tl.where(size > 20.0, size, tl.log(1.0 + tl.exp(tl.minimum(size, 20.0))))
-        size = tl.minimum(tl.maximum(size, least), most)
+        after = tl.minimum(token + 1, stop - 1)  # what the next token brings is loaded ahead
+        next_query, next_key, next_value = _inputs(
+            mixed, after, head, group, k, v, KEY_HEADS, VALUE_HEADS, KEYS, VALUES, DELTA
+        )
+        next_size, next_rate = _rates(step, beta, after, head, bias_of, least, most, VALUE_HEADS, DELTA)
+        slot = tl.load(writes + token)
         memory = memory * tl.exp(-rate_of * size)
-        change, rate = value, size
+        change = value
         if DELTA:
             query = query * tl.rsqrt(tl.sum(query * query, 0) + eps) * (1.0 / tl.sqrt(KEYS * 1.0))
             key = key * tl.rsqrt(tl.sum(key * key, 0) + eps)
-            rate = 1.0 / (1.0 + tl.exp(-tl.load(beta + token * VALUE_HEADS + head).to(tl.float32)))
             change = value - tl.sum(memory * key[:, None], 0)
         memory = memory + key[:, None] * (change * rate)[None, :]
         made = tl.sum(memory * query[:, None], 0)
         if not DELTA:
             made += value * tl.load(skip + head)
         tl.store(out + (token * VALUE_HEADS + head) * VALUES + v, made, mask=v < VALUES)
-        slot = tl.load(writes + token)
-        target = memories + (slot * VALUE_HEADS + head) * (KEYS * VALUES) + place
-        tl.store(target, memory, mask=inside & (slot >= 0))
+        if slot >= 0:
+            target = memories + (slot * VALUE_HEADS + head) * (KEYS * VALUES) + place
+            tl.store(target, memory, mask=inside)
+        query, key, value, size, rate = next_query, next_key, next_value, next_size, next_rate
+
+
+@triton.jit
+def _inputs(
+    mixed, token, head, group, k, v,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """The query, the key and the value of a token's head."""
+    own = mixed + token * (2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES)
+    if DELTA:  # queries, keys, values
+        q_at, k_at, v_at = group * KEYS, (KEY_HEADS + group) * KEYS, 2 * KEY_HEADS * KEYS + head * VALUES
+    else:  # values, keys, queries
+        v_at, k_at = head * VALUES, VALUE_HEADS * VALUES + group * KEYS
+        q_at = VALUE_HEADS * VALUES + (KEY_HEADS + group) * KEYS
+    query = tl.load(own + q_at + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    key = tl.load(own + k_at + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    return query, key, tl.load(own + v_at + v, mask=v < VALUES, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rates(step, beta, token, head, bias, least, most, VALUE_HEADS: tl.constexpr, DELTA: tl.constexpr):
+    """A token's step size, and how much of its change is written."""
+    size = tl.load(step + token * VALUE_HEADS + head).to(tl.float32) + bias
+    size = tl.where(size > 20.0, size, tl.log(1.0 + tl.exp(tl.minimum(size, 20.0))))
+    size = tl.minimum(tl.maximum(size, least), most)
+    rate = size
+    if DELTA:
+        rate = 1.0 / (1.0 + tl.exp(-tl.load(beta + token * VALUE_HEADS + head).to(tl.float32)))
+    return size, rate
 
 
 def _starts(slots: StateSlots) -> Tensor:

@@ -129,10 +129,69 @@ def codes_of_words(words, BITS: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.c
 
 
 @triton.jit
-def load_codes(at, BITS: tl.constexpr, GROUP: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+def float_of_bits(bits):
+    """The float32 of a code that is a float, whose bits are those of a bfloat16 with an exponent 126 too small."""
+    exponent, fraction = (bits >> 7) & 3, (bits >> 6) & 1
+    doubled = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
+    return tl.where((bits & 0x8000) == 0, 0.5, -0.5) * doubled.to(tl.float32)
+
+
+@triton.jit
+def last_float_bits(words):
+    """The bits of the last code of words (int32), which stand apart."""
+    return ((words << 1) & 0x8000) | ((words >> 3) & 0x0180) | ((words >> 7) & 0x0040)
+
+
+@triton.jit
+def floats_of_words(words, kind: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The codes of words (int16) that are floats, as tiles of `kind`; exact. See `packed.py`."""
+    if ASSEMBLY:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, u, zero, unit;
+            mov.b32 zero, 0x80008000;
+            mov.b32 unit, 0x7e807e80;
+            and.b32 t, $4, 0x81c081c0;
+            fma.rn.bf16x2 $0, t, unit, zero;
+            shl.b32 t, $4, 3;
+            and.b32 t, t, 0x81c081c0;
+            fma.rn.bf16x2 $1, t, unit, zero;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x81c081c0;
+            fma.rn.bf16x2 $2, t, unit, zero;
+            shl.b32 t, $4, 1;
+            and.b32 t, t, 0x80008000;
+            shr.b32 u, $4, 3;
+            lop3.b32 t, u, 0x01800180, t, 0xea;
+            shr.b32 u, $4, 7;
+            lop3.b32 t, u, 0x00400040, t, 0xea;
+            fma.rn.bf16x2 $3, t, unit, zero;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+        return (a,), (b,), (c,), (d,)
+    else:
+        wide = words.to(tl.int32)
+        return (
+            (float_of_bits(wide).to(kind),),
+            (float_of_bits(wide << 3).to(kind),),
+            (float_of_bits(wide << 6).to(kind),),
+            (float_of_bits(last_float_bits(wide)).to(kind),),
+        )
+
+
+@triton.jit
+def load_codes(
+    at, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, kind: tl.constexpr, ASSEMBLY: tl.constexpr
+):  # fmt: skip
     """The codes of a chunk of columns, slot by slot; `at` are its first words. See `packed.py`."""
     words = tl.load(at, eviction_policy="evict_first")
-    if BITS != 6:
+    if FLOATS:
+        return floats_of_words(words, kind, ASSEMBLY)
+    elif BITS != 6:
         return codes_of_words(words, BITS, kind, ASSEMBLY)
     else:
         more = tl.load(at + GROUP, eviction_policy="evict_first")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import Activation, Rotation, TemperatureScaling
+from ..contract import Activation, RmsNorm, Rotation, TemperatureScaling
 from .overlap import await_inputs, launch_next, overlap
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3}
+_SIGMOID = 4  # the gate itself, of what is no activation of a feed-forward
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,6 +37,68 @@ def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
     scale = tl.rsqrt(tl.sum(own * own, 0) / width + eps)
     normed = own * scale * tl.load(weight + i, mask=inside, other=0.0)
     tl.store(out + row * width + i, normed, mask=inside)
+
+
+def together(xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> bool:
+    """Whether `rms_norms` takes them: two tensors of heads of one size, and one epsilon."""
+    if len(xs) != 2 or any(x.dim() != 3 or x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in xs):
+        return False
+    return xs[0].shape[2] == xs[1].shape[2] and norms[0][1] == norms[1][1]
+
+
+def rms_norms(xs: Sequence[Tensor], norms: Sequence[RmsNorm]) -> list[Tensor]:
+    """The norms of two tensors [tokens, heads, dim] in one launch; their tokens may stand apart."""
+    (first, second), ((first_weight, eps), (second_weight, _)) = xs, norms
+    tokens, heads, dim = first.shape
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    _rms_norms[(tokens, heads + second.shape[1])](
+        first, second, first_weight, second_weight, *outs, first.stride(0), second.stride(0), eps,
+        HEADS=heads, MORE=second.shape[1], D=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1, **overlap(first),
+    )  # fmt: skip
+    return outs
+
+
+@triton.jit
+def _rms_norms(
+    first, second, first_weight, second_weight, first_out, second_out, first_stride, second_stride, eps,
+    HEADS: tl.constexpr, MORE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
+    token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    x, weight, out = first + token * first_stride + head * D, first_weight, first_out + (token * HEADS + head) * D
+    if head >= HEADS:
+        head -= HEADS
+        x, weight = second + token * second_stride + head * D, second_weight
+        out = second_out + (token * MORE + head) * D
+    own = tl.load(x + i, mask=i < D, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(own * own, 0) / D + eps)
+    tl.store(out + i, own * scale * tl.load(weight + i, mask=i < D, other=0.0), mask=i < D)
+
+
+def gated_norm(x: Tensor, norm: RmsNorm, gate: Tensor) -> Tensor:
+    """Norms of heads [tokens, heads, dim], times silu of `gate` [tokens, heads * dim], whose rows may stand apart."""
+    (tokens, heads, dim), (weight, eps), x = x.shape, norm, x.contiguous()
+    out = torch.empty((tokens, heads * dim), dtype=x.dtype, device=x.device)
+    _gated_norm[(tokens, heads)](
+        x, weight, gate, out, gate.stride(0), eps,
+        HEADS=heads, D=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1, **overlap(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated_norm(
+    x, weight, gate, out, stride_gate, eps, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
+    token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    place, inside = (token * HEADS + head) * D + i, i < D
+    own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + token * stride_gate + head * D + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(own * own, 0) / D + eps) * tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(out + place, own * scale * activated(g, 0), mask=inside)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -178,14 +244,15 @@ def turned(
     return x * c + tl.where(first, -y, y) * s
 
 
-def act_mul(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+def act_mul(gate: Tensor, up: Tensor | None, activation: Activation | Literal["sigmoid"]) -> Tensor:
     """activation(gate) * up, of rows that may stand apart; without `up`, activation(gate)."""
+    kind = _SIGMOID if activation == "sigmoid" else _ACTIVATIONS[activation]
     rows, width = gate.shape
     out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
     block = 1024
     _act_mul[(rows, triton.cdiv(width, block))](
         gate, gate if up is None else up, out, width, gate.stride(0), gate.stride(0) if up is None else up.stride(0),
-        KIND=_ACTIVATIONS[activation], GATED=up is not None, BLOCK=block, **overlap(gate),
+        KIND=kind, GATED=up is not None, BLOCK=block, **overlap(gate),
     )  # fmt: skip
     return out
 
@@ -207,6 +274,8 @@ def gated(gate, up, KIND: tl.constexpr):
     if KIND == 3:
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate * tl.sigmoid(gate * 1.702) * (up + 1)
+    if KIND == 4:
+        return tl.sigmoid(gate) * up
     return activated(gate, KIND) * up
 
 

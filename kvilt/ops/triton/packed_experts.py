@@ -1,0 +1,148 @@
+"""Products with the weights of experts that are packed codes; the kernels of dense weights, with rows of one expert.
+
+Few tokens: a program for each token's expert. More: tiles of pairs of one expert, up to so many pairs that it pays to
+expand the weights of some experts after the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .expert_products import or_else, tile_pairs
+from .expert_tiles import TileMap
+from .grouped_products import chunk_constants, planes_of, row_products, tile_products
+from .overlap import await_inputs, launch_next, overlap
+from .packed import SPAN, GroupedLayout, PackedTile
+from .quantized import expanded
+from .vectors import gated
+
+SLAB = 1 << 28  # elements of weights that are expanded at a time
+# Of one row, and of several: gate and up, then down. Measured on an H200, with gpt-oss-20b's: bench/gpu_experts.py.
+ONE_TILES = (PackedTile(16, 4, stages=2), PackedTile(16, 4, stages=2))
+SEVERAL_TILES = (PackedTile(64, 1, stages=4, warps=4), PackedTile(64, 1, stages=3, warps=4))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMaps:
+    """One map of all experts, or gate and up of each, one after the other."""
+
+    data: Tensor  # [experts * maps * outputs, row_bytes]
+    layout: GroupedLayout
+    experts: int
+    outputs: int
+    bias: Tensor | None  # [experts, maps * outputs]
+
+    @property
+    def rows(self) -> int:
+        """Rows of an expert."""
+        return len(self.data) // self.experts
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Weights of some experts after the others: the first of them, and [experts, rows, inputs]."""
+        step = max(1, SLAB // (self.rows * self.layout.columns))
+        for first in range(0, self.experts, step):
+            part = self.data[first * self.rows : (first + step) * self.rows]
+            yield first, expanded(part, self.layout, dtype).view(-1, self.rows, self.layout.columns)
+
+
+def one(x: Tensor, chosen: Tensor, maps: PackedMaps, readers: int, tile: PackedTile, kind: int = -1) -> Tensor:
+    """What each pair's expert makes of its row [pairs, outputs]; `readers` pairs read one row of `x`.
+
+    `kind` is that of the activation, or -1 for a plain product.
+    """
+    pairs, layout, outputs = chosen.numel(), maps.layout, maps.outputs
+    out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    span = 8 * layout.group
+    _one[(triton.cdiv(outputs, tile.outputs), pairs)](
+        x, *planes_of(maps.data, layout), or_else(maps.bias, x), out, chosen, outputs, maps.rows, layout.columns,
+        layout.padded, readers, BIAS=maps.bias is not None, ROWS=8, **_constants(x, layout, kind),
+        **tile.options(layout.padded, span, span), **overlap(x),
+    )  # fmt: skip
+    return out
+
+
+def several(
+    x: Tensor, tiles: TileMap, maps: PackedMaps, readers: int, tile: PackedTile, rows: int, kind: int
+) -> Tensor:
+    """The same for tiles of `rows` pairs."""
+    layout, outputs = maps.layout, maps.outputs
+    out = torch.empty((len(tiles.pairs), outputs), dtype=x.dtype, device=x.device)
+    _several[(len(tiles.experts), triton.cdiv(outputs, tile.outputs))](
+        x, *planes_of(maps.data, layout), or_else(maps.bias, x), out, *tiles.tensors, outputs, maps.rows,
+        layout.columns, layout.padded, readers, EXPERTS=maps.experts, BIAS=maps.bias is not None, ROWS=rows,
+        **_constants(x, layout, kind), **tile.options(layout.padded, SPAN, layout.chunk), **overlap(x),
+    )  # fmt: skip
+    return out
+
+
+def _constants(x: Tensor, layout: GroupedLayout, kind: int) -> dict[str, Any]:
+    assembly = x.dtype == torch.bfloat16 and x.is_cuda
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    cut = {"CUT": layout.columns != layout.padded, "KIND": kind, "ASSEMBLY": assembly, "PRECISION": precision}
+    return cut | chunk_constants(layout, assembly)
+
+
+@triton.jit
+def _one(
+    x, words, scales, stride_words, stride_scales, first_scale, bias, out, chosen, outputs, height, columns, padded,
+    readers,
+    CUT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    pair, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    await_inputs(PDL)
+    first = tl.load(chosen + pair).to(tl.int64) * height
+    made, other = row_products(
+        x + pair // readers * columns, words + first * stride_words, scales + first_scale + first * stride_scales,
+        stride_words, stride_scales, n, outputs, columns, padded,
+        CUT, BITS, FLOATS, GROUP, SLOTS, WORDS, SCALE_WORDS, BASE, MINIMUMS, KIND, OUTPUTS, ROWS, CHUNKS, STAGES,
+        ASSEMBLY, PRECISION,
+    )  # fmt: skip
+    if BIAS:
+        made += tl.load(bias + first + n, mask=n < outputs, other=0.0).to(tl.float32)
+        if KIND >= 0:
+            other += tl.load(bias + first + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        made = gated(made, other, KIND)
+    tl.store(out + pair * outputs + n, made, mask=n < outputs)
+
+
+@triton.jit
+def _several(
+    x, words, scales, stride_words, stride_scales, first_scale, bias, out, pairs, experts, firsts, ends, outputs,
+    height, columns, padded, readers,
+    EXPERTS: tl.constexpr, CUT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr,
+    BIAS: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    await_inputs(PDL)
+    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    if expert < EXPERTS:
+        pair, here = tile_pairs(pairs, firsts, ends, ROWS)
+        n, first = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), expert * height
+        made, other = tile_products(
+            x + pair // readers * columns, here, words + first * stride_words,
+            scales + first_scale + first * stride_scales, stride_words, stride_scales, n, outputs, columns, padded,
+            CUT, BITS, FLOATS, GROUP, SLOTS, WORDS, SCALE_WORDS, BASE, MINIMUMS, KIND, OUTPUTS, ROWS, CHUNKS, STAGES,
+            ASSEMBLY, PRECISION,
+        )  # fmt: skip
+        there = n < outputs
+        if BIAS:
+            made += tl.load(bias + first + n, mask=there, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                other += tl.load(bias + first + outputs + n, mask=there, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            made = gated(made, other, KIND)
+        tl.store(out + pair[None, :] * outputs + n[:, None], made, mask=here[None, :] & there[:, None])
