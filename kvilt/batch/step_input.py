@@ -104,8 +104,13 @@ class StepInput:
             )
             for one, page in zip(segment.paging, dummy_pages, strict=True)
         )
+        states = None
+        if (own := segment.states) is not None:  # such rows start from zeros and leave no state behind
+            gone = (torch.full_like(own.reads, -1), torch.full_like(own.writes, -1))
+            states = StateSlots(*gone, own.starts, lengths.cu_seqlens)
         ids = torch.zeros_like(self.ids)
-        return StepInput(ids, None, (Segment(segment.start, segment.stop, None, positions, paging),), None)
+        blank = Segment(segment.start, segment.stop, None, positions, paging, states=states)
+        return StepInput(ids, None, (blank,), None)
 
     def copy_from(self, other: StepInput) -> None:
         """Fill these buffers with another step of the same shape, or their first rows with one of fewer rows.
@@ -121,6 +126,9 @@ class StepInput:
         for mine, one in zip(own.paging, theirs.paging, strict=True):
             mine.slots[:tokens] = one.slots
             mine.tables[:rows, : one.tables.shape[1]] = one.tables
+        if own.states is not None and theirs.states is not None:
+            own.states.reads[:rows] = theirs.states.reads
+            own.states.writes[:tokens] = theirs.states.writes
 
     def copy_rows(self, other: StepInput, first: int) -> None:
         """Fill the rows from `first` on with those of other buffers of this shape; each has one token."""
@@ -131,6 +139,9 @@ class StepInput:
         for mine, one in zip(own.paging, theirs.paging, strict=True):
             mine.slots[first:] = one.slots[first:]
             mine.tables[first:] = one.tables[first:]
+        if own.states is not None and theirs.states is not None:
+            own.states.reads[first:] = theirs.states.reads[first:]
+            own.states.writes[first:] = theirs.states.writes[first:]
 
     def padded(self, rows: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
         """The same step with one-token rows behind it, `rows` in all, so that few shapes of graphs serve all steps.
@@ -150,7 +161,11 @@ class StepInput:
         tables = [_dummy_rows(one.tables, more, page) for one, page in zip(segment.paging, dummy_pages, strict=True)]
         paging = tuple(Paging(*each, lengths, positions) for each in zip(tables, slots, strict=True))
         axes = None if segment.rope_positions is None else _longer(segment.rope_positions, more)
-        padded = Segment(segment.start, segment.stop, None, positions, paging, (), axes)
+        states = None
+        if (own := segment.states) is not None:
+            slots_of_states = (_longer(own.reads, more, -1), _longer(own.writes, more, -1))
+            states = StateSlots(*slots_of_states, lengths.starts, lengths.cu_seqlens)
+        padded = Segment(segment.start, segment.stop, None, positions, paging, (), axes, (), states)
         return StepInput(_longer(self.ids, more), None, (padded,), None)
 
 

@@ -37,14 +37,8 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         blending=is_open and all(group.shape.value_dim for group in groups) and pool.layout.recurrent is None,
         deterministic=executor.deterministic,
         closed=not is_open,
-        notes=tuple(filter(None, [pool.host_copies.note(), _recurrent_note(executor)])),
+        notes=tuple(filter(None, [pool.host_copies.note(), executor.replay_note])),
     )
-
-
-def _recurrent_note(executor: Executor) -> str:
-    if executor.layout.recurrent is None:
-        return ""
-    return "steps of a model with recurrent state are not recorded: each launches its operations one by one"
 
 
 def model_capabilities(info: ModelInfo, config: LlmRuntimeConfig) -> ExecutorCapabilities:

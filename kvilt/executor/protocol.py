@@ -72,6 +72,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def replay_note(self) -> str:
+        """Why decode steps are not recorded and replayed; empty where they are, or the backend records none."""
+        ...
+
+    @property
     def closed(self) -> bool:
         """Whether nothing runs any more."""
         ...

@@ -50,10 +50,9 @@ class Replay:
         self._decoder = decoder
         self._pool = pool
         self._width = pool.layout.pages_for(max_context)
-        captured = pool.device.type != "cpu"  # by a device, which does not wait for what the host decides
-        # Steps with recurrent state are not recorded: each of them reads and writes other slots.
-        unfit = (captured and decoder.asks_the_host) or pool.layout.recurrent is not None
-        self._recorder: Recorder | None = None if unfit else decoder.ops.recorder()
+        recorder = decoder.ops.recorder()
+        self.note = "" if recorder is None else _why_not(recorder, decoder, pool)  # why no step is recorded
+        self._recorder: Recorder | None = None if self.note else recorder
         self._steps: dict[Shape, Recording] = {}
         self._loops: dict[Shape, Recording] = {}
 
@@ -173,7 +172,7 @@ class Replay:
             loop_draws.fill(draws.table, draws.keys)
 
         def recordable_step() -> Tensor:
-            logits = self._decoder.decode(own, stores, picked)
+            logits = self._decoder.decode(own, stores, picked, self._pool.state_store)
             if shape.loop is not None:
                 recorder.advance(logits, own.ids, own.segments[0].paging, size, loop_draws)
             return logits
@@ -186,6 +185,19 @@ class Replay:
             del recordings[next(iter(recordings))]
         recording = recordings[shape] = Recording(own, dummies, picked, recorded, loop_draws)
         return recording
+
+
+def _why_not(recorder: Recorder, decoder: Decoder, pool: PagePool) -> str:
+    """What keeps steps from being recorded.
+
+    A device does not wait for what the host decides. It reads from a step's buffers which slots hold recurrent states;
+    kernels of the host take them as plain numbers.
+    """
+    if recorder.captures and decoder.asks_the_host:
+        return "steps are not captured: the host reads which experts were chosen, and launches them one by one"
+    if not recorder.captures and pool.layout.recurrent is not None:
+        return "steps of a model with recurrent state are not recorded: each launches its operations one by one"
+    return ""
 
 
 def fill(buffers: StepInput, step: StepInput, dummies: StepInput) -> None:

@@ -92,6 +92,11 @@ class StepExecutor:
         return self._decoder.weight_bytes
 
     @property
+    def replay_note(self) -> str:
+        """Why decode steps are not recorded and replayed; empty where they are."""
+        return self._replay.note
+
+    @property
     def closed(self) -> bool:
         """Whether nothing runs any more."""
         return self._closed

@@ -140,9 +140,15 @@ class Decoder:
                 x[segment.tokens] = part
         return x
 
-    def decode(self, step: StepInput, stores: Stores, step_adapters: StepAdapters | None = None) -> Tensor:
+    def decode(
+        self,
+        step: StepInput,
+        stores: Stores,
+        step_adapters: StepAdapters | None = None,
+        state_store: StateStore | None = None,
+    ) -> Tensor:
         """Logits after every token of a step, by operations of the backend alone: a step to be recorded or captured."""
-        return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters), step_adapters)
+        return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters, state_store), step_adapters)
 
     @property
     def asks_the_host(self) -> bool:

@@ -49,6 +49,11 @@ class Recorder(Protocol):
         ...
 
     @property
+    def captures(self) -> bool:
+        """Whether a recording is what a device did, which then reads all that changes from a step's buffers."""
+        ...
+
+    @property
     def draws(self) -> bool:
         """Whether the rows of a loop may draw; otherwise they take their likeliest tokens."""
         ...

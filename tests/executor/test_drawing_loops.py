@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from tiny import VOCAB, write_tiny
-from torch import Tensor
 
 from kvilt.config import RunConfig
 from kvilt.executor.executor import ModelExecutor
@@ -19,44 +15,14 @@ from kvilt.executor.load import load_executor
 from kvilt.ops import select
 from kvilt.sampling.params import SamplingParams
 
-graphs = pytest.importorskip("kvilt.ops.triton.graphs")
-backend = pytest.importorskip("kvilt.ops.triton.backend")
-
-
-@dataclass
-class EagerGraph:
-    """What a captured graph does, without a device: the step again, its results in the same places."""
-
-    step: Callable[[], Tensor]
-    recorder: Any
-    result: Tensor
-    drawn: Tensor | None
-
-    def replay(self) -> None:
-        self.result.copy_(self.step())
-        if self.drawn is not None:
-            self.drawn.copy_(self.recorder._drawn)
-
-
-class EagerRecorder(graphs.GraphRecorder):  # type: ignore[misc]
-    """Records steps on a machine without a GPU."""
-
-    def record(self, step: Callable[[], Tensor]) -> Any:
-        self._drawn = None
-        result = step()
-        graph = EagerGraph(step, self, result, self._drawn)
-        return graphs.CapturedStep(graph, result, self._drawn, lambda: self._stopped)
+pytest.importorskip("triton")
+eager = pytest.importorskip("eager_recorder")
 
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelExecutor]:
-    def made(device: torch.device, _: Any) -> Any:
-        ops = backend.TritonOps(device, torch.float32)
-        ops._recorder = EagerRecorder(ops._sampling)
-        return ops
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(select._NAMED, "interpreted", made)
+        patch.setitem(select._NAMED, "interpreted", eager.recording_ops)
         folder = write_tiny(Path(tmp_path_factory.mktemp("tiny")))
         with closing(load_executor(folder, RunConfig(backend="interpreted", kv_memory=1 << 22))) as opened:
             yield opened

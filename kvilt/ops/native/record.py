@@ -85,6 +85,7 @@ class NativeRecorder:
 
     max_rows = 64
     draws = False
+    captures = False
 
     def __init__(self, runner: KernelRunner, using: Callable[[Buffers], AbstractContextManager[None]]) -> None:
         self._runner = runner

@@ -59,6 +59,7 @@ class GraphRecorder:
 
     max_rows = 512
     draws = True
+    captures = True
 
     def __init__(self, sampling: TritonSampling) -> None:
         self._sampling = sampling
