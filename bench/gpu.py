@@ -1,6 +1,7 @@
-"""What a GPU is used for, beside what it could do: decode, batches and prefill of a Llama shape with random weights.
+"""What a GPU is used for, beside what it could do: decode, batches and prefill of models with random weights.
 
-    python bench/gpu.py [--shape 8b] [--only decode,batch,prefill,engine,mix,baselines] [--format Q4_K]
+    python bench/gpu.py [--shape 8b|1b|0.6b|30b-a3b|gpt-oss-20b|qwen3.5-9b] [--format Q4_K]
+        [--only decode,batch,prefill,profile,one,engine,mix,baselines]
         [--kv-dtype float8_e4m3fn] [--deterministic]
 
 Limits (bytes a second read, operations a second) are measured in the same run.
@@ -18,8 +19,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from active_bytes import kv_bytes, multiplied, weight_bytes
 from gpu_baselines import baselines
-from random_model import LLAMA_1B, LLAMA_8B, QWEN3_06B, SMALL, random_checkpoint
+from random_model import (
+    GPT_OSS_20B,
+    LLAMA_1B,
+    LLAMA_8B,
+    QWEN3_06B,
+    QWEN3_30B_A3B,
+    QWEN35_9B,
+    SMALL,
+    random_checkpoint,
+)
 
 from kvilt.batch import Batch, Ids, Logits, Nothing, Row
 from kvilt.config import RunConfig
@@ -30,7 +41,11 @@ from kvilt.executor.load import build_executor
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
 
-SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "0.6b": QWEN3_06B, "small": SMALL}
+SHAPES = {
+    "8b": LLAMA_8B, "1b": LLAMA_1B, "0.6b": QWEN3_06B, "30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B,
+    "qwen3.5-9b": QWEN35_9B, "small": SMALL,
+}  # fmt: skip
+FORMATS = {"gpt-oss-20b": "MXFP4"}  # where a shape has one of its own
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -65,20 +80,20 @@ def decode(executor: Executor, bandwidth: float) -> None:
         executor.prefill(list(range(1, 17)), kv)
         executor.sample_tokens(40, [5], kv, params=GREEDY)
         seconds = median_s(lambda: executor.sample_tokens(128, [7], kv, params=GREEDY)) / 128
-    share = executor.weight_bytes / bandwidth / seconds
-    print(f"decode, batch 1: {1 / seconds:.0f} tok/s, {seconds * 1e3:.3f} ms a step, {share:.0%} of bandwidth")
+    size = executor.weight_bytes
+    share, read = size / bandwidth / seconds, f"{size / 1e9:.2f} GB of weights"
+    print(f"decode, batch 1: {1 / seconds:.0f} tok/s, {seconds * 1e3:.3f} ms a step, {read}, {share:.0%} of bandwidth")
 
 
 def batch(executor: Executor, bandwidth: float, rows: int, context: int) -> None:
     """Many sequences in one step."""
     with executor.create_kv_cache(rows) as kv:
-        prompt = [1 + i % 900 for i in range(context)]
-        executor.prefill([prompt] * rows, kv)
-        executor.sample_tokens(40, [[5]] * rows, kv, params=GREEDY)
-        steps = 32
-        seconds = median_s(lambda: executor.sample_tokens(steps, [[7]] * rows, kv, params=GREEDY), 3) / steps
-        kv_bytes = sum(kv.lengths) * executor.layout.page_bytes / executor.layout.page_tokens
-    floor = (executor.weight_bytes + kv_bytes) / bandwidth
+        # Rows of their own each, which choose experts of their own.
+        executor.prefill([[1 + (7 * i + 13 * row) % 900 for i in range(context)] for row in range(rows)], kv)
+        last, steps = [[5 + row] for row in range(rows)], 32
+        executor.sample_tokens(40, last, kv, params=GREEDY)
+        seconds = median_s(lambda: executor.sample_tokens(steps, last, kv, params=GREEDY), 3) / steps
+        floor = (weight_bytes(executor, rows) + kv_bytes(executor, kv)) / bandwidth
     speed = f"{seconds * 1e3:.2f} ms, {rows / seconds:.0f} tok/s"
     print(f"decode, {rows} rows at {context}: {speed}, bytes {floor * 1e3:.2f} ms ({floor / seconds:.0%})")
 
@@ -93,10 +108,25 @@ def prefill(executor: Executor, tokens: int, flops: float) -> None:
             executor.run(Batch.of([Row(Ids(ids), range(tokens), kv, want=Nothing())]))
 
     seconds = median_s(once, 3)
-    head = executor.spec.vocab_size * executor.spec.hidden_size
-    work = 2 * tokens * (executor.weight_bytes / 2 - head)
+    work = 2 * tokens * multiplied(executor)
     speed, made = f"{seconds * 1e3:.1f} ms, {tokens / seconds:.0f} tok/s", work / seconds
     print(f"prefill, {tokens}: {speed}, {made / 1e12:.0f} TFLOP/s ({made / flops:.0%})")
+
+
+def profile(executor: Executor, rows: int) -> None:
+    """Kernels of a decode step, by the time they take together; where kernels overlap that is more than the step's."""
+    steps = 16
+    with executor.create_kv_cache(rows) as kv:
+        executor.prefill([[1 + (7 * i + row) % 900 for i in range(400)] for row in range(rows)], kv)
+        last = [[5 + row] for row in range(rows)]
+        executor.sample_tokens(40, last, kv, params=GREEDY)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            executor.sample_tokens(steps, last, kv, params=GREEDY)
+            torch.cuda.synchronize()
+    print(f"kernels of a step of {rows} rows:")
+    for one in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:16]:
+        each, count = one.self_device_time_total / one.count, one.count / steps
+        print(f"    {each * count:8.1f} us = {count:6.1f} x {each:6.2f} us  {one.key[:60]}")
 
 
 class Tokens:
@@ -185,6 +215,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--only", default="agreement,decode,batch,prefill,one,engine,mix")
     parser.add_argument("--format", default="", help="that matrices are packed in, like Q4_K")
+    parser.add_argument("--rows", default="4,64,256", help="of the rows 'batch'")
+    parser.add_argument("--tokens", default="512,2048,8192", help="of the rows 'prefill'")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
@@ -194,15 +226,19 @@ def main() -> None:
         return
     bandwidth, flops = limits()
     jobs: dict[str, Callable[[], None]] = {"agreement": agreement}
+    start = time.perf_counter()
     executor = build_executor(
-        random_checkpoint(SHAPES[options.shape], format_=options.format),
+        random_checkpoint(SHAPES[options.shape], format_=options.format or FORMATS.get(options.shape, "")),
         RunConfig(device="cuda", kv_memory=48 << 30, kv_dtype=options.kv_dtype, deterministic=options.deterministic),
     )
+    print(f"{options.shape}: {time.perf_counter() - start:.1f} s to make, {torch.cuda.memory_allocated() / 1e9:.1f} GB")
     gc.collect()
     gc.freeze()  # as `kvilt serve` does
     jobs["decode"] = lambda: decode(executor, bandwidth)
-    jobs["batch"] = lambda: [batch(executor, bandwidth, rows, 1000) for rows in (4, 64, 256)] and None
-    jobs["prefill"] = lambda: [prefill(executor, tokens, flops) for tokens in (512, 2048, 8192)] and None
+    rows, tokens = ([int(one) for one in given.split(",")] for given in (options.rows, options.tokens))
+    jobs["batch"] = lambda: [batch(executor, bandwidth, one, 1000) for one in rows] and None
+    jobs["prefill"] = lambda: [prefill(executor, one, flops) for one in tokens] and None
+    jobs["profile"] = lambda: profile(executor, 1)
     jobs["one"] = lambda: engine_alone(executor)
     jobs["engine"] = lambda: engine_batch(executor, (100, 1000), (128, 128), "256 x 100-1,000 in, 128 out")
     jobs["mix"] = lambda: engine_batch(executor, (100, 1024), (100, 1024), "256 x 100-1,024 in, 100-1,024 out")

@@ -1,4 +1,4 @@
-"""Checkpoints of any Llama shape with random weights, made on the device they run on."""
+"""Checkpoints of any shape with random weights, made on the device they run on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvilt.models.assemble import tensor_shapes
 from kvilt.quant.formats import FLOAT8, FORMATS
 from kvilt.quant.tensor import QuantTensor, Weight
 from kvilt.weights.source import HF, Checkpoint
@@ -27,6 +28,23 @@ QWEN3_06B = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000.0,
 }  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "rope_theta": 1000000.0,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "vocab_size": 201088, "sliding_window": 128,
+}  # fmt: skip
+QWEN35_9B = {
+    "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 248320, "rope_theta": 10000000.0, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 SMALL = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 1000, "rope_theta": 10000.0,
@@ -42,6 +60,7 @@ class RandomTensors:
     dtype: torch.dtype
     format: str = ""  # of matrices, where they are packed
     storages: dict[str, TensorStorage] = field(default_factory=dict)
+    last: tuple[str, Weight] | None = None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.shapes)
@@ -55,10 +74,21 @@ class RandomTensors:
             count *= size
         if self.format and len(self.shapes[name]) == 2:
             return TensorStorage(self.format, _nbytes(self.format, count))
+        if name.endswith(("_blocks", "_scales")):
+            return TensorStorage("U8", count)
         return TensorStorage("BF16", count * 2)
 
     def tensor(self, name: str) -> Weight:
+        if self.last is None or self.last[0] != name:  # stacked experts are taken one after the other
+            self.last = name, self._made(name)
+        return self.last[1]
+
+    def _made(self, name: str) -> Weight:
         shape = self.shapes[name]
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (118, 121)  # weights of about 0.01
+            seed = torch.Generator(self.device).manual_seed(sum(name.encode()))
+            return torch.randint(low, high, shape, generator=seed, dtype=torch.uint8, device=self.device)
         if self.format and len(shape) == 2:
             return random_blocks(self.format, shape, self.device, sum(name.encode()))
         if len(shape) == 1:
@@ -67,7 +97,8 @@ class RandomTensors:
         return torch.randn(shape, generator=seed, dtype=self.dtype, device=self.device) * (0.6 / shape[1] ** 0.5)
 
     def forget(self, name: str) -> None:
-        del name
+        if self.last is not None and self.last[0] == name:
+            self.last = None
 
     def digest(self) -> str:
         return "random"
@@ -121,43 +152,39 @@ def random_float8(
     return QuantTensor.of_float8(numbers.to(torch.float8_e4m3fn), own)
 
 
+def random_mxfp4(shape: tuple[int, ...], device: torch.device, seed: int) -> QuantTensor:
+    """A weight of MXFP4, of numbers about 0.01."""
+    format_, random, (rows, columns) = FORMATS["MXFP4"], torch.Generator(device).manual_seed(seed), shape
+    size = (rows, columns // format_.block_elements, format_.block_bytes)
+    blocks = torch.randint(0, 256, size, generator=random, dtype=torch.uint8, device=device)
+    blocks[..., 0] = 118 + blocks[..., 0] % 3
+    return QuantTensor.of_blocks(format_, (rows, columns), blocks.view(rows, -1))
+
+
 def _put_half(blocks: Tensor, at: int, numbers: Tensor) -> None:
     blocks[..., at : at + 2] = numbers.half().view(torch.uint8)
 
 
-def _gated(at: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """The maps of a gated feed-forward."""
-    wide, back = (inner, width), (width, inner)
-    return {f"{at}gate_proj.weight": wide, f"{at}up_proj.weight": wide, f"{at}down_proj.weight": back}
+class _Blocks:
+    """Says of the tensors of MXFP4 blocks that a checkpoint has them."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith("_blocks")
 
 
 def random_checkpoint(
     shape: dict[str, Any], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, format_: str = ""
 ) -> Checkpoint:
-    """A Llama of this shape, or a Qwen3 with experts; `format_` packs its matrices."""
-    experts = shape.get("num_experts", 0)
+    """A model of this configuration, a Llama if it does not say, or a Qwen3 with experts; `format_` packs its matrices.
+
+    Only gpt-oss has MXFP4, in its experts.
+    """
+    architecture = "Qwen3MoeForCausalLM" if shape.get("num_experts", 0) else "LlamaForCausalLM"
     config = {
-        "architectures": ["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "architectures": [architecture], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, **shape,
     }  # fmt: skip
-    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head = config.get("head_dim", width // config["num_attention_heads"])
-    queries, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {
-            f"{at}input_layernorm.weight": (width,), f"{at}post_attention_layernorm.weight": (width,),
-            f"{at}self_attn.q_proj.weight": (queries, width), f"{at}self_attn.k_proj.weight": (kv, width),
-            f"{at}self_attn.v_proj.weight": (kv, width), f"{at}self_attn.o_proj.weight": (width, queries),
-        }  # fmt: skip
-        if not experts:
-            shapes |= _gated(f"{at}mlp.", width, inner)
-            continue
-        shapes |= {f"{at}self_attn.{name}_norm.weight": (head,) for name in "qk"}
-        shapes[f"{at}mlp.gate.weight"] = (experts, width)
-        for e in range(experts):
-            shapes |= _gated(f"{at}mlp.experts.{e}.", width, config["moe_intermediate_size"])
-    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (vocab, width)}
-    return Checkpoint(Path("random"), HF, config, {}, RandomTensors(shapes, torch.device(device), dtype, format_))
+    tensors = RandomTensors({}, torch.device(device), dtype, "" if format_ == "MXFP4" else format_)
+    checkpoint = Checkpoint(Path("random"), HF, config, {}, tensors)
+    tensors.shapes.update(tensor_shapes(checkpoint, _Blocks() if format_ == "MXFP4" else ()))
+    return checkpoint

@@ -65,6 +65,15 @@ def assemble(
     )
 
 
+def tensor_shapes(checkpoint: Checkpoint, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+    """The tensors that a model of this configuration needs, as its checkpoints call them.
+
+    `present`: which of the names that only some checkpoints have are among them.
+    """
+    dialect = recognise(checkpoint).dialect
+    return {one.name: one.shape for _, one in _needed(dialect.spec(checkpoint), dialect, present)}
+
+
 def _ignored(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[str]:
     """Patterns of tensors that may be there without being used."""
     yield from dialect.ignored

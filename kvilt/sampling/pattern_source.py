@@ -78,21 +78,7 @@ class Either:
     options: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What must stand ahead or behind, or must not; it takes no character."""
-
-    node: Node
-    behind: bool
-    negated: bool
-
-    @property
-    def name(self) -> str:
-        """As errors call it."""
-        return "lookbehind" if self.behind else "lookahead"
-
-
-Node = Chars | Anchor | Repeat | Chain | Either | Look
+Node = Chars | Anchor | Repeat | Chain | Either
 
 
 def read_pattern(pattern: str, where: str) -> Node:
@@ -114,8 +100,6 @@ def _size(node: Node) -> int:
             return _size(inner) * max(least, most or 1, 1)
         case Chain(parts) | Either(parts):
             return sum(map(_size, parts)) or 1
-        case Look(inner):
-            return _size(inner)
         case _:
             return 1
 
@@ -164,8 +148,6 @@ class _Reader:
             return node
         if isinstance(node, Anchor):
             raise self._unsupported("a repeated anchor")
-        if isinstance(node, Look):
-            raise self._unsupported(f"a repeated {node.name}")
         self._take("?")  # lazy or greedy, the same texts match
         if self._counts() is not None:
             raise self._broken("a repetition of a repetition")
@@ -207,10 +189,10 @@ class _Reader:
         return Chars(((ord(char), ord(char)),))
 
     def _group(self) -> Node:
+        for sign, name in (("(?=", "lookahead"), ("(?!", "lookahead"), ("(?<=", "lookbehind"), ("(?<!", "lookbehind")):
+            if self.text.startswith(sign, self.at):
+                raise self._unsupported(name)
         self.at += 1
-        for sign in ("?=", "?!", "?<=", "?<!"):
-            if self._take(sign):
-                return Look(self._inside(), "<" in sign, "!" in sign)
         if self._take("?<"):
             name_end = _GROUP_NAME.match(self.text, self.at)
             if name_end is None:
@@ -218,10 +200,6 @@ class _Reader:
             self.at = name_end.end()
         elif self._take("?") and not self._take(":"):
             raise self._unsupported(f"(?{self.text[self.at : self.at + 1]}")
-        return self._inside()
-
-    def _inside(self) -> Node:
-        """The rest of a group."""
         self.depth += 1
         if self.depth > MAX_GROUPS:
             raise GrammarTooLarge(self.where, f"the pattern has more than {MAX_GROUPS} groups one in another")

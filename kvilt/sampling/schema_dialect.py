@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from .formats import FORMATS
-from .schema_inline import Inliner
 from .schema_place import LIST, NAMED, ONE, Path, kind, named
 from .schema_rewrite import rewritten
 
@@ -36,7 +35,6 @@ _ONE = (
 )
 _NAMED = (*NAMED, "dependentSchemas")
 _CONDITIONS = ("if", "not")
-_DECIDED = (*_CONDITIONS, "propertyNames")  # what these hold must be known, not only referred to
 _MORE = frozenset(
     [
         *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"),
@@ -76,11 +74,9 @@ class SchemaReader:
 
     warnings: dict[str, str] = field(default_factory=dict)
     close_objects: bool = False  # objects that do not speak of other properties have none
-    _inliner: Inliner = field(default_factory=lambda: Inliner({}, alone=lambda _draft: False))
 
     def read(self, schema: Any) -> Any:
         """The same schema in 2020-12, without what has no effect."""
-        self._inliner = Inliner(schema, alone=lambda draft: draft in (4, 6, 7))
         return self._schema(schema, UNSAID, (), 0)
 
     def notes(self) -> tuple[str, ...]:
@@ -106,8 +102,6 @@ class SchemaReader:
     def _inside(self, key: str, value: Any, draft: int, path: Path, conditions: int) -> Any:
         """The value of a keyword, with the schemas in it read as well."""
         deeper = conditions + (key in _CONDITIONS)
-        if key in _DECIDED and deeper - (key in _CONDITIONS) == 0:
-            value = self._inliner.inlined(value, path, draft)
         if key in _ONE:
             return self._schema(value, draft, (*path, key), deeper)
         if key in LIST and isinstance(value, list):

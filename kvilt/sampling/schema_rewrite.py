@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .pattern import other_texts
-from .schema_names import with_names
 from .schema_place import Schema
 
 MAX_UNIQUE = 5  # values whose orders are written out
@@ -91,14 +89,12 @@ def _dependencies(rest: dict[str, Any]) -> list[Schema]:
 
 def _names(rest: dict[str, Any]) -> list[Schema]:
     """`propertyNames` where no other keyword speaks of names that are not listed."""
-    rule = rest.get("propertyNames", True)
+    rule = rest.get("propertyNames")
     if rule is True:
-        rest.pop("propertyNames", None)
-        return []
-    if "unevaluatedProperties" in rest:
+        del rest["propertyNames"]
         return []
     if not isinstance(rule, dict) or rest.keys() & _ABOUT_NAMES - {"additionalProperties"}:
-        return _names_by_patterns(rest)
+        return []
     own = {key: value for key, value in rule.items() if (key, value) != ("type", "string")}
     others = rest.get("additionalProperties", True)
     match own:
@@ -111,18 +107,10 @@ def _names(rest: dict[str, Any]) -> list[Schema]:
             named = {"properties": dict.fromkeys(names, others)}
         case _:
             if own:
-                return _names_by_patterns(rest)
+                return []
             named = {}
     del rest["propertyNames"]
     rest |= {**named, "additionalProperties": False} if named else {}
-    return []
-
-
-def _names_by_patterns(rest: dict[str, Any]) -> list[Schema]:
-    found = with_names(rest)
-    if found is not None:
-        rest.clear()
-        rest |= found
     return []
 
 
@@ -261,11 +249,6 @@ def _some_different(members: Any) -> Schema | None:
     return _any_of(options)
 
 
-def _not_found(pattern: Any) -> Schema | None:
-    rest = other_texts(pattern) if isinstance(pattern, str) else None
-    return None if rest is None else {"type": "string", "pattern": rest}
-
-
 def _bound(kind: str, keyword: str) -> Callable[[Any], Schema | None]:
     return lambda value: {"type": kind, keyword: value} if _is_number(value) else None
 
@@ -322,9 +305,6 @@ _OPPOSITES: Mapping[str, Callable[[Any], Schema | None]] = {
     "exclusiveMaximum": _bound("number", "minimum"),
     "minLength": _count("string", "maxLength", -1),
     "maxLength": _count("string", "minLength", 1),
-    "pattern": _not_found,
-    "additionalProperties": lambda value: False if value is True else None,
-    "items": lambda value: False if value is True else None,
     "minItems": _count("array", "maxItems", -1),
     "maxItems": _count("array", "minItems", 1),
     "not": lambda schema: schema if isinstance(schema, dict | bool) else None,

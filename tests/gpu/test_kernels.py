@@ -1,4 +1,4 @@
-"""Kernels on a GPU beside the reference on the CPU: attention sinks, the repair step, and weights of 8-bit floats."""
+"""Kernels on a GPU beside the reference on the CPU: attention sinks, repairs, weights of 8-bit floats, experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
-from kvilt.ops.contract import AttentionMask, Interpolation, Ops, PageShape, PageStore, Paging, RowLengths
+from kvilt.ops.contract import AttentionMask, Interpolation, Ops, PageShape, PageStore, Paging, Routing, RowLengths
 from kvilt.ops.kv_dtypes import KV_DTYPES
 from kvilt.ops.reference import ReferenceOps
+from kvilt.quant.formats import FORMATS
 from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize
 
@@ -133,3 +134,58 @@ def test_every_8_bit_float_is_exact() -> None:
     ops = triton_ops()
     found = ops.linear(torch.eye(256, dtype=torch.bfloat16, device="cuda")[:60], ops.prepare(weight)).cpu()
     assert torch.equal(found, dequantize(weight).bfloat16().T[:60])
+
+
+# Experts.
+
+
+EXPERTS, TOP_K, WIDE, INNER = 16, 3, 256, 320
+
+
+def expert_weights(name: str) -> list[list[QuantTensor | Tensor]]:
+    shapes = [(INNER, WIDE), (INNER, WIDE), (WIDE, INNER)]
+    if name == "BF16":
+        return [[random_of(*s, seed=9 * e + i) / s[1] ** 0.5 for i, s in enumerate(shapes)] for e in range(EXPERTS)]
+    return [[packed_of(name, *s, seed=9 * e + i) for i, s in enumerate(shapes)] for e in range(EXPERTS)]
+
+
+def packed_of(name: str, rows: int, columns: int, seed: int) -> QuantTensor:
+    random, format_ = torch.Generator().manual_seed(seed), FORMATS[name]
+    size = (rows, columns // format_.block_elements, format_.block_bytes)
+    blocks = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = 119 + blocks[..., 0] % 3
+    else:
+        scales = (torch.rand(*size[:2], 1, generator=random) + 0.5) * 0.01
+        blocks[..., :2] = scales.half().view(torch.uint8)
+    return QuantTensor.of_blocks(format_, (rows, columns), blocks.view(rows, -1))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 150, 1200])
+@pytest.mark.parametrize("name", ["BF16", "MXFP4", "Q4_0"])
+def test_experts_are_the_references(name: str, tokens: int) -> None:
+    weights, found = expert_weights(name), []
+    x, logits = random_of(tokens, WIDE, seed=1), random_of(tokens, EXPERTS, seed=2)
+    biases = [[random_of(n, seed=7 * e + n) for n in (INNER, INNER, WIDE)] for e in range(EXPERTS)]
+    for ops in (triton_ops(), ReferenceOps()):
+        maps = [
+            tuple((ops.prepare(w), b.to(ops.device, ops.dtype)) for w, b in zip(own, added, strict=True))
+            for own, added in zip(weights, biases, strict=True)
+        ]
+        stack = ops.stack_experts(maps)  # type: ignore[arg-type]
+        routed = ops.route(logits.to(ops.device, ops.dtype), Routing(TOP_K))
+        made = ops.experts(x.to(ops.device, ops.dtype), routed, stack, "swiglu_oai", x.to(ops.device, ops.dtype))
+        found.append((routed, made.float().cpu()))
+    (ours, made), (theirs, truth) = found
+    assert torch.equal(ours.chosen.cpu(), theirs.chosen)
+    torch.testing.assert_close(ours.weights.cpu(), theirs.weights, rtol=1e-4, atol=1e-5)
+    assert distance(made, truth) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 100])
+def test_mxfp4_products_are_the_references(rows: int) -> None:
+    ops, weight = triton_ops(), packed_of("MXFP4", 500, 352, seed=3)
+    x = random_of(rows, 352, seed=4)
+    truth = x.double() @ dequantize(weight).double().T
+    assert distance(ops.linear(x.cuda(), ops.prepare(weight)), truth) < 6e-3
+    assert distance(ops.embed(ops.prepare(weight), torch.tensor([3, 499]).cuda()), dequantize(weight)[[3, 499]]) < 4e-3

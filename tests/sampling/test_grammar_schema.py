@@ -200,12 +200,12 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 UNSUPPORTED = [
     ("contains", {"contains": {}}),
-    ("not", {"not": {"pattern": "\\p{L}"}}),
+    ("not", {"not": {"pattern": "a"}}),
     ("not", {"not": {"type": "integer"}}),
     ("not", {"not": {"const": [1]}}),
-    ("if", {"if": {"pattern": "\\p{L}"}, "then": {"maxLength": 3}}),
-    ("propertyNames", {"propertyNames": {"maxLength": 3, "pattern": "\\p{L}"}}),
-    ("propertyNames", {"propertyNames": {"format": "date"}, "properties": {"a": {}}}),
+    ("if", {"if": {"pattern": "a"}, "then": {"maxLength": 3}}),
+    ("propertyNames", {"propertyNames": {"maxLength": 3, "pattern": "a"}}),
+    ("propertyNames", {"propertyNames": {"pattern": "^a"}, "properties": {"a": {}}}),
     *[(name, {name: False, "allOf": [{"type": "null"}]}) for name in ("unevaluatedItems", "unevaluatedProperties")],
     ("$dynamicRef", {"$dynamicRef": "#x"}),
     ("contains", {"x-guidance": {"lenient": True}, "contains": {}}),
@@ -219,7 +219,7 @@ UNSUPPORTED = [
     ("$id", {"$id": "http://x.y/z#part"}),
     ("$schema", {"$schema": 5}),
     ("$schema", {"items": {"$schema": "urn:x"}}),
-    ("oneOf", {"oneOf": [{"pattern": "\\p{Lu}"}, {"pattern": "b"}]}),
+    ("oneOf", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
     ("patternProperties", {"patternProperties": {"a": {}, "b": {}}}),
     ("patternProperties", {"patternProperties": {"[ab]": {}, "[a-b]": {}}}),
     ("minProperties", {"minProperties": 2}),
@@ -230,11 +230,7 @@ UNSUPPORTED = [
     ("control characters", {"const": "a\x00"}),
     ("control characters", {"enum": [{"\x7f": 1}]}),
     ("control characters", {"pattern": "^\\x01"}),
-    ("lookahead", {"pattern": "(?:a(?=b)|c)+"}),
-    ("lookbehind", {"pattern": "(?:a|(?<!b)c)d"}),
-    ("lookahead", {"pattern": "^(?!\\p{Lu})."}),
-    ("not", {"not": {"pattern": "\\p{Lu}"}}),
-    ("propertyNames", {"propertyNames": {"pattern": "\\p{Lu}"}, "properties": {"a": {}}}),
+    ("lookahead", {"pattern": "(?=a)"}),
 ]
 
 

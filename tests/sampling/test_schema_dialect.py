@@ -75,40 +75,6 @@ DIALECTS: list[tuple[type[Validator], dict[str, Any]]] = [
     (Draft202012Validator, {"oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]}),
     (Draft202012Validator, {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}),
     (Draft202012Validator, {"propertyNames": {"pattern": "^[ab]"}}),
-    (Draft202012Validator, {"propertyNames": {"pattern": "^[ab]"}, "properties": {"a": {"type": "integer"}, "c": {}}}),
-    (Draft202012Validator, {"propertyNames": {"minLength": 2, "maxLength": 4}, "patternProperties": {"x": {}}}),
-    (
-        Draft202012Validator,
-        {
-            "propertyNames": {"oneOf": [{"enum": ["a", "b"]}, {"pattern": "b|c"}]},
-            "patternProperties": {"^c": {"type": "integer"}},
-            "additionalProperties": {"type": "string"},
-        },
-    ),
-    (Draft202012Validator, {"propertyNames": {"not": {"anyOf": [{"const": "a"}, {"pattern": "d$"}]}}}),
-    (Draft202012Validator, {"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"enum": ["b", "c"]}}}),
-    (Draft202012Validator, {"propertyNames": False, "properties": {"a": {}}}),
-    (Draft202012Validator, {"not": {"pattern": "^a"}}),
-    (Draft202012Validator, {"not": {"anyOf": [{"pattern": "b$"}, {"pattern": "^$"}]}, "type": ["string", "null"]}),
-    (Draft202012Validator, {"type": "string", "oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
-    (Draft202012Validator, {"not": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "string", "enum": ["a", "b"]}}}),
-    (
-        Draft202012Validator,
-        {
-            "$id": "https://x.y/z",
-            "not": {"$ref": "#/$defs/n", "minLength": 2},
-            "$defs": {"n": {"anyOf": [{"$ref": "#/$defs/s"}, {"type": "null"}]}, "s": {"type": "string"}},
-        },
-    ),
-    (
-        Draft7Validator,
-        {"$schema": DRAFT_7, "not": {"$ref": "#/definitions/n", "minLength": 9}, "definitions": {"n": {"const": "a"}}},
-    ),
-    (
-        Draft202012Validator,
-        {"if": {"$ref": "#/$defs/n"}, "then": {"required": ["b"]}, "$defs": {"n": {"required": ["a"]}}},
-    ),
-    (Draft202012Validator, {"not": {"type": "object", "additionalProperties": True, "required": ["a"]}}),
     (Draft202012Validator, {"properties": {"a": {}}, "unevaluatedProperties": {"type": "integer"}}),
     (Draft202012Validator, {"prefixItems": [{}], "unevaluatedItems": False}),
     (Draft202012Validator, {"contains": {"const": 9}, "minContains": 0}),
@@ -215,32 +181,3 @@ def test_texts_other_than_some(words: list[str]) -> None:
 def test_a_negation_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(GrammarError, match="nothing satisfies"):
         compiled({"not": {}})
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"not": {"$ref": "#"}},
-        {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
-        {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$id": "urn:x", "$ref": "#/$defs/b", "$defs": {"b": {}}}}},
-        {"not": {"$ref": "#/$defs/nowhere"}},
-        {"not": {"$ref": "https://x.y/z"}},
-        {"not": {"$ref": "#/$defs/0"}, "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(900)}},
-        {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$anchor": "x", "const": 1}}},
-    ],
-)
-def test_references_that_a_negation_cannot_follow_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(GrammarError):
-        compiled(schema)
-
-
-def test_a_reference_is_relative_to_the_schema_with_a_name_around_it() -> None:
-    inner = {"$id": "https://x.y/inner", "not": {"$ref": "#/$defs/n"}, "$defs": {"n": {"const": "a"}}}
-    grammar = compiled({"$id": "https://x.y/outer", "items": inner, "$defs": {"n": {"const": "b"}}, "type": "array"})
-    assert takes(grammar, '["b"]') and not takes(grammar, '["a"]')
-    anchored = {"$schema": DRAFT_7, "type": "array", "definitions": {"n": {"const": "b"}}}
-    anchored["items"] = {"$id": "#here", "not": {"$ref": "#/definitions/n"}, "definitions": {"n": {"const": "a"}}}
-    assert takes(compiled(anchored), '["a"]') and not takes(compiled(anchored), '["b"]')
-    old = {"$schema": DRAFT_4, "id": "http://x.y/z", "type": "array", "definitions": {"n": {"enum": ["b"]}}}
-    old["items"] = {"id": "http://x.y/i", "not": {"$ref": "#/definitions/n"}, "definitions": {"n": {"enum": ["a"]}}}
-    assert takes(compiled(old), '["b"]') and not takes(compiled(old), '["a"]')

@@ -89,16 +89,3 @@ def test_more_tokens_than_fit_are_not_put_together(server: Running) -> None:
         assert http.post("/detokenize", json={"tokens": [5] * 1024}).status_code == 200
         refused = http.post("/detokenize", json={"tokens": [5] * 1025})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_a_special_token_alone_is_that_token(server: Running) -> None:
-    """As lm-eval's remote tokenizer asks for the ids of the tokens that `/tokenizer_info` names."""
-    with server.http() as http:
-        info = http.get("/tokenizer_info").json()
-        for text, token in info["special_tokens"].items():
-            asked = {"prompt": text, "add_special_tokens": False}
-            assert http.post("/tokenize", json=asked).json()["tokens"] == [token]
-            inside = http.post("/tokenize", json={**asked, "prompt": f"a{text}"}).json()["tokens"]
-            assert token not in inside, "in a text it is plain text"
-        named = http.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False}).json()
-        assert named["tokens"][0] in info["eos_token_ids"]

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from ...errors import ContextOverflow, InputError
-from ...llm import AsyncLLM
 from ...llm.offload import TOKENIZE
 from ..http.responses import json_response
 from ..http.routing import BODY_ERRORS, CallerDep, ServiceDep, StrictRoute, error_responses
@@ -86,7 +85,8 @@ def _tokens(service: Service, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give a prompt or messages to tokenize, one of them")
     if body.messages is None:
-        ids = _text_tokens(llm, body)
+        most = llm.executor.max_context
+        ids = llm.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens, limit=most)
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
         variables = body.chat_template_kwargs
@@ -94,17 +94,6 @@ def _tokens(service: Service, body: TokenizeRequest) -> Response:
     made = {"tokens": ids, "count": len(ids), "max_model_len": llm.executor.max_context}
     shown = [token_text(llm.tokenizer, token) for token in ids] if body.return_token_strs else None
     return json_response({**made, "token_strs": shown})
-
-
-def _text_tokens(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
-    """The tokens of a text. Special tokens in it are plain text, unless one is all that there is.
-
-    This is how lm-eval's remote tokenizer asks for the ids of `bos_token` and `eos_token`.
-    """
-    text, special = body.prompt or "", llm.tokenizer.special
-    if not body.add_special_tokens and text in special:
-        return [special[text]]
-    return llm.tokenizer.encode(text, add_special=body.add_special_tokens, limit=llm.executor.max_context)
 
 
 @router.post("/detokenize", response_model=None, responses={200: {"model": Detokenized}, **BODY_ERRORS})
