@@ -426,3 +426,21 @@ def test_notes_tell_nothing_but_what_is_shown(server: Running) -> None:
         shown: httpx.Response = http.get(f"/v1/files/{made.id}")
     assert set(note) - set(shown.json()) == {"owner"}
     client.files.delete(made.id)
+
+
+def test_head_is_get_without_its_body(server: Running) -> None:
+    client = server.openai()
+    made = client.files.create(file=("x", b"x" * 1_000_000), purpose="batch")
+    with server.http() as http:
+        paths = [path for path, methods in http.get("/openapi.json").json()["paths"].items() if "get" in methods]
+        asked = [path.replace("{name}", made.id).replace("{handle}", "0" * 32) for path in paths]
+        for path in ["/", "/openapi.json", f"/v1/files/{made.id}/content", *asked]:
+            head, get = http.head(path), http.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b""), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert http.head(f"/v1/files/{made.id}/content").headers["content-length"] == "1000000"
+        assert http.head("/v1/chat/completions").status_code == 405
+        assert http.head("/nowhere").status_code == 404
+    counted = server.service.metrics.snapshot()["kvilt_http_requests_total"]["series"]
+    assert {"method": "HEAD", "route": "/v1/models", "status": "200"} in [one["labels"] for one in counted]
+    client.files.delete(made.id)

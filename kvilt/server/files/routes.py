@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from ...llm.offload import FILES, Offload
 from ..batches.queue import BatchQueue
 from ..http.errors import HTTPError
+from ..http.middleware import HEAD_ONLY
 from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StreamingRoute, StrictRoute, error_responses
 from .schema import UPLOAD, DeletedFile, FileList, FileObject
@@ -137,7 +138,7 @@ class FileContent(Response):
         )
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            left = 0 if scope["method"] == "HEAD" else self._size
+            left = 0 if scope.get(HEAD_ONLY) else self._size
             while left > 0:
                 data: bytes = await self._offload.run(FILES, file.read, min(_PIECE, left), owner=self._owner)
                 left -= len(data) or left

@@ -32,6 +32,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 # Served without a key: liveness and readiness. Static files need no key either.
 _KEYLESS_PATHS = frozenset({"/health", "/ready"})
 _FORM_BYTES = 1 << 16  # of a form, beside its file
+HEAD_ONLY = "kvilt.head_only"  # in the scope of a request whose body is not sent
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -124,7 +125,18 @@ class RequestMiddleware:
         timeout_s = self._config.upload_timeout_s if slow else self._config.body_timeout_s
         context.body = LimitedBody(receive, self._max_bytes(context.scope), timeout_s)
         with self._service.in_progress():
-            await self._app(context.scope, context.body, send)
+            await self._run(context, context.body, send)
+
+    async def _run(self, context: RequestContext, receive: Receive, send: Send) -> None:
+        """A route with GET answers HEAD as well: the server below sends no body for it."""
+        if context.scope["method"] != "HEAD":
+            await self._app(context.scope, receive, send)
+            return
+        asked = {**context.scope, "method": "GET", HEAD_ONLY: True}
+        try:
+            await self._app(asked, receive, send)
+        finally:
+            context.scope["route"] = asked.get("route")  # for the log and the metrics
 
     def _check_admission(self, context: RequestContext) -> Response | None:
         """None admits the request; a response answers it here; an HTTPError refuses it."""
