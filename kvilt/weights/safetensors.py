@@ -31,6 +31,7 @@ MAX_DIMS = 64
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+_INTEGERS: Mapping[str, torch.dtype] = MappingProxyType({"I32": torch.int32, "I64": torch.int64})
 # The planes of experts in MXFP4, by which this module knows bytes that are no tensor of their own.
 _BYTE_SUFFIXES = ("_blocks", "_scales")
 # How the scales of a weight of 8-bit floats are called: both multiply, whatever their name says.
@@ -107,6 +108,9 @@ class SafetensorsFiles:
             raise
         return cls(files, entries)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def names(self) -> tuple[str, ...]:
         """Tensor names in file order, shard by shard; scales of 8-bit floats belong to those."""
         scales = frozenset(self._scales.values())
@@ -140,6 +144,14 @@ class SafetensorsFiles:
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:
             raise WeightError(name, f"is stored as {entry.dtype}; only {', '.join(_FLOATS)} can be used")
+        return self._view(name, dtype)
+
+    def integers(self, name: str) -> torch.Tensor:
+        """A tensor of whole numbers of 32 or 64 bits as a view of the file."""
+        entry = self._entry(name)
+        dtype = _INTEGERS.get(entry.dtype)
+        if dtype is None:
+            raise WeightError(name, f"is stored as {entry.dtype}; whole numbers were expected")
         return self._view(name, dtype)
 
     def _view(self, name: str, dtype: torch.dtype) -> torch.Tensor:

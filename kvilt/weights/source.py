@@ -18,6 +18,7 @@ from ..quant.tensor import Weight
 from .files import CONFIG, GENERATION, PICKLES, part_name
 from .gguf import GGUFFile
 from .json_file import read_object
+from .packed_ints import PackedIntTensors, scheme_of
 from .safetensors import SafetensorsFiles
 from .tensor_storage import TensorStorage
 
@@ -194,7 +195,9 @@ def _open_hf(weights: Path) -> Checkpoint:
         raise WeightError(CONFIG, f"must lie beside {weights.name}; it says what the tensors mean")
     config = read_object(folder / CONFIG)
     generation = read_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    tensors = SafetensorsFiles.open_folder(weights) if weights.is_dir() else SafetensorsFiles.open(weights)
+    scheme = scheme_of(config)
+    files = SafetensorsFiles.open_folder(weights) if weights.is_dir() else SafetensorsFiles.open(weights)
+    tensors: TensorSource = files if scheme is None else PackedIntTensors(files, scheme)
     return Checkpoint(weights, HF, MappingProxyType(config), MappingProxyType(generation), tensors)
 
 
