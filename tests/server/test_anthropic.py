@@ -462,6 +462,13 @@ def test_what_is_wrong_is_refused_by_name(server: Running, change: dict[str, Any
         assert param in body["error"]["message"]
 
 
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_clients_read(server: Running) -> None:
+    long = [{"role": "user", "content": "word " * 3000}]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1024 maximum") as refused:
+        server.anthropic().messages.create(**{**SHORT, "messages": long})
+    assert refused.value.body["error"]["code"] == "context_length_exceeded"
+
+
 def test_errors_before_a_route_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         for answer, kind in (

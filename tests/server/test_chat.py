@@ -590,6 +590,8 @@ def test_a_prompt_that_can_never_fit_is_refused_before_any_work(server: Running)
     with pytest.raises(openai.BadRequestError) as refused:
         server.openai().chat.completions.create(model="tiny", messages=long, stream=True)
     assert refused.value.code == "context_length_exceeded"
+    assert isinstance(refused.value.body, dict)
+    assert refused.value.body["tokens"] > refused.value.body["limit"] == 1024
 
 
 def test_special_tokens_in_user_text_are_plain_text(server: Running, tokenizer: Tokenizer) -> None:

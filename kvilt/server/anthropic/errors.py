@@ -28,6 +28,9 @@ def anthropic_error(error: HTTPError) -> dict[str, Any]:
     """The body of an error."""
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
     message, param = renamed(error, _NAMES)
+    if error.code == "context_length_exceeded" and "limit" in error.more:
+        # Anthropic's sentence: Claude Code reads the counts in it, and compacts the conversation.
+        message = f"prompt is too long: {error.more['tokens']} tokens > {error.more['limit']} maximum"
     return {"type": "error", "error": {"type": kind, "message": message, "param": param, "code": error.code}}
 
 

@@ -122,7 +122,8 @@ def http_error_of(error: BaseException) -> HTTPError:
         case HandleLimit():
             return HTTPError(409, str(error), code="kv_limit", headers=_NO_RETRY)
         case ContextOverflow():
-            return HTTPError(400, str(error), param="messages", code="context_length_exceeded")
+            code, tokens, limit = "context_length_exceeded", error.tokens, error.limit
+            return HTTPError(400, str(error), param="messages", code=code, tokens=tokens, limit=limit)
         case QueueFull():
             return HTTPError(429, str(error), code="queue_full", headers={"retry-after": "1"})
         case WorkTimeout():

@@ -25,6 +25,8 @@ class ErrorBody(ResponseModel):
     param: str | None
     code: str | None
     index: int | None = None  # kv_mismatch: the first token that differs
+    tokens: int | None = None  # context_length_exceeded: how many are needed
+    limit: int | None = None  # and how many there is room for
 
 
 class Error(ResponseModel):

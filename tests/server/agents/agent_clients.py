@@ -62,6 +62,8 @@ def _claude(place: Workspace, url: str) -> Launch:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": "sk-any",
         "ANTHROPIC_MODEL": "tiny",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     return Launch(("-p", TASK, "--allowedTools", "Read,Edit,ToolSearch"), environment)

@@ -127,8 +127,8 @@ def scripted(executor: Executor, tokenizer: Tokenizer, script: Script, **setting
         free = dataclasses.replace(honest_params(body, **more), grammar=None)
         return SamplingParams.of(free, choice=[script(body)])
 
-    def app(service: Any) -> Recorder:
-        recorders.append(Recorder(honest_app(service)))
+    def app(*given: Any) -> Recorder:
+        recorders.append(Recorder(honest_app(*given)))
         return recorders[-1]
 
     shown = dataclasses.replace(tokenizer, chat_template=TEMPLATE)
