@@ -304,8 +304,17 @@ class HandleLimit(KviltError):
 
     def __init__(self, what: str, asked: int, limit: int) -> None:
         super().__init__(f"{asked} {what} in KV handles were asked for and {limit} are allowed; delete some first")
+        self.what = what
         self.asked = asked
         self.limit = limit
+
+
+class SessionUnknown(InputError):
+    """There is no such session, or another tenant owns it, or it has expired."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"session {name[:64]!r} does not exist; it was never used, was deleted, or has expired")
+        self.name = name
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:

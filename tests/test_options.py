@@ -19,6 +19,7 @@ from kvilt.batch import Base
 from kvilt.blend import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask, Recipe, SelectiveBlend
 from kvilt.config import RunConfig
 from kvilt.engine.request import Request
+from kvilt.engine.sessions.session import SessionOptions
 from kvilt.errors import InputError, ParamError
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
@@ -136,6 +137,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Request], bool]]] = {
     "discover": ({"discover": True}, lambda request: request.discover is True),
     "lora": ({"lora": "legal"}, lambda request: request.adapter != Base()),
     "lora_scale": ({"lora": "legal", "lora_scale": 0.5}, lambda request: getattr(request.adapter, "scale", 0) == 0.5),
+    "session": ({"session": SessionOptions("mine", done=True)}, lambda request: request.session == "mine"),
     "prediction": ({"prediction": "What then?"}, lambda request: len(request.predicted) > 1),
 }
 

@@ -354,6 +354,37 @@ def inspect(
         look(path, tensors, json)
 
 
+@app.command()
+def explain(
+    request: Annotated[Path, typer.Argument(help="The body of a request of any API, as JSON; '-' reads stdin.")],
+    against: Annotated[Path | None, typer.Option(help="The body of an earlier request to compare it with.")] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show why a request reuses less KV than an earlier one left behind, without running the model."""
+    with exit_on_error():
+        from .explain import explain as compare
+
+        compare(request, against, model, json)
+
+
+@app.command()
+def session(
+    action: Annotated[str, typer.Argument(help="list, show, export, import, fork or delete.")],
+    name: Annotated[str, typer.Argument(help="The session's name or id; for import, the file.")] = "",
+    target: Annotated[str, typer.Argument(help="The file of an export, or the name of a new session.")] = "",
+    kv: Annotated[bool, typer.Option("--kv/--no-kv", help="Whether the file has the KV too.")] = True,
+    turn: Annotated[str | None, typer.Option(help="Fork only the turns that lead to this one.")] = None,
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+) -> None:
+    """Sessions of a running server: list, show NAME, export NAME FILE, import FILE, fork NAME NEW, delete NAME."""
+    with exit_on_error():
+        from .session import SessionClient, act
+
+        act(SessionClient(url, api_key), action, name, target, kv, turn)
+
+
 adapting = typer.Typer(help="LoRA adapters.")
 app.add_typer(adapting, name="lora")
 

@@ -200,6 +200,10 @@ SERVER = OptionGroup(
             "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server shuts down."),
             "max_body_bytes": Option(int, 8 << 20, "Maximum size of a request body."),
             "max_file_bytes": Option(int, 128 << 20, "Maximum size of an uploaded file."),
+            "max_session_bytes": Option(int, 1 << 28, "Maximum size of a session's file that is imported."),
+            "stable_prompts": Option(
+                bool, False, "Move lines of a session's system prompt that change behind those that do not."
+            ),
             "max_connections": Option(int, 2048, "Maximum number of open connections."),
             "keep_alive_s": Option(float, 15.0, "Seconds without an event in a stream before a comment is sent."),
             "gate_every": Option(int, 50, "Compare every n-th blended prompt with a whole prefill; 0: never."),

@@ -95,6 +95,8 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
         "grace_s",
         "max_body_bytes",
         "max_file_bytes",
+        "max_session_bytes",
+        "stable_prompts",
         "max_connections",
         "keep_alive_s",
     )

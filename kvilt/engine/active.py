@@ -16,6 +16,7 @@ from .event import Ended, PromptProgress, Reason, TokenEvent
 from .features.feature import Feature, Forgotten
 from .forward import Result, RowDone
 from .isolation import contained, quietly
+from .misses.explainer import MissExplainer
 from .notify import blend_report, detach_kv, notify
 from .scheduling.plan import Sample
 from .scheduling.scheduler import Advance, Scheduler
@@ -36,6 +37,7 @@ class ActiveRequests:
         clock: Callable[[], float],
         seqs: dict[Sample, SequenceState],
         features: Sequence[Feature],
+        misses: MissExplainer,
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self._seqs = seqs
@@ -44,6 +46,7 @@ class ActiveRequests:
         self._counters = counters
         self._clock = clock
         self._features = features
+        self._misses = misses
 
     def add(self, job: Job) -> None:
         """A request is in progress from now on; its first sequence waits for a row."""
@@ -157,7 +160,8 @@ class ActiveRequests:
             seq.prompt_ready = tokens
             if seq.job.request.progress:
                 blended = seq.blending.report() if seq.blending is not None and seq.blending.done else None
-                notify(seq.job, PromptProgress(seq.sample.index, tokens, seq.cached or 0, blended))
+                miss = quietly(partial(self._misses.explained, seq), None)
+                notify(seq.job, PromptProgress(seq.sample.index, tokens, seq.cached or 0, blended, miss))
 
     # Ends.
 
@@ -181,6 +185,9 @@ class ActiveRequests:
         why: Forgotten = "unsound" if isinstance(error, NumericsError) else "ended"
         for feature in self._features:
             quietly(partial(feature.forget, seq, why), None)
+        miss = quietly(partial(self._misses.ended, seq), None)
+        if miss is not None:
+            self._counters.missed(miss)
         keeps = job.request.keep_kv and reason != "error"
         kv = quietly(partial(detach_kv, seq, self._executor), None) if keeps else None
         if kv is None and seq.kv is not None:
@@ -189,7 +196,7 @@ class ActiveRequests:
         unforked, job.unforked = (job.unforked, 0) if seq.sample.index == 0 else (0, job.unforked)
         cached = seq.cached or 0
         computed = max(0, seq.prompt_ready - cached)
-        notify(job, Ended(seq.sample.index, reason, cached, computed, error, kv, seq.drafts, blended))
+        notify(job, Ended(seq.sample.index, reason, cached, computed, error, kv, seq.drafts, blended, miss))
         for index in range(job.request.samples - unforked, job.request.samples):
             notify(job, Ended(index, reason, error=error))
         if not job.live:

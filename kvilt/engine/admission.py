@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..batch import Adapted
 from ..blend.blender import Blending
+from ..blend.cache_retriever import CacheRetriever
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import BlendPrompt
 from ..errors import InputError, ParamError, TruncateError
@@ -185,7 +186,8 @@ def _decision(
         return None
     if chunks is None:
         raise InputError("documents need a store of chunks; give the engine one")
-    if borrowed is not None:
+    # Spans that moved come from the cache that the prompt begins with, and stand behind it.
+    if borrowed is not None and not isinstance(request.blend_plugins.retriever, CacheRetriever):
         raise InputError("documents stand in a prompt of their own; leave out the cache to continue")
     if request.params is not None and request.params.prompt_logprobs is not None:
         raise ParamError("prompt_logprobs", "cannot be given for blended prompts, which are not computed as a whole")

@@ -11,6 +11,7 @@ from ..kv.pool import PagePool
 from ..metrics import Counter, Gauge, Histogram, Metrics
 from .event import Reason
 from .features.quality_checks import GATE_METRICS
+from .misses.miss import PrefixMiss
 from .scheduling.scheduler import Scheduler
 from .sequence import Job, SequenceState
 
@@ -22,6 +23,8 @@ KV_USAGE = Gauge("kvilt_kv_cache_usage_perc", "Share of KV pages that are held, 
 PREFIX_QUERIES = Counter("kvilt_prefix_cache_queries_total", "Prompt tokens looked up in the prefix index.")
 PREFIX_HITS = Counter("kvilt_prefix_cache_hits_total", "Prompt tokens whose KV was found there.")
 RESTORED = Counter("kvilt_prefix_cache_restored_total", "Tokens whose KV came back to the prefix index from a store.")
+MISSES = Counter("kvilt_prefix_cache_misses_total", "Prompts that reused less than they might have.", ("reason",))
+MISSED = Counter("kvilt_prefix_cache_missed_tokens_total", "Tokens that they computed again.", ("reason",))
 PROMPT_TOKENS = Counter("kvilt_prompt_tokens_total", "Tokens of prompts that were begun.")
 GENERATED = Counter("kvilt_generation_tokens_total", "Tokens that were drawn.")
 FIRST_TOKEN = Histogram("kvilt_time_to_first_token_seconds", "From arrival to the first token.")
@@ -47,6 +50,8 @@ ENGINE_METRICS = (
     PREFIX_QUERIES,
     PREFIX_HITS,
     RESTORED,
+    MISSES,
+    MISSED,
     PROMPT_TOKENS,
     GENERATED,
     FIRST_TOKEN,
@@ -97,6 +102,11 @@ class Counters:
         if seq.prefix_keys is not None:
             self.metrics.add(PREFIX_QUERIES, seq.sample.prompt)
             self.metrics.add(PREFIX_HITS, seq.cached or 0)
+
+    def missed(self, miss: PrefixMiss) -> None:
+        """A prompt reused less than it might have."""
+        self.metrics.add(MISSES, reason=miss.reason)
+        self.metrics.add(MISSED, miss.missed_tokens, reason=miss.reason)
 
     def token_drawn(self, seq: SequenceState, now_s: float) -> None:
         """A sample has one more token."""

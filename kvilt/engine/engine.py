@@ -30,6 +30,8 @@ from .features.feature_set import FeatureSet
 from .features.prefix_restore import PrefixRestore
 from .handles.handles import HandleInfo
 from .isolation import contained
+from .misses.explainer import MissExplainer
+from .misses.past_prompts import PastPrompts
 from .planner import Planner
 from .request import Request
 from .scheduling.plan import Sample, StepPlan
@@ -55,6 +57,7 @@ class Engine:
         chunks: Callable[[], ChunkCache] | None = None,
         store: Store | None = None,
         reclaim: ReclaimPages | None = None,
+        past_prompts: PastPrompts | None = None,
     ) -> None:
         """`features` plug in beside blending and stored prefixes; `judge` decides how documents are blended.
 
@@ -64,6 +67,8 @@ class Engine:
 
         `store`, if it has a tier that outlives the process, keeps prefixes that this executor has no room for. Closing
         the engine puts all of them there.
+
+        `past_prompts` remember the latest prompts, so that misses can be explained.
         """
         config = config or EngineConfig()
         device = executor.pool.device.type
@@ -82,7 +87,9 @@ class Engine:
         accounting = PoolAccounting(executor, self._seqs, reclaim or _nothing_to_reclaim, load_prefix)
         scheduler = self._scheduler = Scheduler(limits, accounting, config.owner_weights)
         counters = self._counters = Counters(self.metrics, executor.pool, scheduler, clock)
-        active = self._active = ActiveRequests(executor, scheduler, counters, clock, self._seqs, plugged)
+        self._misses = MissExplainer(executor, past_prompts or PastPrompts(clock))
+        given = (executor, scheduler, counters, clock, self._seqs, plugged, self._misses)
+        active = self._active = ActiveRequests(*given)
         every = self._features = FeatureSet(plugged, self._seqs, scheduler, active, self._submit)
         self._planner = Planner(executor, self._seqs, scheduler, accounting, active, counters, every, self._settle)
         self._overlap = config.overlap if config.overlap is not None else device != "cpu"
@@ -172,7 +179,9 @@ class Engine:
 
         The engine owns the borrowed cache from here on, also if this raises.
         """
-        return self._jobs.make(request, listener, borrowed, on_first_logits)
+        job = self._jobs.make(request, listener, borrowed, on_first_logits)
+        self._misses.compare(job)
+        return job
 
     def add(self, job: Job, held: bool = False) -> None:
         """Admit a request at the next step; if `held`, it gets no row until `resume`."""

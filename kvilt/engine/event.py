@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from ..blend.blender import BlendReport
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
+from .misses.miss import PrefixMiss
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -52,6 +53,7 @@ class Ended:
     kv: KVCache | None = None  # with keep_kv: prompt and drawn tokens but the last; the listener closes it
     drafts: DraftCounts = DraftCounts()
     blended: BlendReport | None = None  # where the KV of a blended prompt came from
+    miss: PrefixMiss | None = None  # why the prompt reused no more; None where no more was there
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class PromptProgress:
     tokens: int  # of the prompt, whose KV is there
     cached: int  # of these, not computed
     blended: BlendReport | None = None  # where the rest came from, once a blended prompt is there
+    miss: PrefixMiss | None = None  # why no more of it was reused
 
 
 @dataclass(frozen=True, slots=True)

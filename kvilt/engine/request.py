@@ -47,6 +47,7 @@ class Request:
     max_step_tokens: int = 0  # the most of its tokens in one step; 0: no limit
     embeds: PromptEmbeds | None = None  # rows that stand in the prompt instead of tokens
     predicted: tuple[int, ...] = ()  # tokens that the answer is expected to repeat, for drafts
+    session: str = ""  # the name of its session, if it has one
     pooling: Literal["mean", "last"] | None = None  # send a PooledPrompt; a mean needs `reuse` to be off
 
     def __post_init__(self) -> None:

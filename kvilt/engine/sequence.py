@@ -20,6 +20,8 @@ from ..sampling.sampler import SamplingState
 from .event import DraftCounts, Listener
 from .features.blend_decision import BlendDecision, OnLogits
 from .isolation import contained
+from .misses.miss import PrefixMiss
+from .misses.past_prompts import PromptComparison
 from .pooling import Pooling
 from .request import Request
 from .scheduling.plan import GroupPages, Pages, PrefixHit, Sample
@@ -46,6 +48,9 @@ class Job:
     arrived_s: float = 0.0
     adapter_lease: AdapterLease | None = None
     blend_decision: BlendDecision | None = None  # None where it has no documents, or where that is not worth it
+    explained: bool = False
+    miss: PrefixMiss | None = None  # why its prompt reused no more, once that is explained
+    comparison: PromptComparison | None = None  # with earlier prompts of its owner; None: its misses are not explained
 
     def release_resources(self) -> None:
         """Release the borrowed cache and the adapter; may be called twice."""
@@ -67,6 +72,7 @@ class SequenceState:
     pooling: Pooling | None = None
     kv: KVCache | None = None
     cached: int | None = None  # tokens of the prompt that were there when it first began
+    known_prefix: int = 0  # tokens of the prompt that the prefix index knew then, usable or not
     blending: Blending | None = None  # what blends its prompt, if anything does
     prompt_ready: int = 0  # the most tokens of the prompt whose KV was there so far
     last_token_s: float = 0.0  # when it drew its latest token
@@ -145,6 +151,7 @@ class PoolAccounting:
         known = None if sample.blend_progress is None else sample.blend_progress.start
         seq.prefix_keys.extend(seq.tokens(0, known), self.executor.layout.page_tokens)
         found = self.executor.prefixes.match(seq.prefix_keys, most)
+        seq.known_prefix = found.known if seq.cached is None else seq.known_prefix
         return PrefixHit(found.tokens, found.idle)
 
     def startable(self) -> int | None:

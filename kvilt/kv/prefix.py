@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +34,7 @@ class PrefixMatch:
 
     tokens: int
     idle: int
+    known: int = field(default=0, compare=False)  # tokens whose pages are here, whether or not a query could follow
 
 
 Sink = Callable[[EvictedPage], None]
@@ -64,7 +65,7 @@ class PrefixIndex:
             length = self._usable(nodes, most)
             tables = self._tables(nodes, length)
             idle = (self._pool.idle(g, [page for page in table if page != GONE]) for g, table in enumerate(tables))
-            return PrefixMatch(length, max(idle))
+            return PrefixMatch(length, max(idle), len(nodes) * self._size)
 
     def fork(self, prefix_keys: PrefixKeys, most: int, capacity: int) -> KVCache:
         """A cache that holds as much of the sequence as `match` finds, on shared pages; perhaps nothing."""

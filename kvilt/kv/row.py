@@ -311,13 +311,15 @@ class CacheRow:
         table = torch.tensor(self.tables[group] or [0])
         return table[at // size] * size + at % size
 
+    def read(self, group: int, spans: Sequence[range]) -> KeysValues:
+        """A copy of a group's KV at these positions in canonical order, one span after the other."""
+        pool = self._pool
+        slots = torch.cat([self.slots(group, one.start, one.stop) for one in spans])
+        return pool.ops.read_slots(pool.stores[group], slots.to(pool.device))
+
     def image(self) -> RowImage:
         """A copy of the row's content in canonical order."""
-        pool = self._pool
-        groups = tuple(
-            pool.ops.read_slots(pool.stores[g], self.slots(g, first, self.length).to(pool.device))
-            for g, first in enumerate(self.firsts)
-        )
+        groups = tuple(self.read(g, [range(first, self.length)]) for g, first in enumerate(self.firsts))
         made = (self.origin, self.adapter, self.adapted_from)
         return RowImage(self.ids[:], dict(self.embeds), tuple(self.firsts), groups, *made, self._state_images())
 

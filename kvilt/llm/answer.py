@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..blend.blender import BlendReport
 from ..engine.event import DraftCounts, Ended, Event, PooledPrompt, Scored, TokenEvent
+from ..engine.misses.miss import PrefixMiss
 from ..sampling.params import SamplingParams
 from ..sampling.repetition import RepetitionDetection, RepetitionDetector
 from ..sampling.sampler import TokenLogprobs
@@ -17,7 +19,10 @@ from ..text.detokenizer import Detokenizer
 from ..text.stops import StopChecker, StopStrings
 from ..text.tokenizer import Tokenizer
 from .chat_parsing import ChatParsing, text_pieces
-from .completion import Completion, FinishReason, TextPiece, Timing, Usage
+from .completion import Completion, FinishReason, Miss, TextAround, TextPiece, Timing, Usage
+
+if TYPE_CHECKING:
+    from .session_use import SessionUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class AnswerConfig:
     stops: StopStrings | None = None  # shared by all samples
     parsing: ChatParsing | None = None  # of a chat whose answer is parsed
     warnings: tuple[str, ...] = ()  # what of the request had no effect
+    session: SessionUse | None = None  # that gets a turn for each sample
 
 
 class SampleText:
@@ -156,6 +162,8 @@ class Answer:
         self.error: BaseException | None = None  # why it failed, if it did
         self.embedding: tuple[float, ...] | None = None  # of the prompt, if the request asked for it
         self._config = config
+        self._session = config.session
+        self._miss: Miss | None = None
         self._started_s = time.perf_counter()
         self._first_token_s = self._total_s = 0.0
         self._left = config.params.n
@@ -210,6 +218,7 @@ class Answer:
 
     def completion(self) -> Completion:
         """The completion of the first sample, with those of the others as alternatives."""
+        self._keep_turns()
         first, *others = [self._completion(sample) for sample in self.samples]
         return Completion(
             first.text,
@@ -226,6 +235,13 @@ class Answer:
             first.reasoning,
             first.tool_calls,
         )
+
+    def _keep_turns(self) -> None:
+        """Make each sample a turn of its session, once."""
+        session, self._session = self._session, None
+        for sample in self.samples if session is not None else ():
+            if session is not None and sample.ended is not None:
+                sample.ended = replace(sample.ended, kv=session.keep(sample.ended.kv))
 
     def _completion(self, sample: SampleText) -> Completion:
         assert sample.ended is not None and sample.finish_reason is not None, "what failed has no completion"
@@ -246,7 +262,23 @@ class Answer:
 
     def _usage(self, sample: SampleText, ended: Ended) -> Usage:
         prompt, drawn = self._config.prompt_tokens, len(sample.token_ids)
-        return _drafted(prompt_usage(prompt, drawn, ended.cached, ended.computed, ended.blended), ended.drafts)
+        counts = prompt_usage(prompt, drawn, ended.cached, ended.computed, ended.blended)
+        return replace(_drafted(counts, ended.drafts), miss=self.shown_miss(ended.miss))
+
+    def shown_miss(self, miss: PrefixMiss | None) -> Miss | None:
+        """A miss with the text around the first different token; made once."""
+        if miss is not None and self._miss is None:
+            self._miss = shown_miss(miss, self._config.tokenizer)
+        return None if miss is None else self._miss
+
+
+def shown_miss(miss: PrefixMiss, tokenizer: Tokenizer) -> Miss:
+    """A miss with the text around the first different token."""
+    around = None
+    if miss.around is not None:
+        parts = (miss.around.before, miss.around.now, miss.around.earlier)
+        around = TextAround(*(tokenizer.decode(part, skip_special=False) for part in parts))
+    return Miss(miss.reason, miss.first_different_token, around, miss.expected, miss.candidates)
 
 
 def prompt_usage(prompt: int, completion: int, cached: int, computed: int, found: BlendReport | None) -> Usage:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ..batch import Adapter
+from ..engine.admission import BorrowedKV
 from ..engine.handles.handles import HandleInfo, Handles
+from ..engine.request import Request
 from ..errors import InputError, QueueFull
 from ..kv.cache import KVCache
 from ..kv.owner import owner_of
 from .model import AdapterChoice, Message, Prompt
 from .offload import FILES, PROMPT, Offload
+from .replace import DEFAULT_REPAIR, ReplacedHandle, ReplaceRequest, SpanReplacement, replace_request
 
 _DELETE_WAIT_S = 2.0  # how long a delete waits until the note on disk is gone
 
@@ -30,15 +34,22 @@ class ChatIds(Protocol):
     ) -> list[int]: ...
 
 
+class KVOfRequest(Protocol):
+    """Computes the KV of a request that keeps it; owns the borrowed cache."""
+
+    def __call__(self, request: Request, borrowed: BorrowedKV | None = None) -> Awaitable[KVCache]: ...
+
+
 class AsyncKV:
     """The handles of an `AsyncLLM`. A handle that a tenant does not own does not exist for it."""
 
     def __init__(
         self,
         handles: Handles,
-        prompt_ids: Callable[[Prompt], list[int]],
+        prompt_ids: Callable[..., list[int]],
         chat_ids: ChatIds,
         compute: Callable[[Sequence[int], str, Adapter], Awaitable[KVCache]],
+        kv_of: KVOfRequest,
         adapter: Callable[[AdapterChoice, Sequence[int]], Adapter],
         offload: Offload,
     ) -> None:
@@ -46,6 +57,7 @@ class AsyncKV:
         self._prompt_ids = prompt_ids
         self._chat_ids = chat_ids
         self._compute = compute
+        self._kv_of = kv_of
         self._adapter = adapter
         self._offload = offload
 
@@ -97,6 +109,42 @@ class AsyncKV:
     async def truncate(self, handle: str, length: int, *, tenant: str = "") -> HandleInfo:
         """Forget everything from `length` on."""
         return self._handles.truncate(tenant, handle, length)
+
+    async def replace(
+        self,
+        handle: str,
+        start: int,
+        stop: int,
+        new_tokens: Prompt = (),
+        *,
+        repair: float = DEFAULT_REPAIR,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> ReplacedHandle:
+        """A new handle with new tokens in place of the tokens [start, stop) of a handle, which stays as it is.
+
+        See `LLM.replace`.
+        """
+        loan = self._handles.lend(tenant, handle)
+        adapter = self._handles.adapter_of(loan)
+        kv = loan.kv or await self._compute(loan.tokens, tenant, adapter)
+        work = partial(self._replace_request, kv, start, stop, new_tokens, repair, adapter, tenant)
+        try:
+            made = await self._offload.run(PROMPT, work, owner=owner_of(tenant), discard=ReplaceRequest.leave)
+        finally:
+            kv.close()
+        done = await self._kv_of(made.request, made.borrowed)
+        origin = done.origin
+        return ReplacedHandle(self._handles.keep(tenant, done, ttl_s), origin)
+
+    def _replace_request(
+        self, kv: KVCache, start: int, stop: int, new_tokens: Prompt, repair: float, adapter: Adapter, tenant: str
+    ) -> ReplaceRequest:
+        ids = self._prompt_ids(new_tokens, False) if len(new_tokens) else []
+        self._handles.check_room(tenant, kv.num_entries + len(ids))
+        with kv.fork() as own:
+            replacement = SpanReplacement(start, stop, tuple(ids), repair)
+            return replace_request(own, replacement, adapter, exact=True, tenant=tenant)
 
     async def pin(self, handle: str, ttl_s: float, *, tenant: str = "") -> HandleInfo:
         """Keep a handle at least so long, and its KV before that of others."""

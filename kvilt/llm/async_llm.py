@@ -23,6 +23,8 @@ from ..engine.driver import Driver
 from ..engine.handles.handles import Handles
 from ..engine.pooling import PoolingKind
 from ..engine.request import Request
+from ..engine.sessions.exchange import SessionExchange
+from ..engine.sessions.sessions import Sessions
 from ..engine.view import EngineView
 from ..errors import StepHung
 from ..kv.cache import KVCache
@@ -64,15 +66,18 @@ class AsyncLLM(Model):
     def _start(self, metrics: Metrics) -> None:
         executor, store = self.executor, self._store
         notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
-        self._handles = Handles(executor, self.config, metrics, notes=notes)
+        self._handles = Handles(executor, self.config, metrics, notes=notes, on_expired=self.past_prompts.expire)
         self.engine = self._new_engine(metrics, self._handles.evict_one)
         self._notifier = Notifier()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._notifier.deliver, self._hung)
         self.offload = Offload()
-        self._prompts = PromptPreparer(self, self._handles)
-        self.kv = AsyncKV(self._handles, self.prompt_ids, self.chat_ids, self._compute, self.adapter, self.offload)
+        self.sessions = Sessions(executor, self._handles, self.config, on_expired=self.past_prompts.expire)
+        self.exchange = SessionExchange(executor, self._handles, self.sessions, self.decoded, self.config)
+        self._prompts = PromptPreparer(self, self.sessions, self._handles)
+        given = (self.prompt_ids, self.chat_ids, self._compute, self._kv_of, self.adapter, self.offload)
+        self.kv = AsyncKV(self._handles, *given)
 
     @property
     def healthy(self) -> bool:
@@ -258,6 +263,7 @@ class AsyncLLM(Model):
         if self._driver.healthy:
             # Before handles free their KV: pages in use are stored first.
             await self.offload.run(OWNER, self.engine.close)
+        self.sessions.close()
         await self.offload.run(OWNER, self._handles.close)
         self.documents.close()
         if self._driver.healthy:
@@ -355,9 +361,12 @@ class AsyncLLM(Model):
 
     async def _compute(self, ids: Sequence[int], tenant: str, adapter: Adapter) -> KVCache:
         """The exact KV of a prompt."""
-        request = Request(ids, tenant=tenant, keep_kv=True, adapter=adapter, discover=False)
-        answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(ids)))
-        token_stream = self._token_stream(answer, request, None, asyncio.get_running_loop())
+        return await self._kv_of(Request(ids, tenant=tenant, keep_kv=True, adapter=adapter, discover=False))
+
+    async def _kv_of(self, request: Request, borrowed: BorrowedKV | None = None) -> KVCache:
+        """The KV of a request that keeps it."""
+        answer = Answer(AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(request.prompt)))
+        token_stream = self._token_stream(answer, request, borrowed, asyncio.get_running_loop())
         self._admit(token_stream)
         await self._finished(token_stream)
         kv = answer.completion().kv

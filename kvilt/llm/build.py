@@ -41,6 +41,15 @@ def load_async(model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[
     return _build(AsyncLLM, model, options)
 
 
+def load_tokenizer(model: str | os.PathLike[str] = DEFAULT_MODEL) -> Tokenizer:
+    """The tokenizer of a model, without its weights."""
+    checkpoint = open_checkpoint(resolve(os.fspath(model), None))
+    try:
+        return _tokenizer(checkpoint)
+    finally:
+        checkpoint.tensors.close()
+
+
 def _build(facade: type[Facade], model: str | os.PathLike[str], fields: Mapping[str, Any]) -> Facade:
     options, run_options = split_load_fields(fields, stacklevel=4)
     check_draft(options.draft, options.draft_tokens)

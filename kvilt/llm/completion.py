@@ -7,10 +7,31 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from ..engine.misses.miss import MissCandidate, MissReason
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextAround:
+    """Text before the first different token, and what follows in this prompt and in the earlier one."""
+
+    before: str
+    now: str
+    earlier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a prompt reused less KV than an earlier one left behind. Shows prompts of the same tenant only."""
+
+    reason: MissReason
+    first_different_token: int | None
+    text_around_it: TextAround | None
+    expected: int  # tokens that could have been reused
+    candidates: tuple[MissCandidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +52,7 @@ class Usage:
     accepted_tokens: int = 0  # of these, accepted
     accepted_places: tuple[int, ...] = ()  # of these, how many as the first, second, ... of their draft
     documents_computed: int = 0  # tokens of documents that were not stored: computed once by themselves, then reused
+    miss: Miss | None = None  # why no more was reused; None where no more was there
     cached_tokens: int = field(init=False)  # tokens of the prompt that were not computed, from any source
 
     def __post_init__(self) -> None:

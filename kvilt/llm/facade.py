@@ -5,17 +5,24 @@ Refuses to know HTTP and terminals, and how a model is found and built.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 from ..blend.certificate import Certificate
 from ..engine.admission import BorrowedKV
+from ..engine.handles.handles import Handles
 from ..engine.request import Request
+from ..engine.sessions.exchange import SessionExchange, SessionImport
+from ..engine.sessions.session import SessionOptions
+from ..engine.sessions.sessions import Sessions, check_options
 from ..engine.view import EngineView
 from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
+from ..kv.row import maker_parts
 from ..metrics import Metrics
 from ..sampling.params import SamplingParams
 from ..text.parse import Tools
@@ -25,6 +32,8 @@ from .embedding import Embedding, EmbedFields, RankedText, check_dimensions, emb
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
+from .replace import DEFAULT_REPAIR, SpanReplacement, replace_request
+from .session import LLMSession
 from .sync_runner import PendingAnswer, SyncRunner
 from .warmup import DocumentWarmup, OnProgress, StoredDocument
 
@@ -37,9 +46,12 @@ class LLM(Model):
     """
 
     def _start(self, metrics: Metrics) -> None:
-        self.engine = self._new_engine(metrics)
+        self._handles = Handles(self.executor, self.config, metrics, on_expired=self.past_prompts.expire)
+        self.engine = self._new_engine(metrics, self._handles.evict_one)
+        self.sessions = Sessions(self.executor, self._handles, self.config, on_expired=self.past_prompts.expire)
+        self.exchange = SessionExchange(self.executor, self._handles, self.sessions, self.decoded, self.config)
         self._runner = SyncRunner(self.engine, self.executor)
-        self._prompts = PromptPreparer(self)
+        self._prompts = PromptPreparer(self, self.sessions)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts; it is one prompt
@@ -225,6 +237,38 @@ class LLM(Model):
             raise
         return kv
 
+    def replace(
+        self, kv: KVCache, start: int, stop: int, new_tokens: Prompt = (), *, repair: float = DEFAULT_REPAIR
+    ) -> KVCache:
+        """A cache with new tokens in place of the tokens [start, stop) of `kv`, which stays as it is.
+
+        What stands before is kept. What stands behind is moved, and a share of it, `repair`, is computed again; with
+        1.0 all of it is. The `origin` of the result says how it was made.
+        """
+        ids = self.prompt_ids(new_tokens, begins=False) if len(new_tokens) else []
+        adapter = self.executor.adapters.by_identity(*maker_parts(kv.maker))
+        made = replace_request(kv, SpanReplacement(start, stop, tuple(ids), repair), adapter, exact=False)
+        config = AnswerConfig(self.tokenizer, SamplingParams(), frozenset(), len(made.request.prompt))
+        prepare = partial(self._pending_answer, made.request, config, made.borrowed)
+        (done,) = self._runner.answers([prepare])
+        assert done.kv is not None
+        return done.kv
+
+    def session(self, name: str, *, ttl_s: float | None = None, exact: bool = True, tenant: str = "") -> LLMSession:
+        """A named session: its prompts find the KV of its earlier turns, whatever was stripped or edited.
+
+        It is kept for `ttl_s` after its last turn. Not `exact`: text that was cut out moves the KV behind it.
+        """
+        options = SessionOptions(name, ttl_s, exact=exact)
+        check_options(options)
+        return LLMSession(self, options, tenant)
+
+    def import_session(
+        self, path: str | os.PathLike[str], name: str | None = None, *, tenant: str = ""
+    ) -> SessionImport:
+        """Add a session from a file, in place of one of that name, and say whether its KV is used."""
+        return self.exchange.load(tenant, Path(path).read_bytes(), name)
+
     def view(self) -> EngineView:
         """What is here at this moment: samples in progress, prefixes and pages."""
         return self.engine.view("")
@@ -238,6 +282,8 @@ class LLM(Model):
         if self._gate is not None:
             self._gate.close()
         self.engine.close()
+        self.sessions.close()
+        self._handles.close()
         self.executor.close()
         if self._drafter is not None:
             self._drafter.close()

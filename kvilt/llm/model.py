@@ -15,6 +15,7 @@ from ..blend.retriever import StoreRetriever
 from ..config import EngineConfig, GateConfig
 from ..engine.counters import ENGINE_METRICS
 from ..engine.engine import Engine
+from ..engine.misses.past_prompts import PastPrompts
 from ..engine.request import Request, new_id
 from ..engine.sequence import ReclaimPages
 from ..errors import ContextOverflow, InputError, ParamError
@@ -108,6 +109,7 @@ class Model:
             raise ParamError("context_prefix", f"has at least {error.tokens} tokens; shorten it") from error
         self.documents = Documents(executor, tokenizer, store, begins)
         self._store = store
+        self.past_prompts = PastPrompts()
         self._gate = gate_for(gate, executor, store)
         self._drafter = drafter
         self._start(metrics or Metrics(ENGINE_METRICS))
@@ -130,6 +132,7 @@ class Model:
             chunks=self._chunks,
             store=self._store,
             reclaim=reclaim,
+            past_prompts=self.past_prompts,
         )
 
     def warm_up(self, on_progress: OnWarmup | None = None) -> None:
@@ -170,6 +173,10 @@ class Model:
         if not ids:
             raise InputError("the prompt is empty; give at least one token")
         return ids
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self.tokenizer.decode(ids, skip_special=False)
 
     def embedded_ids(self, prompt: Prompt, truncate: bool = False, prompt_name: str | None = None) -> list[int]:
         """The tokens of a text that is embedded; with `truncate` as many of the first as the context holds.

@@ -11,6 +11,7 @@ from ..blend.interfaces import BlendRetriever
 from ..blend.plugins import BlendPlugins, MakeBlendExecutor
 from ..blend.recipe import Recipe
 from ..engine.request import new_id
+from ..engine.sessions.session import SessionOptions
 from ..errors import ParamError
 from ..kv.cache import KVCache
 from ..sampling.constraint import SHORT_NAMES
@@ -36,6 +37,12 @@ class RequestOptions:
     lora: int | str | None = None  # the adapter, by id or name; None: the base model
     lora_scale: float = 1.0
     prediction: str = ""  # text that the answer is expected to repeat; drafts are looked up in it too
+    session: SessionOptions | str | None = None  # whose KV the prompt begins with, and which gets a turn
+
+    @property
+    def session_options(self) -> SessionOptions | None:
+        """The session, with what the request says of it."""
+        return SessionOptions(self.session) if isinstance(self.session, str) else self.session
 
     @property
     def blend_plugins(self) -> BlendPlugins:
@@ -75,6 +82,7 @@ class RequestFields(TypedDict, total=False):
     lora: int | str | None
     lora_scale: float
     prediction: str
+    session: SessionOptions | str | None
 
 
 class CallFields(RequestFields, SamplingFields, total=False):

@@ -17,6 +17,7 @@ from ..engine.handles.handle import HandleLoan, check_loan
 from ..engine.handles.handles import Handles
 from ..engine.prompt_embeds import PromptEmbeds
 from ..engine.request import Request
+from ..engine.sessions.sessions import Sessions
 from ..errors import HandleMismatch, InputError, ParamError, TruncateError
 from ..executor.inputs import Inputs
 from ..kv.cache import KVCache
@@ -28,24 +29,8 @@ from .blend import PromptParts, listed
 from .model import Chat, Model, Prompt, PromptInput, after_cache, shared
 from .offload import uninterruptible
 from .options import RequestOptions
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt as tokens, and a cache with its beginning."""
-
-    ids: Sequence[int]
-    borrowed: BorrowedKV | None
-    continued_tokens: int = 0  # tokens of the cache that the prompt continues
-    blend_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of the request about documents
-    loan: HandleLoan | None = None  # of the handle that the prompt continues
-    embeds: PromptEmbeds | None = None  # rows that stand in it instead of tokens
-
-    def without_cache(self) -> PreparedPrompt:
-        """The same prompt, all of which is computed."""
-        if self.borrowed is not None:
-            self.borrowed.kv.close()
-        return dataclasses.replace(self, borrowed=None)
+from .prepared_prompt import PreparedPrompt
+from .session_use import SessionUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +49,10 @@ PromptSource = Callable[[RequestOptions], PreparedPrompt]
 class PromptPreparer:
     """Prepares the prompts and requests of one model."""
 
-    def __init__(self, model: Model, handles: Handles | None = None) -> None:
+    def __init__(self, model: Model, sessions: Sessions, handles: Handles | None = None) -> None:
         """Without `handles`, a request that names one is refused."""
         self._model = model
+        self._sessions = sessions
         self._handles = handles
 
     def request(
@@ -87,8 +73,12 @@ class PromptPreparer:
             prompt = prompt.without_cache()  # all of the prompt gets log-probabilities, so all of it is computed
         # Nothing in a handle is blended: the answer must not depend on whether its KV is here or is computed again.
         discovery = options.discovery if prompt.loan is None else dataclasses.replace(options.discovery, discover=False)
-        own = {name: getattr(options, name) for name in ("id", "priority", "tenant", "keep_kv", "blend_plugins")}
+        own = {name: getattr(options, name) for name in ("id", "priority", "tenant", "blend_plugins")}
+        use = SessionUse.of(self._sessions, options)
         try:
+            adapter = self._adapter(prompt, options)
+            if use is not None:
+                prompt = dataclasses.replace(prompt, borrowed=use.borrow(prompt, params, adapter))
             made = self._model.request(
                 prompt.ids,
                 params,
@@ -96,17 +86,19 @@ class PromptPreparer:
                 continued_tokens=prompt.continued_tokens,
                 reuse=not isinstance(options.kv, KVCache),
                 progress=progress,
-                adapter=self._adapter(prompt, options),
+                adapter=adapter,
+                keep_kv=options.keep_kv or use is not None,
+                session="" if use is None else use.options.name,
                 embeds=prompt.embeds,
                 predicted=self._predicted(options.prediction),
-                **own,
-                **{**discovery.fields, **prompt.blend_fields},
+                **{**own, **discovery.fields, **prompt.blend_fields, **({} if use is None else use.fields)},
             )
         except BaseException:
             if prompt.borrowed is not None:
                 prompt.borrowed.kv.close()
             raise
         request, config = made
+        config = dataclasses.replace(config, session=use)
         if tools is not None:
             config = dataclasses.replace(config, parsing=self._model.chat_parsing(prompt.ids, tools))
         return PreparedRequest(request, config, prompt.borrowed)

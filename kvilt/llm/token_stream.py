@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..blend.blender import BlendReport
 from ..engine.driver import Driver
@@ -16,7 +16,7 @@ from ..engine.event import Ended, Event, PromptProgress, TokenEvent
 from ..engine.sequence import Job
 from ..sampling.sampler import TokenLogprobs
 from .answer import Answer, prompt_usage
-from .completion import FinishReason, Usage
+from .completion import FinishReason, Miss, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class ReadingProgress:
     cached: int  # of these, found
     prompt_tokens: int  # all there are
     blended: BlendReport | None = None  # where the rest came from, if it was blended
+    miss: Miss | None = None  # why no more was reused
 
     @property
     def usage(self) -> Usage:
         """The token counts of the prompt so far."""
-        return prompt_usage(self.prompt_tokens, 0, self.cached, self.tokens - self.cached, self.blended)
+        counts = prompt_usage(self.prompt_tokens, 0, self.cached, self.tokens - self.cached, self.blended)
+        return replace(counts, miss=self.miss)
 
 
 @dataclass(slots=True)
@@ -98,7 +100,8 @@ class TokenStream:
         """Take an event of the engine; called in the thread that steps."""
         enough, unread = self.answer.on_event(event), self._unread
         if isinstance(event, PromptProgress):
-            reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended)
+            miss = self.answer.shown_miss(event.miss)
+            reading = ReadingProgress(event.tokens, event.cached, self.answer.prompt_tokens, event.blended, miss)
             self._reading.append(Delta(event.index, "", reading=reading))
         elif unread is not None and isinstance(event, TokenEvent | Ended):
             self._queue.append(self._delta(event))

@@ -31,6 +31,7 @@ from .openai import chat, completions, embeddings, models, tokenizer
 from .responses import routes as responses
 from .responses.writer import responses_error
 from .service import Service
+from .sessions import routes as sessions
 
 # Also the order in which paths are matched.
 _ROUTERS = (
@@ -46,6 +47,7 @@ _ROUTERS = (
     models.router,
     tokenizer.router,
     kv.router,
+    sessions.router,
     admin.router,
     admin.health_router,
 )

@@ -33,6 +33,8 @@ class ServeConfig:
     lora_dir: Path | None = None  # where adapters are loaded from at run time; none: loading is off
     files_dir: Path | None = None  # where files and batches are; none: a temporary folder that ends with the process
     max_body_bytes: int = 8 << 20
+    max_session_bytes: int = 1 << 28  # of the file of a session that is imported
+    stable_prompts: bool = False  # move lines of system prompts that change behind those that do not
     max_connections: int = 2048
     header_timeout_s: float = 15.0  # from the connection, or the first byte of a request, to its last header
     body_timeout_s: float = 60.0  # from the last header to the end of the body

@@ -18,6 +18,7 @@ from ..errors import AdapterUnknown
 from ..kv.owner import owner_of
 from ..llm import AsyncLLM
 from ..metrics import Metrics
+from .anthropic.diagnostics import CacheDiagnostics
 from .auth import Caller
 from .config import ServeConfig
 from .http.body import MemoryTrimmer
@@ -27,6 +28,7 @@ from .kv.pins import PrefixPins
 from .kv.state import ThrottledSnapshots, kv_state_json
 from .metrics import OFFLOAD_RUNNING, OFFLOAD_WAITING, SERVER_METRICS, EventLoopMonitor, prometheus_text
 from .responses.store import ResponseStore
+from .sessions.stable_prompts import StablePrompts
 
 
 class Service:
@@ -42,6 +44,8 @@ class Service:
         self.loop_monitor = EventLoopMonitor(self.metrics)
         self.memory_trimmer = MemoryTrimmer(llm.offload)
         self.pins = PrefixPins(llm)
+        self.diagnostics = CacheDiagnostics()
+        self.stable_prompts = StablePrompts(config.stable_prompts)
         self.responses = ResponseStore(llm, config.max_responses)
         self.draining = False
         self._in_progress = 0

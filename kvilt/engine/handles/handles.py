@@ -64,8 +64,12 @@ class Handles:
         clock: Callable[[], float] = time.monotonic,
         notes: HandleNotes | None = None,
         calendar: Callable[[], float] = time.time,
+        on_expired: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
-        """`notes` keep handles across restarts; `calendar` dates them."""
+        """`notes` keep handles across restarts; `calendar` dates them.
+
+        `on_expired` is called with the hashed tenant and the tokens of a handle that has expired.
+        """
         self._executor = executor
         self._config = config or EngineConfig()
         self._metrics = metrics
@@ -75,6 +79,7 @@ class Handles:
         self._expired: OrderedDict[str, str] = OrderedDict()  # id -> tenant, hashed
         self._notes = notes
         self._calendar = calendar
+        self._on_expired = on_expired
         if notes is not None:
             self._read_notes(notes)
 
@@ -193,10 +198,18 @@ class Handles:
         """Keep a handle at least so long, and its KV before that of others. A starving request may take its pages."""
         with self._lock:
             found = self._find(tenant, handle)
-            found.pinned_until_s = self._clock() + _seconds(ttl_s)
+            found.pinned_until_s = self._clock() + check_seconds(ttl_s)
             found.expires_s = max(found.expires_s, found.pinned_until_s)
             self._mark(handle)
             return self._info(handle, found)
+
+    def extend(self, tenant: str, handle: str, ttl_s: float) -> None:
+        """Keep a handle at least so long; its KV may be evicted as before."""
+        with self._lock:
+            found = self._find(tenant, handle)
+            found.expires_s = max(found.expires_s, self._clock() + check_seconds(ttl_s))
+            self._handles.move_to_end(handle)
+            self._mark(handle)
 
     def fill(self, tenant: str, handle: str, kv: KVCache) -> None:
         """KV that was computed again. Takes the cache over; what does not fit the handle any more is dropped."""
@@ -274,7 +287,7 @@ class Handles:
     def _add(self, tenant: str, ids: array[int], kv: KVCache | None, ttl_s: float | None, maker: str) -> HandleInfo:
         with self._lock:
             try:
-                life_s = self._config.handle_ttl_s if ttl_s is None else _seconds(ttl_s)
+                life_s = self._config.handle_ttl_s if ttl_s is None else check_seconds(ttl_s)
                 self.check_room(tenant, len(ids))
                 now_s = self._clock()
                 found = Handle(tenant_of(tenant), ids, kv, now_s + life_s, now_s, maker)
@@ -308,7 +321,10 @@ class Handles:
     def _sweep(self) -> None:
         now_s = self._clock()
         for handle in [name for name, one in self._handles.items() if one.expires_s <= now_s]:
-            self._expired[handle] = self._handles[handle].tenant
+            gone = self._handles[handle]
+            self._expired[handle] = gone.tenant
+            if self._on_expired is not None:
+                self._on_expired(gone.tenant, gone.ids)
             self._drop(handle)
         while len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)
@@ -380,7 +396,8 @@ class Handles:
             self._notes.mark(handle)
 
 
-def _seconds(value: float) -> float:
+def check_seconds(value: float) -> float:
+    """A time to live; raises where it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ParamError("ttl_s", f"must be a finite number of seconds above 0, not {value!r}")
     return float(value)

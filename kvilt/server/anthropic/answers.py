@@ -22,6 +22,7 @@ class MessageUsage(ResponseModel):
     cache_read_input_tokens: int
     cache_creation: CacheCreation
     output_tokens: int
+    kvilt: dict[str, Any]
 
 
 class AnthropicMessage(ResponseModel):
@@ -35,6 +36,7 @@ class AnthropicMessage(ResponseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: MessageUsage
+    diagnostics: dict[str, Any] | None = None
 
 
 class TokenCount(ResponseModel):

@@ -19,6 +19,7 @@ from ..openai.schema import chat_messages
 from ..openai.usage import OnUsage, completion_usage, finish_reasons
 from ..service import Service, new_id
 from .blocks import ContentBlocks
+from .diagnostics import RequestDigests
 from .schema import CountTokensRequest, MessagesRequest
 from .translate import CachedPrefix, translate
 from .usage import message_usage
@@ -33,6 +34,8 @@ class PreparedMessages:
     chat: PreparedChat
     prefixes: tuple[PinnedPrefix, ...]  # that the request asks to pin
     shows_thinking: bool
+    digests: RequestDigests | None = None  # where diagnostics are asked for
+    previous: str | None = None  # the message that it is compared with
 
     @property
     def tenant(self) -> str:
@@ -50,7 +53,10 @@ def prepare_messages(service: Service, body: MessagesRequest, caller: Caller) ->
     chat = prepare_chat(service, asked, caller, new_id("msg").replace("-", "_"), translated.deferred)
     prefixes = _pinned(service, chat, translated.prefixes)
     shows = body.thinking is None or body.thinking.display != "omitted"
-    return PreparedMessages(chat, prefixes, shows)
+    if body.diagnostics is None:
+        return PreparedMessages(chat, prefixes, shows)
+    digests = RequestDigests.of(body, caller.tenant)
+    return PreparedMessages(chat, prefixes, shows, digests, body.diagnostics.previous_message_id)
 
 
 def count_tokens(service: Service, body: CountTokensRequest, caller: Caller) -> int:
@@ -103,7 +109,17 @@ async def complete_message(service: Service, prepared: PreparedMessages, on_usag
         "content": blocks.content,
         **_stop(prepared, blocks, done.finish_reason, done.stop_string, len(done.token_ids)),
         "usage": message_usage(done.usage, len(done.token_ids), prepared.prefixes),
+        **_diagnostics(service, prepared, done.usage),
     }
+
+
+def _diagnostics(service: Service, prepared: PreparedMessages, usage: Usage) -> dict[str, Any]:
+    """The field `diagnostics`, where the request asks for it."""
+    if prepared.digests is None:
+        return {}
+    found = service.diagnostics.reason(prepared.digests, prepared.previous, usage)
+    service.diagnostics.add(prepared.chat.name, prepared.digests)
+    return {"diagnostics": found}
 
 
 async def _pin(service: Service, prepared: PreparedMessages, done: Completion) -> None:
@@ -154,7 +170,8 @@ class MessagesStream(DeltaSource):
         stop = _stop(self._prepared, self._blocks, done.finish_reason, done.stop_string, generated)
         usage = message_usage(done.usage, generated, self._prepared.prefixes)
         yield b"".join(map(named_event, self._blocks.finish()))
-        yield named_event({"type": "message_delta", "delta": stop, "usage": usage})
+        more = _diagnostics(self._service, self._prepared, done.usage)
+        yield named_event({"type": "message_delta", "delta": stop, "usage": usage, **more})
         yield named_event({"type": "message_stop"})
 
     def _encode(self, delta: Delta) -> bytes:

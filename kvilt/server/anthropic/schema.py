@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from ...sampling.params import MAX_STOPS, MAX_TEMPERATURE
 from ..http.schema import RequestModel
 from ..openai.fields import CallId, MaxTokens, Stop, ToolName
+from ..sessions.fields import SessionField
 
 IGNORED = "Accepted without effect."
 
@@ -209,6 +210,12 @@ class RequestMetadata(RequestModel):
     user_id: Annotated[str, Field(max_length=4096)] | None = Field(None, description=IGNORED)
 
 
+class DiagnosticsParam(RequestModel):
+    """Which earlier answer a request is compared with."""
+
+    previous_message_id: Annotated[str, Field(max_length=256)] | None = None
+
+
 class CountTokensRequest(RequestModel):
     """A conversation whose tokens are counted."""
 
@@ -240,5 +247,6 @@ class MessagesRequest(CountTokensRequest):
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description=IGNORED)
     inference_geo: Annotated[str, Field(max_length=64)] | None = Field(None, description=IGNORED)
-    diagnostics: dict[str, Any] | None = Field(None, description=IGNORED)
+    diagnostics: DiagnosticsParam | None = Field(None, description="Say which part of the prompt changed.")
     container: None = None
+    session: SessionField | None = Field(None, description="The session whose KV is used, and which gets a turn.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import ParamError
 from ..openai.schema import ChatRequest, chat_request
+from ..sessions.fields import session_json
 from .schema import (
     AssistantTurn,
     CacheControl,
@@ -72,6 +73,7 @@ def _request(body: CountTokensRequest, messages: list[Message]) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         made |= {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
         made |= {"stop": body.stop_sequences, "return_progress": body.stream or None}
+        made["session"] = session_json(body.session)
     made["continue_final_message"] = messages[-1]["role"] == "assistant" or None
     return chat_request(made)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...llm import Usage
 from ..kv.pins import PinnedPrefix
+from ..openai.usage import kvilt_usage
 
 _LONG_S = 3600.0
 
@@ -28,4 +29,5 @@ def message_usage(usage: Usage, generated: int, prefixes: Sequence[PinnedPrefix]
             "ephemeral_1h_input_tokens": written[_LONG_S],
         },
         "output_tokens": generated,
+        "kvilt": kvilt_usage([usage]),
     }

@@ -36,6 +36,7 @@ from ...errors import (
     ParamError,
     PoolExhausted,
     QueueFull,
+    SessionUnknown,
     StepHung,
     TemplateError,
     TruncateError,
@@ -142,6 +143,8 @@ def http_error_of(error: BaseException) -> HTTPError:
             return HTTPError(400, str(error), param=error.field, code="invalid_value")
         case BlobError():
             return HTTPError(400, f"the saved KV cannot be used here: {error}", param="name", code="kv_file")
+        case SessionUnknown():
+            return HTTPError(404, str(error), param="session", code="session_not_found")
         case InputError() | TruncateError() | Unsupported() | KVError():
             return HTTPError(400, str(error), code="invalid_value")
         case _:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..auth import APIKeys, check_host, check_origin
 from ..metrics import HTTP_REQUESTS, HTTP_SECONDS
 from ..service import Service
+from ..sessions.fields import IMPORT_PATH
 from ..tracing import end_span, request_span
 from .body import LimitedBody, body_too_large
 from .errors import SHAPE, ClientDisconnected, ErrorShape, HTTPError, draining_error, internal_error
@@ -162,6 +163,8 @@ class RequestMiddleware:
         if not context.sends_body:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/octet-stream" and context.scope["path"] == IMPORT_PATH:
+            return
         if self._takes_upload(context.scope):
             if kind != "multipart/form-data":
                 raise HTTPError(415, "a file is sent as multipart/form-data", code="unsupported_media_type")
@@ -175,6 +178,8 @@ class RequestMiddleware:
 
     def _max_bytes(self, scope: Scope) -> int:
         """Of a body; the fields and boundaries of a form come on top of its file."""
+        if scope["path"] == IMPORT_PATH:  # the file of a session holds KV
+            return self._config.max_session_bytes
         upload = self._takes_upload(scope)
         return self._config.max_file_bytes + _FORM_BYTES if upload else self._config.max_body_bytes
 

@@ -15,6 +15,7 @@ from ...blend.certificate import Certificate
 from ...errors import ParamError
 from ...kv.owner import owner_of
 from ...llm.offload import FILES, PROMPT
+from ...llm.replace import DEFAULT_REPAIR
 from ..auth import Caller
 from ..http.errors import HTTPError
 from ..http.responses import json_bytes, json_response
@@ -33,6 +34,8 @@ from .schema import (
     KVHandleList,
     KVState,
     PinRequest,
+    ReplacedKVHandle,
+    ReplaceSpanRequest,
     RestoreRequest,
     SavedKV,
     SavedKVList,
@@ -167,6 +170,21 @@ async def fork(handle: str, body: ForkRequest, service: ServiceDep, caller: Salt
 async def truncate(handle: str, body: TruncateRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
     """Drop the tokens of a handle from a position on."""
     return json_response(handle_json(await service.llm.kv.truncate(handle, body.length, tenant=caller.tenant)))
+
+
+@router.post(
+    "/v1/kv/{handle}/replace", response_model=None, responses={200: {"model": ReplacedKVHandle}, **GENERATION_ERRORS}
+)
+async def replace(handle: str, body: ReplaceSpanRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """A new handle with a span dropped or swapped: what stands behind is moved and repaired, or computed again."""
+    if body.tokens is not None and body.text is not None:
+        raise ParamError("text", "stands beside tokens; give one of them")
+    repair = DEFAULT_REPAIR if body.repair is None else body.repair
+    new = body.text if body.text is not None else body.tokens or []
+    made = await service.llm.kv.replace(
+        handle, body.start, body.stop, new, repair=repair, tenant=caller.tenant, ttl_s=body.ttl_s
+    )
+    return json_response({**handle_json(made.info), "origin": made.origin})
 
 
 @router.post("/v1/kv/{handle}/pin", response_model=None, responses=_KEPT)

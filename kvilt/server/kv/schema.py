@@ -56,6 +56,25 @@ class ChunkList(ResponseModel):
     data: list[StoredChunk]
 
 
+class ReplaceSpanRequest(RequestModel):
+    """New tokens in place of a span of a handle."""
+
+    start: Annotated[int, Field(ge=0)]
+    stop: Annotated[int, Field(ge=0)]
+    tokens: Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)] | None = None
+    text: str | None = None
+    repair: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Share of what stands behind that is computed again; 1: all of it. 0.15 by default."
+    )
+    ttl_s: TtlS | None = None
+
+
+class ReplacedKVHandle(KVHandle):
+    """The new handle, and how its KV was made: exact, or the recipe of a blend."""
+
+    origin: str
+
+
 class ForkRequest(RequestModel):
     """A second handle on the same content."""
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from ...sampling.params import MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS
 from ..http.schema import RequestModel
 from ..openai.fields import CallId, Dimensions, Stop, ToolName, TopLogprobs
+from ..sessions.fields import SessionField
 
 IGNORED = "Accepted without effect."
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -62,6 +63,7 @@ class OllamaGeneration(RequestModel):
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="Any JSON object, or a schema.")
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    session: SessionField | None = Field(None, description="The session whose KV is used, and which gets a turn.")
     keep_alive: float | str | None = Field(None, description="Accepted without effect: the model stays.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...sampling.params import SamplingParams
 from ..openai.schema import ChatRequest, chat_request
+from ..sessions.fields import session_json
 from .schema import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration, OllamaMessage, OllamaOptions
 
 # Options, and their names in the internal request.
@@ -50,7 +51,11 @@ def _fields(body: OllamaGeneration, defaults: SamplingParams) -> dict[str, Any]:
     if options.num_predict is not None and options.num_predict > 0:
         made["max_tokens"] = options.num_predict
     made |= {"model": body.model, "stream": body.stream is not False, **_format(body.format), **_think(body.think)}
-    return made | {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    return made | {
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs,
+        "session": session_json(body.session),
+    }
 
 
 def _format(wanted: str | dict[str, Any] | None) -> dict[str, Any]:

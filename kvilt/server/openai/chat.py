@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.types import Scope
 
-from ...errors import ParamError
+from ...errors import ParamError, TemplateError
 from ...llm import AsyncStream, Completion, Delta, ReadingProgress
 from ...llm.offload import ANSWER, PROMPT
 from ...sampling.params import SamplingParams
@@ -23,6 +23,7 @@ from ..http.responses import json_response
 from ..http.routing import CallerDep, ServiceDep, StrictRoute, generation_responses
 from ..kv.handles import keep_kv
 from ..service import Service, answer_header, new_id
+from ..sessions.fields import session_options
 from ..tracing import trace_request, trace_response, trace_usage
 from .message import MessageBuilder, MessageFormat
 from .params import (
@@ -75,8 +76,8 @@ def prepare_chat(
     """
     lora = service.check_model(body.model)
     _check(service, body, len(deferred))
-    messages = template_messages(body.messages)
-    tools = _tools(body)
+    tools = chat_tools(body)
+    messages = _arranged(service, body, caller, template_messages(body.messages), tools)
     deferred = () if body.tool_choice == "none" else deferred
     rendered = _rendered(service, body, messages, tools)
     prompt = None if rendered is None else rendered.text
@@ -95,6 +96,29 @@ def prepare_chat(
     )
     name = name or new_id("chatcmpl")
     return PreparedChat(body, caller, name, rendered or messages, tools, params, message_format, lora)
+
+
+def _arranged(
+    service: Service,
+    body: ChatRequest,
+    caller: Caller,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+) -> list[dict[str, Any]]:
+    """The messages of a session's request, perhaps with volatile lines of the system prompt behind the rest."""
+    session = session_options(body.session)
+    if session is None:
+        return messages
+
+    def renders(asked: list[dict[str, Any]]) -> bool:
+        try:
+            service.llm.render_chat(asked, tools, template_kwargs=template_kwargs(body))
+        except TemplateError:
+            return False
+        return True
+
+    tenant = caller.salted(body.cache_salt).tenant
+    return service.stable_prompts.arranged(tenant, session.name, messages, renders)
 
 
 async def open_chat(service: Service, prepared: PreparedChat) -> AsyncStream:
@@ -123,7 +147,7 @@ def _check(service: Service, body: ChatRequest, deferred: int) -> None:
         raise ParamError("stream_options", "is for streams; set stream to true")
 
 
-def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+def chat_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools that the prompt lists."""
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
     known = {tool["function"]["name"] for tool in tools}

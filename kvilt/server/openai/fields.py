@@ -22,6 +22,7 @@ from ...sampling.params import (
     MAX_TOKENS,
 )
 from ..http.schema import RequestModel
+from ..sessions.fields import SessionField
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 HandleId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="The id of a KV handle.")]
@@ -241,6 +242,7 @@ class GenerationRequest(RequestModel):
     cache_salt: Salt | None = None
     kv: HandleId | None = Field(None, description="The KV handle that the prompt continues.")
     kv_out: bool | None = Field(None, description="Keep the KV of prompt and answer as a new handle.")
+    session: SessionField | None = Field(None, description="The session whose KV is used, and which gets a turn.")
     documents: Documents | None = Field(
         None, description="Texts that are part of the prompt; their KV is reused at any position."
     )

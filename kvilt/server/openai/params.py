@@ -15,6 +15,7 @@ from ..auth import Caller
 from ..config import ServeConfig
 from ..http.errors import HTTPError
 from ..service import Service
+from ..sessions.fields import session_options
 from .fields import (
     AssistantMessage,
     BlendOptions,
@@ -118,6 +119,7 @@ def request_options(body: GenerationRequest, caller: Caller, name: str, lora: st
         "tenant": caller.salted(body.cache_salt).tenant,
         "kv": body.kv,
         "keep_kv": bool(body.kv_out),
+        "session": session_options(body.session),
         "prediction": _text(body.prediction.content) if isinstance(body, ChatRequest) and body.prediction else "",
         **document_options(body),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ...llm import Completion, ReadingProgress, Usage
@@ -30,21 +31,30 @@ def finish_reasons(completions: Sequence[Completion]) -> list[str]:
 def usage_json(prompts: Sequence[Usage], generated: int) -> dict[str, Any]:
     """OpenAI's usage object, with kvilt's counts of where the prompt's KV came from."""
     prompt = sum(one.prompt_tokens for one in prompts)
-    own = {
-        name: sum(getattr(one, name) for one in prompts)
-        for name in ("computed", "prefix_hit", "blended_reused", "blended_recomputed", "documents_computed")
-    }
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {
             "cached_tokens": sum(one.cached_tokens for one in prompts),
-            "cache_write_tokens": own["computed"],
-            "blended_tokens": own["blended_reused"],
+            "cache_write_tokens": sum(one.computed for one in prompts),
+            "blended_tokens": sum(one.blended_reused for one in prompts),
         },
         "completion_tokens_details": _drafts(()),
-        "kvilt": {**own, "recipe": " | ".join(dict.fromkeys(one.recipe for one in prompts if one.recipe)) or "exact"},
+        "kvilt": kvilt_usage(prompts),
+    }
+
+
+def kvilt_usage(prompts: Sequence[Usage]) -> dict[str, Any]:
+    """kvilt's own counts: where the prompt's KV came from, and why no more of it was reused."""
+    counted = ("computed", "prefix_hit", "blended_reused", "blended_recomputed", "documents_computed")
+    recipes = dict.fromkeys(one.recipe for one in prompts if one.recipe)
+    missed = [one for one in prompts if one.miss is not None]
+    worst = max(missed, key=lambda one: one.miss.expected - one.cached_tokens if one.miss else 0, default=None)
+    return {
+        **{name: sum(getattr(one, name) for one in prompts) for name in counted},
+        "recipe": " | ".join(recipes) or "exact",
+        "miss": None if worst is None or worst.miss is None else asdict(worst.miss),
     }
 
 

@@ -17,6 +17,7 @@ from ..openai.fields import (
     ToolName,
     TopLogprobs,
 )
+from ..sessions.fields import SessionField
 from .items import InputItem
 from .tools import IGNORED, ResponseTools
 
@@ -124,6 +125,7 @@ class ResponseRequest(ResponsePrompt):
     prompt_cache_retention: Annotated[str, Field(max_length=32)] | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     cache_salt: Salt | None = None
+    session: SessionField | None = Field(None, description="The session whose KV is used, and which gets a turn.")
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description=IGNORED)
     metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None

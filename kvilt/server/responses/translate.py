@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import ContextOverflow, ParamError
 from ..openai.fields import JsonObjectFormat
 from ..openai.schema import ChatRequest, chat_request
+from ..sessions.fields import session_json
 from .items import AdditionalToolsItem, Message, SearchOutputItem
 from .schema import AllowedTools, NamedToolChoice, ResponsePrompt, ResponseRequest, SchemaFormat
 from .tools import CallableTool, CustomToolSpec, GrammarInput, OtherTool, callable_tools
@@ -77,6 +78,7 @@ def _generation(body: ResponseRequest) -> dict[str, Any]:
         "logprobs": wants_logprobs or None,
         "top_logprobs": body.top_logprobs,
         "cache_salt": body.cache_salt,
+        "session": session_json(body.session),
         "kv_out": (body.store is not False or body.prompt_cache_key is not None) or None,
     }
 

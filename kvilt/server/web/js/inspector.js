@@ -3,6 +3,7 @@
 import { advice } from './advice.js';
 import { byId, el, iconButton, set } from './dom.js';
 import { forest, handleRow, pool, running } from './inspector_rows.js';
+import { missNote } from './miss.js';
 import { count } from './numbers.js';
 import { strip } from './strip.js';
 
@@ -84,7 +85,7 @@ export class Inspector {
     const reused = last.usage.prompt_tokens_details.cached_tokens;
     this.prompt.replaceChildren(strip(strs, reused), el('div', { class: 'legend' },
       el('span', { class: 'key reused' }, `${count(reused)} reused`),
-      el('span', { class: 'key computed' }, `${count(strs.length - reused)} computed`)));
+      el('span', { class: 'key computed' }, `${count(strs.length - reused)} computed`)), ...missNote(last.usage.kvilt?.miss, reused));
     showEnd(this.prompt.querySelector('.cells'));
   }
 

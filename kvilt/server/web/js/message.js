@@ -4,6 +4,7 @@ import { advice } from './advice.js';
 import { speeds } from './ask.js';
 import { el, icon, iconButton, set } from './dom.js';
 import { copyText, update } from './markdown.js';
+import { missText } from './miss.js';
 import { count, rate, seconds, tokens } from './numbers.js';
 
 const NAMES = { user: 'You', assistant: 'Answer' };
@@ -144,9 +145,11 @@ export class Message {
     if (!usage) return null;
     const cached = usage.prompt_tokens_details.cached_tokens;
     const from = parentKv ? `Forked from KV handle ${parentKv.id.slice(0, 8)} (${tokens(parentKv.tokens)})` : 'No handle was used';
+    const missed = usage.kvilt?.miss;
+    const because = missed && missed.expected > cached ? `; ${tokens(missed.expected)} could have been: ${missText(missed)}` : '';
     const why = miss ? `; the handle did not fit${miss.index === null ? '' : ` from token ${miss.index} on`}` : '';
     const text = `${count(cached)} of ${tokens(usage.prompt_tokens)} reused`;
-    return el('span', { class: cached ? 'reuse some' : 'reuse', title: `${from}${why}` }, parentKv ? icon('fork') : null, text);
+    return el('span', { class: cached ? 'reuse some' : 'reuse', title: `${from}${why}${because}` }, parentKv ? icon('fork') : null, text);
   }
 
   /** Write the message anew: saving makes a branch beside it. */

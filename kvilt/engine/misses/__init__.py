@@ -1,0 +1,1 @@
+"""Why a prompt reused less KV than an earlier one left behind."""

@@ -1,0 +1,1 @@
+"""Sessions: trees of turns whose KV is kept, and found again whatever a client strips or edits."""
