@@ -59,6 +59,7 @@ def test_the_strip_and_the_tree(fresh: Running, visiting: Visiting) -> None:
     visit.say(QUESTION)
     visit.answered("12")
     expect(page.locator(".cell.reused")).to_have_count(0)
+    expect(page.locator(".cell.computed")).not_to_have_count(0)  # the page draws when it has the state
     total = page.locator(".cell.computed").count()
     assert f"0 of {total} tokens reused" in visit.facts()
     page.get_by_label("Regenerate as a new branch").click()
