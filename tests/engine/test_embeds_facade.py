@@ -97,7 +97,7 @@ def test_a_row_switches_no_adapter_on(folder: Path, tmp_path: Path) -> None:
     with kvilt.load(folder, kv_memory="4M", backend="native", threads=1) as llm:
         path = write_lora(tmp_path / "late", 2, seed=1, alora_invocation_tokens=[0])
         llm.load_lora(path, "late")
-        prompts, options = PromptPreparer(llm), RequestOptions(lora="late")
+        prompts, options = PromptPreparer(llm, llm.sessions), RequestOptions(lora="late")
         given = Inputs.join([[1, 0, 2], picture(llm), [3, 4]])
         prepared = prompts.text(given, options)
         adapter = prompts._adapter(prepared, options)

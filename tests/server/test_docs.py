@@ -27,6 +27,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_every_option_that_is_named_exists() -> None:
     known = {f"--{name.replace('_', '-')}" for group in (SERVER, ENGINE, STORE, DRAFTS) for name in group.options}
+    known |= {f"--no-{name.removeprefix('--')}" for name in known}
     text = re.sub(r"`python [^`]*`", "", DOCS["security"] + DOCS["serving"])  # programs have options of their own
     named = set(re.findall(r"(--[a-z][a-z-]+)", text)) - {"--model", "--help"}
     assert named <= known, named - known
