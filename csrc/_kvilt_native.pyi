@@ -18,6 +18,8 @@ class Activation(Enum):
     gelu_tanh = 1
     gelu = 2
     swiglu_oai = 3
+    tanh = 4
+    relu2 = 5
 
 class KVDtype(Enum):
     float32 = 0
@@ -248,6 +250,19 @@ class KernelRunner:
         /,
     ) -> None: ...
     def sigmoid_mul(self, x: F32Address, gate: F32Address, count: int, out: F32Address, /) -> None: ...
+    def streams(
+        self,
+        x: F32Address,
+        y: F32Address,  # 0: streams are mixed
+        weights: F32Address,
+        tokens: int,
+        streams: int,
+        columns: int,
+        out: F32Address,
+        /,
+    ) -> None: ...
+    def match_rms(self, x: F32Address, like: F32Address, rows: int, columns: int, out: F32Address, /) -> None: ...
+    def gaussian_relu(self, x: F32Address, cut: float, rows: int, columns: int, out: F32Address, /) -> None: ...
     def embed(self, weight: Weight, ids: I64Address, count: int, scale: float, out: F32Address, /) -> None: ...
     def rms_norm(
         self, x: F32Address, weight: F32Address, eps: float, rows: int, columns: int, out: F32Address, /

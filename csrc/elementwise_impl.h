@@ -47,6 +47,16 @@ inline f32x16 activated(f32x16 x, Activation activation) {
     for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
     return load(lanes);
   }
+  if (activation == Activation::kTanh) {
+    float lanes[16];
+    store(lanes, x);
+    for (float& lane : lanes) lane = std::tanh(lane);
+    return load(lanes);
+  }
+  if (activation == Activation::kRelu2) {
+    const f32x16 above = max(f32x16{}, x);  // in this order it lets what is not a number through
+    return above * above;
+  }
   f32x16 u = x;  // silu: x * sigmoid(x)
   if (activation == Activation::kGeluTanh)
     u = (x + x * x * x * 0.044715f) * 1.5957691216057308f;  // gelu by tanh: x * sigmoid(2u)

@@ -243,6 +243,22 @@ void KernelRunner::sigmoid_mul(const float* x, const float* gate, int64_t n, flo
   recurrent_.sigmoid_mul(x, gate, n, out);
 }
 
+void KernelRunner::streams(const StreamArgs& args) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const auto kernel = args.y ? kernels_.streams.add : kernels_.streams.mix;
+  pool_.run(args.tokens, [&](int64_t token, int) { kernel(args, token); });
+}
+
+void KernelRunner::match_rms(const float* x, const float* like, int64_t rows, int64_t n, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  pool_.run(rows, [&](int64_t row, int) { kernels_.streams.match_rms(x + row * n, like + row * n, n, out + row * n); });
+}
+
+void KernelRunner::gaussian_relu(const float* x, float cut, int64_t rows, int64_t n, float* out) {
+  std::lock_guard<std::mutex> guard(lock_);
+  pool_.run(rows, [&](int64_t row, int) { kernels_.streams.gaussian_relu(x + row * n, cut, n, out + row * n); });
+}
+
 void KernelRunner::argmax_with_values(const float* x, int64_t rows, int64_t n, int64_t* ids, float* values) {
   std::lock_guard<std::mutex> guard(lock_);
   reducer_.argmax(x, rows, n, ids, values);

@@ -88,6 +88,11 @@ class KernelRunner {
   void fold(const FoldArgs& args);
   void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out);
 
+  // Residual streams (streams.h).
+  void streams(const StreamArgs& args);
+  void match_rms(const float* x, const float* like, int64_t rows, int64_t n, float* out);
+  void gaussian_relu(const float* x, float cut, int64_t rows, int64_t n, float* out);
+
   // Experts (experts.h).
   void route(const RouteArgs& args);
   void experts(const ExpertsArgs& args);

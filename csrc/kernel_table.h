@@ -9,6 +9,7 @@
 #include "per_head.h"
 #include "recurrent.h"
 #include "reduce.h"
+#include "streams.h"
 
 namespace kvilt {
 
@@ -20,6 +21,7 @@ struct KernelTable {
   LoraKernels lora;
   RecurrentKernels recurrent;
   PerHeadKernels per_head;
+  StreamKernels streams;
 };
 
 extern const KernelTable kGenericKernels;

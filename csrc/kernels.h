@@ -12,8 +12,9 @@ constexpr int kBlock = 32;      // inputs that share an activation scale
 constexpr int kSuperBlock = 8;  // blocks of a k-format that share a header
 constexpr int kRowGroup = 8;    // rows that go through a tile together
 
-// Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second.
-enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai };
+// Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second. kRelu2 is
+// the square of what is above zero.
+enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai, kTanh, kRelu2 };
 
 // How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
 // formats are the k-formats of GGML, kFp4 is MXFP4.

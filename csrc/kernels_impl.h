@@ -14,6 +14,7 @@
 #include "per_head_impl.h"
 #include "recurrent_impl.h"
 #include "reduce_impl.h"
+#include "streams_impl.h"
 
 namespace kvilt::KVILT_ISA {
 
@@ -27,6 +28,7 @@ constexpr KernelTable kernel_table(const char* isa) {
       {shrink, expand, act_mul},
       {conv, fold_memory, sigmoid_mul},
       {per_head_linear},
+      {mix_streams, add_to_streams, match_rms, gaussian_relu},
   };
 }
 

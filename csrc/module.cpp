@@ -17,7 +17,9 @@ void bind_enums(nb::module_& m) {
       .value("silu", Activation::kSilu)
       .value("gelu_tanh", Activation::kGeluTanh)
       .value("gelu", Activation::kGelu)
-      .value("swiglu_oai", Activation::kSwigluOai);
+      .value("swiglu_oai", Activation::kSwigluOai)
+      .value("tanh", Activation::kTanh)
+      .value("relu2", Activation::kRelu2);
   nb::enum_<KVDtype>(m, "KVDtype")
       .value("float32", KVDtype::kFloat32)
       .value("float16", KVDtype::kFloat16)
@@ -77,5 +79,6 @@ NB_MODULE(_kvilt_native, m) {
   bind_reduce(runner);
   bind_lora(runner);
   bind_recurrent(runner);
+  bind_streams(runner);
   bind_experts(m, runner);
 }

@@ -50,6 +50,7 @@ void bind_pages(nb::module_& m, nb::class_<KernelRunner>& runner);
 void bind_reduce(nb::class_<KernelRunner>& runner);
 void bind_lora(nb::class_<KernelRunner>& runner);
 void bind_recurrent(nb::class_<KernelRunner>& runner);
+void bind_streams(nb::class_<KernelRunner>& runner);
 void bind_experts(nb::module_& m, nb::class_<KernelRunner>& runner);
 
 }  // namespace kvilt

@@ -152,6 +152,8 @@ def _check_row(row: Row, pool: PagePool, layers: int) -> None:
         raise InputError("a row may write only at or above its cache's length, in room that reserve() has made")
     if row.rope_positions and any(len(axis) != tokens for axis in row.rope_positions):
         raise InputError(f"a row of {tokens} tokens needs as many positions on each axis of its rotation")
+    if pool.layout.bare and (row.repairs or row.loads):
+        raise InputError("stored KV is not placed in a model with layers that keep none of their own")
     if tokens == 1 and _is_plain(row):
         return  # a decode: nothing else can be wrong with it
     span = row.layers

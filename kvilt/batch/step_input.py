@@ -25,10 +25,10 @@ from .row import Embeds, Hidden, Ids, KVLoad, Last, Repair, Row, SampledIds, Unr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputVectors:
-    """Tokens that enter as vectors instead of ids: embedding rows, and hidden states of rows that start later."""
+    """Tokens that enter as vectors instead of ids: embedding rows, or hidden states of rows that start later."""
 
     at: Tensor | None  # [n] int64, indices into the step's tokens; None: all of them
-    values: Tensor  # [n, hidden]
+    values: Tensor  # [n, hidden], or whatever a token has between two layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +82,10 @@ class StepInput:
     """All rows of a step, one after the other."""
 
     ids: Tensor  # [tokens] int64; 0 where a vector enters
-    vectors: InputVectors | None
+    vectors: InputVectors | None  # embedding rows
     segments: tuple[Segment, ...]
     wanted: Tensor | None  # [n] int64: tokens whose logits are wanted; None: all of them
+    hidden: InputVectors | None = None  # the same for hidden states
 
     def blank(self, width: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
         """Buffers for steps of this shape, with page tables of `width` pages. For one segment, without vectors.
@@ -143,6 +144,11 @@ class StepInput:
             own.states.reads[first:] = theirs.states.reads[first:]
             own.states.writes[first:] = theirs.states.writes[first:]
 
+    @property
+    def only_ids(self) -> bool:
+        """Whether all tokens enter as ids."""
+        return self.vectors is None and self.hidden is None
+
     def padded(self, rows: int, dummy_pages: Sequence[int], page_tokens: int) -> StepInput:
         """The same step with one-token rows behind it, `rows` in all, so that few shapes of graphs serve all steps.
 
@@ -151,7 +157,7 @@ class StepInput:
         """
         (segment,) = self.segments
         more = rows - segment.lengths.rows
-        if more < 0 or self.vectors is not None or self.wanted is not None or segment.repairs or segment.loads:
+        if more < 0 or not self.only_ids or self.wanted is not None or segment.repairs or segment.loads:
             raise InputError(f"this step cannot be padded to {rows} rows")
         positions = _longer(segment.positions, more)
         lengths = segment.lengths.padded(more)
@@ -246,9 +252,10 @@ def step_input(
         flat[ids][flat[places]] = source[flat[origins]]
     return StepInput(
         flat[ids],
-        _vectors(rows, starts, device),
+        _vectors(rows, starts, device, Embeds),
         tuple(build(flat) for build in segments),
         None if wanted is None else flat[wanted],
+        _vectors(rows, starts, device, Hidden),
     )
 
 
@@ -282,21 +289,22 @@ def _sampled(rows: Sequence[Row], starts: tuple[int, ...], numbers: _Numbers) ->
     return [(source, numbers.add(places), numbers.add(origins)) for source, places, origins in found.values()]
 
 
-def _vectors(rows: Sequence[Row], starts: tuple[int, ...], device: torch.device) -> InputVectors | None:
-    if all(type(row.source) is Ids for row in rows):
+def _vectors(
+    rows: Sequence[Row], starts: tuple[int, ...], device: torch.device, kind: type[Embeds | Hidden]
+) -> InputVectors | None:
+    """The vectors that sources of one kind bring."""
+    if not any(type(row.source) is kind for row in rows):
         return None
     at: list[int] = []
     values: list[Tensor] = []
     for row, start, stop in zip(rows, starts, starts[1:], strict=False):
         match row.source:
-            case Hidden(states):
+            case Hidden(states) if kind is Hidden:
                 at += range(start, stop)
                 values.append(states.to(device))
-            case Embeds(at=places, vectors=vectors):
+            case Embeds(at=places, vectors=vectors) if kind is Embeds:
                 at += (start + place for place in places)
                 values.append(vectors.to(device))
-    if not values:
-        return None
     return InputVectors(None if at == list(range(starts[-1])) else torch.tensor(at, device=device), torch.cat(values))
 
 

@@ -32,6 +32,11 @@ class ChunkCache:
                 "documents of models with recurrent state cannot be blended: a state depends on all tokens before it; "
                 "leave out the documents, and give their text in the prompt"
             )
+        if executor.layout.bare:
+            raise InputError(
+                "documents of models with layers that read the KV of others cannot be blended; leave out the "
+                "documents, and give their text in the prompt"
+            )
         if any(group.shape.value_dim == 0 for group in executor.layout.groups):
             raise InputError("documents of models whose KV has no values cannot be blended")
         self.context_prefix = tuple(context_prefix)

@@ -34,11 +34,19 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         lora=is_open,
         drafts=is_open,
         # Chunks keep values beside keys, and a recurrent state depends on all tokens before it.
-        blending=is_open and all(group.shape.value_dim for group in groups) and pool.layout.recurrent is None,
+        blending=is_open and all(group.shape.value_dim for group in groups) and pool.layout.all_paged,
         deterministic=executor.deterministic,
         closed=not is_open,
-        notes=tuple(filter(None, [pool.host_copies.note(), executor.replay_note])),
+        notes=tuple(filter(None, [pool.host_copies.note(), executor.replay_note, _streams_note(executor)])),
     )
+
+
+def _streams_note(executor: Executor) -> str:
+    if executor.spec.per_layer is None:
+        return ""
+    if executor.pool.ops.name == "native":
+        return "steps of a model with inputs of each layer's own are not recorded"
+    return "torch mixes residual streams and adds the inputs of each layer's own" if executor.spec.altup else ""
 
 
 def model_capabilities(info: ModelInfo, config: LlmRuntimeConfig) -> ExecutorCapabilities:

@@ -174,8 +174,11 @@ def _id(token: object, vocab_size: int) -> int:
     return value
 
 
-def check_row(row: Row, vocab_size: int, hidden_size: int, axes: int = 0) -> None:
-    """Raise unless a model of these sizes can run the row; a backend would fail late, on a device past repair."""
+def check_row(row: Row, vocab_size: int, hidden_size: int, axes: int = 0, state_size: int | None = None) -> None:
+    """Raise unless a model of these sizes can run the row; a backend would fail late, on a device past repair.
+
+    `state_size`: what a token has between two layers, where that is more than one hidden state.
+    """
     if type(row.source) is SampledIds and type(row.want) is Last and not row.rope_positions:
         return  # a decode: the sampler made its id
     if row.rope_positions and len(row.rope_positions) != axes:
@@ -188,7 +191,7 @@ def check_row(row: Row, vocab_size: int, hidden_size: int, axes: int = 0) -> Non
             _check_ids([token for i, token in enumerate(ids) if i not in places], vocab_size)
             _check_width(vectors, hidden_size)
         case Hidden(states):
-            _check_width(states, hidden_size)
+            _check_width(states, hidden_size if state_size is None else state_size)
     if isinstance(row.want, Score):
         _check_ids(row.want.targets, vocab_size)
         if not 0 <= row.want.top <= vocab_size:

@@ -35,6 +35,8 @@ class KVPlacement:
             raise InputError("this KV cache belongs to another executor")
         if pool.layout.recurrent is not None:
             raise InputError("stored KV is not placed in a model with recurrent state, which computes every token")
+        if pool.layout.bare:
+            raise InputError("stored KV is not placed in a model with layers that keep none of their own")
         row = kv.row(0)
         at = torch.cat([torch.arange(one.start, one.stop) for one in spans])
         if not row.writable(at.tolist()):

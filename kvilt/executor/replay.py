@@ -226,7 +226,7 @@ def is_verification(batch: Batch) -> bool:
 def is_plain(batch: Batch) -> bool:
     """Whether ids go through the whole model, and nothing is repaired or loaded beside them."""
     segments = batch.step.segments
-    if len(segments) > 1 or batch.step.vectors is not None or segments[0].repairs or segments[0].loads:
+    if len(segments) > 1 or not batch.step.only_ids or segments[0].repairs or segments[0].loads:
         return False
     return segments[0].rope_positions is None
 

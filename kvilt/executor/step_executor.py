@@ -119,7 +119,7 @@ class StepExecutor:
         if batch.pool is not self._pool:
             raise InputError("the caches of this batch belong to another executor")
         for row in batch.rows:
-            check_row(row, self.spec.vocab_size, self.spec.hidden_size, self._axes)
+            check_row(row, self.spec.vocab_size, self.spec.hidden_size, self._axes, self.spec.state_size)
         with (
             device_memory(f"a step of {batch.num_tokens} tokens", self._pool.device),
             self.call() as stop,

@@ -201,13 +201,22 @@ def _read_layout(found: Any) -> KVLayout:
     groups = found.get("groups") if isinstance(found, dict) else None
     if not isinstance(groups, list) or not groups:
         raise BlobError("layout", "missing or without layer groups")
-    layout = KVLayout(tuple(map(_read_group, groups)), _read_recurrent(found.get("recurrent")))
+    layout = KVLayout(
+        tuple(map(_read_group, groups)), _read_recurrent(found.get("recurrent")), _read_bare(found.get("bare", []))
+    )
     paged = [layer for group in layout.groups for layer in group.layers]
     states = () if layout.recurrent is None else layout.recurrent.layers
-    once = len(set(paged)) == len(paged) and len(set(states)) == len(states)
-    if not once or {*paged, *states} != set(range(layout.num_layers)):
-        raise BlobError("layout.layers", "not every layer of a model, once with KV, with a state, or with both")
+    once = all(len(set(each)) == len(each) for each in (paged, states, layout.bare))
+    both = not {*layout.bare}.isdisjoint((*paged, *states))
+    if not once or both or {*paged, *states, *layout.bare} != set(range(layout.num_layers)):
+        raise BlobError("layout.layers", "not every layer of a model, once with KV, with a state, with both or bare")
     return layout
+
+
+def _read_bare(found: Any) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(_count(one, _MAX_EXTENT) for one in found):
+        raise BlobError("layout.bare", "not numbers of layers")
+    return tuple(found)
 
 
 def _read_recurrent(found: Any) -> RecurrentGroup | None:

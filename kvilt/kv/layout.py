@@ -124,6 +124,7 @@ class KVLayout:
 
     groups: tuple[LayerGroup, ...]
     recurrent: RecurrentGroup | None = None  # the layers that keep a state, if there are any
+    bare: tuple[int, ...] = ()  # layers that keep nothing: they read pages of earlier ones, or look at no other token
 
     @property
     def page_tokens(self) -> int:
@@ -132,7 +133,12 @@ class KVLayout:
     @property
     def num_layers(self) -> int:
         paged = [layer for group in self.groups for layer in group.layers]
-        return len(paged if self.recurrent is None else {*paged, *self.recurrent.layers})
+        return len(self.bare) + len(paged if self.recurrent is None else {*paged, *self.recurrent.layers})
+
+    @property
+    def all_paged(self) -> bool:
+        """Whether every layer keeps keys and values of its own, and nothing else: its KV can be placed anywhere."""
+        return self.recurrent is None and not self.bare
 
     @property
     def state_group(self) -> int:
@@ -151,7 +157,7 @@ class KVLayout:
         return sum(group.shape.page_bytes for group in self.groups)
 
     def slots(self) -> dict[int, tuple[LayerSlot, ...]]:
-        """By layer, in order: where its KV lives, and where its state does."""
+        """By layer, in order: where its KV lives, and where its state does; without layers that keep nothing."""
         groups: list[LayerGroup | RecurrentGroup] = [*self.groups]
         if self.recurrent is not None:
             groups.append(self.recurrent)
@@ -162,7 +168,7 @@ class KVLayout:
         return found
 
     def places(self) -> tuple[LayerSlot, ...]:
-        """Where the KV and the states of all layers live, layer by layer."""
+        """Where KV and states live, layer by layer."""
         return tuple(chain(*self.slots().values()))
 
     def places_in(self, group: int) -> list[int]:
@@ -174,5 +180,9 @@ class KVLayout:
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data; page size is left out, because canonical bytes do not depend on it."""
-        paged: dict[str, Any] = {"groups": [group.describe() for group in self.groups]}
-        return paged if self.recurrent is None else {**paged, "recurrent": self.recurrent.describe()}
+        described: dict[str, Any] = {"groups": [group.describe() for group in self.groups]}
+        if self.recurrent is not None:
+            described["recurrent"] = self.recurrent.describe()
+        if self.bare:
+            described["bare"] = list(self.bare)
+        return described

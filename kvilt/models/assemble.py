@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import WeightError
 from ..kv.layout import KVLayout, LayerSlot
-from ..ops.contract import Ops, Prepared
+from ..ops.contract import Activation, Ops, Prepared
 from ..quant.tensor import QuantTensor, Weight
 from ..quant.unpack import dequantize
 from ..weights.names import ExpectedTensor, match
 from ..weights.source import Checkpoint
+from .altup import HALF, AltUpLayer
 from .attention import Attention
 from .decoder import Decoder, Layer, Mixer
 from .expert_slices import ExpertSlice, expert_slices
 from .experts import Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
+from .fused_slice import FusedSlice
 from .latent import LatentAttention
-from .latent_loading import latent_attention, latent_shapes, per_head_shapes
+from .latent_loading import latent_attention, per_head_shapes
+from .layer_shapes import layer_shapes, with_biases
 from .layers import AnyNorm, DenseFeedForward, LayerNorm, Linear, Norm, PlainFeedForward
 from .recurrent import AttentionAndRecurrent
 from .recurrent_loading import recurrent_block
-from .recurrent_spec import recurrent_shapes
 from .rope import frequencies
 from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
+from .stream_loading import (
+    laurel,
+    per_layer_block,
+    per_layer_inputs,
+    stream_entry,
+    stream_router,
+    stream_slices,
+    stream_tensors,
+)
+from .stream_spec import AltUpSpec
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 EXTRA_LAYERS = 8  # the most that predict further tokens
@@ -49,19 +61,24 @@ def assemble(
     present = frozenset(checkpoint.tensors.names())
     needed = dict(_needed(spec, dialect, present))
     found = match(needed, checkpoint.tensors, tuple(_ignored(spec, dialect)))
-    slices = dict(_slices(spec, dialect, present))
+    slices = {**dict(_slices(spec, dialect, present)), **dict(stream_slices(spec, dialect))}
     loader = _Loader(checkpoint, found, slices, ops, dialect, spec, progress)
     embedding = loader.weight("embedding")
-    slots = layout.slots()
+    slots, streams = layout.slots(), spec.altup
+    last = _scaled(loader.norm("norm"), spec.logit_scale)
+    if streams is not None:  # it norms the sum of all streams in the place of their mean
+        last = replace(last, eps=last.eps * streams.streams**2)
     return Decoder(
         spec=spec,
         ops=ops,
         embedding=embedding,
-        layers=tuple(_layer(loader, i, layer, slots[i]) for i, layer in enumerate(spec.layers)),
-        norm=_scaled(loader.norm("norm"), spec.logit_scale),
+        layers=tuple(_layer(loader, i, layer, _slots_of(i, layer, slots)) for i, layer in enumerate(spec.layers)),
+        norm=last,
         head=Linear(embedding if spec.tied_head else loader.weight("head"), name="head"),
         frequencies={rope: frequencies(rope).to(ops.device) for rope in _ropes(spec)},
         position_embedding=loader.weight("position_embedding") if spec.learned_positions else None,
+        per_layer=None if spec.per_layer is None else per_layer_inputs(loader, spec.per_layer, spec.hidden_size),
+        streams=None if streams is None else stream_entry(loader, streams),
     )
 
 
@@ -72,6 +89,12 @@ def tensor_shapes(checkpoint: Checkpoint, present: Container[str] = ()) -> dict[
     """
     dialect = recognise(checkpoint).dialect
     return {one.name: one.shape for _, one in _needed(dialect.spec(checkpoint), dialect, present)}
+
+
+def _slots_of(index: int, layer: LayerSpec, slots: Mapping[int, tuple[LayerSlot, ...]]) -> tuple[LayerSlot, ...]:
+    """Where a layer finds its KV and its state; one without any finds that of the layer it reads."""
+    shared = layer.attention.shared_with
+    return slots.get(index if shared is None else shared, ())
 
 
 def _ignored(spec: ModelSpec, dialect: CheckpointDialect) -> Iterator[str]:
@@ -94,14 +117,15 @@ def _needed(
     """Every tensor the spec asks for, by our name; `present` are those of the checkpoint."""
     width = spec.hidden_size
     yield "embedding", ExpectedTensor(dialect.names["embedding"], (spec.vocab_size, width))
-    for name in _with_biases(["norm"], spec):
+    for name in with_biases(["norm"], spec):
         yield name, ExpectedTensor(dialect.names[name], (width,))
     if not spec.tied_head:
         yield "head", ExpectedTensor(dialect.names["head"], (spec.vocab_size, width))
     if spec.learned_positions:
         yield "position_embedding", ExpectedTensor(dialect.names["position_embedding"], (spec.context, width))
+    yield from stream_tensors(spec, dialect)
     for i, layer in enumerate(spec.layers):
-        shapes = _layer_shapes(layer, spec)
+        shapes = layer_shapes(layer, spec)
         for whole, parts in _fused_in(dialect, shapes):
             each = [shapes.pop(part) for part in parts]
             shapes[whole] = (sum(rows for rows, *_ in each), *each[0][1:])
@@ -121,34 +145,12 @@ def _fused_in(dialect: CheckpointDialect, shapes: Mapping[str, object]) -> list[
     return [(whole, parts) for whole, parts in dialect.fused.items() if shapes.keys() >= set(parts)]
 
 
-@dataclass(frozen=True, slots=True)
-class FusedSlice:
-    """Rows [start, stop) of a tensor that holds several."""
-
-    whole: str
-    start: int
-    stop: int
-    order: Sequence[int] | None = None  # the rows of the whole, where they are not in the order of its parts
-    last: bool = True  # the whole is not needed after it; the others read the file again
-
-    @property
-    def wholes(self) -> tuple[str, ...]:
-        return (self.whole,)
-
-    def take(self, whole: Weight) -> Weight:
-        """These rows, packed or not; blocks never cross rows."""
-        if self.order is not None:
-            rows = torch.tensor(self.order[self.start : self.stop])
-            return whole.take(rows) if isinstance(whole, QuantTensor) else whole[rows]
-        return whole.rows(self.start, self.stop) if isinstance(whole, QuantTensor) else whole[self.start : self.stop]
-
-
 def _slices(
     spec: ModelSpec, dialect: CheckpointDialect, present: Container[str]
 ) -> Iterator[tuple[str, FusedSlice | ExpertSlice]]:
     """Where the parts of fused and stacked tensors lie."""
     for i, layer in enumerate(spec.layers):
-        shapes = _layer_shapes(layer, spec)
+        shapes = layer_shapes(layer, spec)
         for whole, parts in _fused_in(dialect, shapes):
             order = dialect.row_orders[whole](layer) if whole in dialect.row_orders else None
             start = 0
@@ -158,73 +160,6 @@ def _slices(
                 start = stop
         for name, expert in expert_slices(i, layer, shapes, dialect, present).items():
             yield f"{i}.{name}", expert
-
-
-def _with_biases(norms: list[str], spec: ModelSpec) -> list[str]:
-    return [*norms, *(f"{name}_bias" for name in norms)] if spec.norm_bias else norms
-
-
-def _layer_shapes(layer: LayerSpec, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer by our names: those of its blocks, and its norms."""
-    width, norms = spec.hidden_size, []
-    if layer.pre_norms:
-        norms += ["attention_norm"] if layer.parallel else ["attention_norm", "feed_forward_norm"]
-    if layer.post_norms:
-        norms += ["post_attention_norm", "post_feed_forward_norm"]
-    return {
-        **({"output_scale": (1,)} if layer.output_scale else {}),
-        **dict.fromkeys(_with_biases(norms, spec), (width,)),
-        **(_attention_shapes(layer.attention, width) if layer.has_attention else {}),
-        **({} if layer.recurrent is None else recurrent_shapes(layer.recurrent, width)),
-        **_feed_forward_shapes(layer.feed_forward, width),
-    }
-
-
-def _attention_shapes(spec: AttentionSpec, width: int) -> dict[str, tuple[int, ...]]:
-    if spec.latent is not None:
-        return latent_shapes(spec, spec.latent, width)
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"q": (q, width), "k": (kv, width), "v": (kv, width), "out": (width, q)}
-    if spec.qkv_bias:
-        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if spec.values_are_keys:
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("v")}
-    if spec.out_bias:
-        shapes |= {"out_bias": (width,)}
-    if spec.qk_norm:
-        sizes = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
-        shapes |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
-    if spec.sinks:
-        shapes |= {"sinks": (spec.heads,)}
-    if spec.output_gate:
-        shapes |= {"q_gate": (q, width)}
-    return shapes
-
-
-def _feed_forward_shapes(spec: FeedForwardSpec | ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
-    match spec:
-        case FeedForwardSpec(inner, bias=bias, gated=gated):
-            opening = ("gate", "up") if gated else ("up",)
-            shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(opening, (inner, width)), "down": (width, inner)}
-            biases: dict[str, tuple[int, ...]] = {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
-            return shapes | biases if bias else shapes
-        case ExpertsSpec(experts, expert=expert):
-            shapes = _router_shapes(spec, width)
-            each = _feed_forward_shapes(expert, width)
-            return shapes | {f"experts.{e}.{name}": shape for e in range(experts) for name, shape in each.items()}
-
-
-def _router_shapes(spec: ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
-    """What a block of experts has besides them."""
-    shapes: dict[str, tuple[int, ...]] = {"router": (spec.experts, width)}
-    if spec.router.bias:
-        shapes["router_bias"] = (spec.experts,)
-    if spec.router.selection_bias:
-        shapes["selection_bias"] = (spec.experts,)
-    if spec.shared is not None:
-        shapes |= {f"shared.{name}": shape for name, shape in _feed_forward_shapes(spec.shared.block, width).items()}
-        shapes |= {"shared_gate": (1, width)} if spec.shared.gated else {}
-    return shapes
 
 
 @dataclass(slots=True)
@@ -316,22 +251,56 @@ def _scaled(norm: AnyNorm, scale: float) -> AnyNorm:
             return LayerNorm(weight * scale, None if bias is None else bias * scale, eps)
 
 
-def _layer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Layer:
+def _layer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSlot]) -> Layer | AltUpLayer:
+    if loader.spec.altup is not None:
+        return _altup_layer(loader, index, spec, loader.spec.altup, slots[0])
+
     def at(name: str) -> str:
         return f"{index}.{name}"
 
     scale = loader.vector(at("output_scale"), torch.float32).item() if spec.output_scale else 1.0
     last = loader.maybe_norm(at("post_feed_forward_norm"))
+    per_layer = per_layer_block(loader, index, _activation(spec), scale) if loader.spec.per_layer is not None else None
     return Layer(
         loader.maybe_norm(at("attention_norm")),
         _mixer(loader, index, spec, slots),
         loader.maybe_norm(at("feed_forward_norm")),
         _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
-        last if last is None else _scaled(last, scale),
+        last if last is None or per_layer is not None else _scaled(last, scale),
         spec.parallel,
         spec.residual_scale,
         scale,
+        per_layer,
+    )
+
+
+def _activation(spec: LayerSpec) -> Activation:
+    block = spec.feed_forward
+    return block.activation if isinstance(block, FeedForwardSpec) else block.expert.activation
+
+
+def _altup_layer(loader: _Loader, index: int, spec: LayerSpec, altup: AltUpSpec, place: LayerSlot) -> AltUpLayer:
+    def at(name: str) -> str:
+        return f"{index}.{name}"
+
+    attention = _attention(loader, index, spec.attention, place)
+    assert isinstance(attention, Attention)
+    others = torch.ones(altup.streams, device=loader.ops.device, dtype=loader.ops.dtype)
+    others[0] = 0.0
+    return AltUpLayer(
+        altup,
+        stream_router(loader, index, altup, loader.spec.hidden_size),
+        laurel(loader, index),
+        loader.norm(at("attention_norm")),
+        attention,
+        _scaled(loader.norm(at("post_attention_norm")), HALF),
+        loader.norm(at("feed_forward_norm")),
+        _feed_forward(loader, index, spec.feed_forward),
+        loader.norm(at("post_feed_forward_norm")),
+        loader.vector(at("stream_scale"), loader.ops.dtype) if altup.scaled else None,
+        per_layer_block(loader, index, _activation(spec), 1.0),
+        others,
     )
 
 
@@ -358,8 +327,8 @@ def _attention(loader: _Loader, index: int, spec: AttentionSpec, place: LayerSlo
         spec,
         place,
         q=loader.linear(at("q")),
-        k=loader.linear(at("k")),
-        v=None if spec.values_are_keys else loader.linear(at("v")),
+        k=loader.linear(at("k")) if spec.shared_with is None else None,
+        v=None if spec.values_are_keys or spec.shared_with is not None else loader.linear(at("v")),
         out=loader.linear(at("out")),
         q_norm=loader.plain_norm(spec.head_dim) if spec.qk_norm_plain else loader.maybe_norm(at("q_norm")),
         k_norm=loader.plain_norm(spec.head_dim) if spec.qk_norm_plain else loader.maybe_norm(at("k_norm")),

@@ -23,8 +23,8 @@ class Attention:
     spec: AttentionSpec
     place: LayerSlot
     q: Linear
-    k: Linear
-    v: Linear | None  # None where values are keys
+    k: Linear | None  # None where the layer reads the KV of another one
+    v: Linear | None  # None where values are keys, too
     out: Linear
     q_norm: AnyNorm | None = None
     k_norm: AnyNorm | None = None
@@ -38,6 +38,8 @@ class Attention:
         """`x` [tokens, hidden], normalized first, to [tokens, hidden], plus `residual`; writes keys and values."""
         ops, spec = context.ops, self.spec
         store, paging = context.stores[self.place.group], context.paging[self.place.group]
+        if self.k is None:
+            return self._read(x, context, residual, norm)
         q, k, v, gate = self._projected(x, context, norm)
         if spec.temperature is not None:
             q = ops.scale_queries(q, paging.positions, spec.temperature)
@@ -58,6 +60,19 @@ class Attention:
             context.tap.attended(ops, q, store, self.place.layer, paging, self.mask())
         mixed = ops.attention(q, store, self.place.layer, paging, self.mask())
         return self._project(mixed, gate, context, residual)
+
+    def _read(self, x: Tensor, context: LayerContext, residual: Tensor | None, norm: AnyNorm | None) -> Tensor:
+        """Attention over the KV that an earlier layer wrote."""
+        ops, spec, paging = context.ops, self.spec, context.paging[self.place.group]
+        (q,) = context.linears(x, (self.q,), norm)
+        q = q.view(len(x), -1, spec.head_dim)
+        q = q if self.q_norm is None else self.q_norm(q, ops)
+        if isinstance(spec.rope, RopeSpec):
+            q = ops.rotate(q, context.rotations[spec.rope])
+        store, layer, mask = context.stores[self.place.group], self.place.layer, self.mask()
+        if context.tap is not None:
+            context.tap.attended(ops, q, store, layer, paging, mask)
+        return self._project(ops.attention(q, store, layer, paging, mask), None, context, residual)
 
     def _project(self, mixed: Tensor, gate: Tensor | None, context: LayerContext, residual: Tensor | None) -> Tensor:
         mixed = mixed.view(-1, self.spec.heads * self.spec.head_dim)

@@ -27,10 +27,12 @@ from ..batch import (
 )
 from ..ops.contract import Ops, PageStore, Prepared, Rotation, RowLogprobs, StateStore
 from ..ops.logprobs import row_logprobs
+from .altup import AltUpLayer, StreamEntry
 from .attention import Attention
 from .experts import Experts, FeedForward
 from .latent import LatentAttention
 from .layers import AnyNorm, LayerContext, LayerRepair, Linear, linears_in
+from .per_layer import PerLayerBlock, PerLayerInputs
 from .recurrent import AttentionAndRecurrent, Recurrent
 from .rope import rotation
 from .spec import ModelSpec, RopeSpec
@@ -58,12 +60,16 @@ class Layer:
     parallel: bool = False
     residual_scale: float = 1.0
     output_scale: float = 1.0  # of the stream that leaves; the last norm of the layer has it already
+    per_layer: PerLayerBlock | None = None
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         if self.parallel:
             normed = x if self.attention_norm is None else self.attention_norm(x, context.ops)
             return self.feed_forward(normed, context, self.attention(normed, context, x))
         x = self._added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
+        if self.per_layer is not None:
+            x = self._added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
+            return context.ops.add(self.per_layer(x, context), x, self.output_scale)
         if self.output_scale != 1.0 and self.post_feed_forward_norm is not None:
             made = self.feed_forward(x, context, None, self.feed_forward_norm)
             return context.ops.add(self.post_feed_forward_norm(made, context.ops), x, self.output_scale)
@@ -91,6 +97,20 @@ def _layer_repairs(
     return tuple(LayerRepair(one, stored.on_device(one.stored[index]), rotations) for one, rotations in repairs)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenStates:
+    """What tokens have between two layers."""
+
+    x: Tensor  # [tokens, hidden], of several residual streams one beside the other
+    layer_inputs: Tensor | None  # [tokens, layers, width], where layers have inputs of their own
+
+    def joined(self, span: slice) -> Tensor:
+        """All of it for some tokens [tokens, state], for a row that goes on with it later."""
+        if self.layer_inputs is None:
+            return self.x[span]
+        return torch.cat([self.x[span], self.layer_inputs[span].flatten(1)], dim=1)
+
+
 def _nbytes(linear: Linear) -> int:
     return linear.weight.nbytes
 
@@ -102,11 +122,13 @@ class Decoder:
     spec: ModelSpec
     ops: Ops
     embedding: Prepared
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | AltUpLayer, ...]
     norm: AnyNorm
     head: Linear
     frequencies: Mapping[RopeSpec, Tensor]  # one entry for each rope the layers use
     position_embedding: Prepared | None = None  # [context, hidden], where positions are learned
+    per_layer: PerLayerInputs | None = None
+    streams: StreamEntry | None = None  # where tokens have several residual streams
 
     def __call__(
         self, batch: Batch, before_layer: Callable[[int], None], step_adapters: StepAdapters | None = None
@@ -126,19 +148,22 @@ class Decoder:
         taps: Sequence[Mapping[int, LayerTap]] = (),
         step_adapters: StepAdapters | None = None,
         state_store: StateStore | None = None,
-    ) -> Tensor:
-        """The hidden states of all tokens after their last layers [tokens, hidden]; writes their KV."""
-        x = self._embed(step, step_adapters)
+    ) -> TokenStates:
+        """What all tokens have after their last layers; writes their KV."""
+        states = self._embed(step, step_adapters)
+        x, layer_inputs = states.x, states.layer_inputs
         for index, segment in enumerate(step.segments):
-            part = x if segment.tokens is None else x[segment.tokens]
+            part, inputs = x, layer_inputs
+            if segment.tokens is not None:
+                part, inputs = x[segment.tokens], None if inputs is None else inputs[segment.tokens]
             own = step_adapters.of(segment.tokens) if step_adapters is not None else None
             tapped = taps[index] if taps else NO_TAPS
-            part = self._through(part, segment, stores, before_layer, tapped, own, state_store)
+            part = self._through(part, segment, stores, before_layer, tapped, own, state_store, inputs)
             if segment.tokens is None:
                 x = part
             else:
                 x[segment.tokens] = part
-        return x
+        return TokenStates(x, layer_inputs)
 
     def decode(
         self,
@@ -148,7 +173,8 @@ class Decoder:
         state_store: StateStore | None = None,
     ) -> Tensor:
         """Logits after every token of a step, by operations of the backend alone: a step to be recorded or captured."""
-        return self.logits(self.forward(step, stores, lambda _: None, (), step_adapters, state_store), step_adapters)
+        states = self.forward(step, stores, lambda _: None, (), step_adapters, state_store)
+        return self.logits(states.x, step_adapters)
 
     @property
     def asks_the_host(self) -> bool:
@@ -165,7 +191,8 @@ class Decoder:
                 idle += (1 - block.spec.top_k / block.spec.experts) * sum(map(_nbytes, linears_in(block.experts)))
         attentions = [layer.attention for layer in self.layers]
         per_head = sum(one.per_head_bytes for one in attentions if isinstance(one, LatentAttention))
-        return _nbytes(self.head) + sum(map(_nbytes, linears_in(self.layers))) + per_head - round(idle)
+        maps = linears_in((self.head, self.layers, self.per_layer, self.streams))
+        return sum(map(_nbytes, maps)) + per_head - round(idle)
 
     def _through(
         self,
@@ -176,6 +203,7 @@ class Decoder:
         taps: Mapping[int, LayerTap] = NO_TAPS,
         step_adapters: StepAdapters | None = None,
         state_store: StateStore | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> Tensor:
         """The layers of a segment."""
         context = LayerContext(
@@ -186,6 +214,7 @@ class Decoder:
             step_adapters=step_adapters,
             state_store=state_store,
             states=segment.states,
+            layer_inputs=layer_inputs,
         )
         repairs = [(one, self._rotations(one.positions)) for one in segment.repairs]
         loads = [(one, self._rotations(one.positions)) for one in segment.loads]
@@ -222,8 +251,32 @@ class Decoder:
         """What tokens start with, as the first layer reads it but for learned positions [tokens, hidden]."""
         return self.ops.embed(self.embedding, ids, self.spec.embed_scale)
 
-    def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
-        """What all tokens start with: their embeddings, or the vectors they come as, and learned positions."""
+    def _embed(self, step: StepInput, step_adapters: StepAdapters | None) -> TokenStates:
+        """What all tokens start with: their streams, or the hidden states they come as, and the inputs of layers."""
+        hidden = step.hidden
+        if hidden is not None and hidden.at is None:
+            return self._entering(hidden.values)
+        embedded = self._embedded(step, step_adapters)
+        layer_inputs = None
+        if self.per_layer is not None:
+            layer_inputs = self.per_layer(step.ids, embedded, self.ops, self.spec.vocab_size)
+        x = embedded if self.streams is None else self.streams.enter(embedded, self.ops)
+        if hidden is not None:
+            entering = self._entering(hidden.values)
+            x[hidden.at] = entering.x
+            if layer_inputs is not None and entering.layer_inputs is not None:
+                layer_inputs[hidden.at] = entering.layer_inputs
+        return TokenStates(x, layer_inputs)
+
+    def _entering(self, states: Tensor) -> TokenStates:
+        """Hidden states that a caller brings [tokens, state], taken apart."""
+        states, size = states.to(self.ops.dtype), self.spec.stream_size
+        if self.per_layer is None:
+            return TokenStates(states, None)
+        return TokenStates(states[:, :size].contiguous(), states[:, size:].view(len(states), len(self.layers), -1))
+
+    def _embedded(self, step: StepInput, step_adapters: StepAdapters | None) -> Tensor:
+        """Embeddings of tokens, or the vectors they come as, and learned positions."""
         x, first = self._entered(step, step_adapters), step.segments[0]
         if self.position_embedding is None or first.start > 0:  # hidden states have their positions already
             return x
@@ -244,9 +297,11 @@ class Decoder:
             x[own.tokens] += own.rows.of(step.ids[own.tokens], own.scale * self.spec.embed_scale)
         return x
 
-    def _outputs(self, batch: Batch, x: Tensor, seen: TapResults, step_adapters: StepAdapters | None) -> Logits:
+    def _outputs(
+        self, batch: Batch, states: TokenStates, seen: TapResults, step_adapters: StepAdapters | None
+    ) -> Logits:
         """What each row wants of its last hidden states."""
-        starts, scores, hidden = [0], {}, {}
+        x, starts, scores, hidden = states.x, [0], {}, {}
         for index, row in enumerate(batch.rows):
             span = slice(batch.starts[index], batch.starts[index + 1])
             match row.want:
@@ -254,7 +309,7 @@ class Decoder:
                     own = step_adapters.of(torch.arange(span.start, span.stop)) if step_adapters is not None else None
                     scores[index] = self._score(x[span], row.want, own)
                 case HiddenOut():
-                    hidden[index] = x[span]
+                    hidden[index] = states.joined(span)
                 case Pooled():
                     hidden[index] = self._pooled(x[span], row.want)
             starts.append(starts[-1] + (row.want.k if isinstance(row.want, Last) else 0))
@@ -264,7 +319,7 @@ class Decoder:
     def _pooled(self, states: Tensor, want: Pooled) -> Tensor:
         """[hidden] float64, so that it hardly matters how a prompt was cut into rows."""
         wanted = states[-1:] if want.last else states[want.first :]
-        return self.norm(wanted, self.ops).double().sum(0)
+        return self._last_norm(wanted).double().sum(0)
 
     def _wanted(self, step: StepInput, x: Tensor, step_adapters: StepAdapters | None) -> Tensor:
         """The logits that the rows want [n, vocab]."""
@@ -274,9 +329,13 @@ class Decoder:
             return x.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         return self.logits(x[step.wanted], step_adapters.of(step.wanted) if step_adapters is not None else None)
 
+    def _last_norm(self, states: Tensor) -> Tensor:
+        """What a token has after the last layer [tokens, streams], as the head reads it [tokens, hidden]."""
+        return self.norm(states if self.streams is None else self.streams.leave(states, self.ops), self.ops)
+
     def logits(self, states: Tensor, step_adapters: StepAdapters | None = None) -> Tensor:
-        """[tokens, hidden] to float32 [tokens, vocab]."""
-        states = self.norm(states, self.ops)
+        """[tokens, streams] to float32 [tokens, vocab]."""
+        states = self._last_norm(states)
         values = self.head(states, self.ops).float()
         if step_adapters is not None:
             step_adapters.add([self.head], states, [values], self.ops)

@@ -80,6 +80,7 @@ class LayerContext:
     repairs: tuple[LayerRepair, ...] = ()  # KV of tokens that some rows repair in this layer
     state_store: StateStore | None = None  # of models with recurrent state
     states: StateSlots | None = None
+    layer_inputs: Tensor | None = None  # [tokens, layers, width], of models with inputs of each layer's own
 
     def linears(self, x: Tensor, maps: Sequence[Linear], norm: AnyNorm | None = None) -> list[Tensor]:
         """Several linear maps of the same input, normalized first, each token's adapter included."""
@@ -198,12 +199,15 @@ class DenseFeedForward:
     def _opened(self, x: Tensor, context: LayerContext, norm: AnyNorm | None) -> Tensor:
         ops, step_adapters, spec = context.ops, context.step_adapters, self.spec
         scaled = (spec.gate_scale, spec.down_scale) != (1.0, 1.0)
-        if not scaled and (step_adapters is None or not step_adapters.touches(self.gate.name, self.up.name)):
+        adapted = step_adapters is not None and step_adapters.touches(self.gate.name, self.up.name)
+        if not scaled and not adapted and spec.sparse_cut is None:
             x, pair = apart(x, norm, ops)
             return ops.gate_up(x, self.gate.map, self.up.map, spec.activation, pair)
         gate, up = context.linears(x, (self.gate, self.up), norm)
         if scaled:
             gate, up = gate * spec.gate_scale, up * spec.down_scale
+        if spec.sparse_cut is not None:
+            gate = ops.streams.gaussian_relu(gate, spec.sparse_cut)
         return ops.act_mul(gate, up, spec.activation)
 
 

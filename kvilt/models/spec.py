@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Literal
 
 from ..errors import Unsupported, WeightError
@@ -16,6 +17,7 @@ from ..ops.kv_dtypes import KVDtype
 from ..ops.routing import GroupScore, RouterScores
 from .recurrent_spec import RecurrentSpec
 from .spec_repr import spec_repr
+from .stream_spec import AltUpSpec, PerLayerSpec
 
 NormKind = Literal["rms", "layer"]
 
@@ -160,6 +162,7 @@ class AttentionSpec:
     v_norm: bool = field(default=False, repr=False)  # values are normed by head, without a learned scale
     values_are_keys: bool = field(default=False, repr=False)  # as projected: neither normed nor rotated
     latent: LatentSpec | None = field(default=None, repr=False)
+    shared_with: int | None = field(default=None, repr=False)  # an earlier layer whose KV this one reads; it has none
 
     __repr__ = spec_repr
 
@@ -180,6 +183,8 @@ class FeedForwardSpec:
     gated: bool = field(default=True, repr=False)
     gate_scale: float = field(default=1.0, repr=False)  # of gate(x), before the activation
     down_scale: float = field(default=1.0, repr=False)  # of what the block makes
+    # Only what is so many deviations above the mean of gate(x) passes; None: all of it.
+    sparse_cut: float | None = field(default=None, repr=False)
 
     __repr__ = spec_repr
 
@@ -293,8 +298,20 @@ class ModelSpec:
     norm_bias: bool = field(default=False, repr=False)
     logit_scale: float = field(default=1.0, repr=False)
     learned_positions: bool = field(default=False, repr=False)  # each position has a vector that is added to its token
+    per_layer: PerLayerSpec | None = field(default=None, repr=False)  # inputs of each layer's own
+    altup: AltUpSpec | None = field(default=None, repr=False)  # several residual streams
 
     __repr__ = spec_repr
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of a token's residual streams."""
+        return self.hidden_size if self.altup is None else self.altup.streams * self.hidden_size
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a token has between two layers: its streams, and the inputs of all layers."""
+        return self.stream_size + (0 if self.per_layer is None else len(self.layers) * self.per_layer.width)
 
 
 def rope_axes(spec: ModelSpec) -> int:
@@ -331,15 +348,17 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: KVDtype) -> KVLayout:
     """The KV layout of a model: layers with the same reach and shape form a group."""
     kinds: dict[tuple[Reach, int, tuple[int, int]], list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        if not layer.has_attention:
-            continue
         attention = layer.attention
+        if not layer.has_attention or attention.shared_with is not None:
+            continue
         kinds.setdefault((attention.reach, attention.kv_heads, attention.kv_dims), []).append(index)
     groups = []
     for (reach, heads, dims), layers in kinds.items():
         shape = PageShape(len(layers), page_tokens, heads, *dims, dtype, isinstance(reach, Latent))
         groups.append(LayerGroup(reach, tuple(layers), shape))
-    return KVLayout(tuple(groups), _recurrent_group(spec))
+    recurrent = _recurrent_group(spec)
+    kept = {*chain(*kinds.values()), *(() if recurrent is None else recurrent.layers)}
+    return KVLayout(tuple(groups), recurrent, tuple(i for i in range(len(spec.layers)) if i not in kept))
 
 
 def _recurrent_group(spec: ModelSpec) -> RecurrentGroup | None:

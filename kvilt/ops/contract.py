@@ -35,6 +35,7 @@ from .routing import SharedExpert as SharedExpert
 from .states import StateShape as StateShape
 from .states import StateSlots as StateSlots
 from .states import StateStore as StateStore
+from .streams import StreamOps as StreamOps
 from .values import Activation as Activation
 from .values import AttentionMask as AttentionMask
 from .values import Interpolation as Interpolation
@@ -96,6 +97,11 @@ class Ops(Protocol):
     @property
     def sampling(self) -> SamplingKernels | None:
         """What samples on this backend's device; None where logits are sampled by reductions, or by plain torch."""
+        ...
+
+    @property
+    def streams(self) -> StreamOps:
+        """What this backend does for models with several residual streams."""
         ...
 
     @property

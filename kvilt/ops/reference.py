@@ -51,6 +51,7 @@ from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass, softmax_with_sinks
+from .streams import StreamOps, TorchStreams
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
 
@@ -61,6 +62,8 @@ _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = Mapping
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "tanh": torch.tanh,
+        "relu2": lambda x: F.relu(x).square(),
     }
 )
 
@@ -87,6 +90,7 @@ class ReferenceOps:
         self.device = torch.device("cpu") if device is None else device
         self.dtype = dtype
         self.host_copies: HostCopies = DirectCopies(self.device)
+        self.streams: StreamOps = TorchStreams()
 
     @property
     def numerics(self) -> str:

@@ -304,6 +304,7 @@ OTHER_LAYOUTS = {
     "heads": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 2, 4, 4, FLOAT32)),)),
     "dim": KVLayout((LayerGroup(Window(6), (0,), PageShape(1, 4, 1, 2, 4, FLOAT32)),)),
     "layers": KVLayout((LayerGroup(Window(6), (0, 1), PageShape(2, 4, 1, 4, 4, FLOAT32)),)),
+    "bare": KVLayout((LayerGroup(Window(6), (0,), SHAPE),), bare=(1,)),
 }
 
 

@@ -19,6 +19,14 @@ def test_every_layer_has_one_place(scribe: Any) -> None:
     assert scribe.windowed().num_layers == 3
 
 
+def test_layers_that_keep_nothing_count_and_have_no_place() -> None:
+    layout = KVLayout((LayerGroup(Full(), (0, 2), SHAPE),), bare=(1, 3))
+    assert layout.num_layers == 4
+    assert layout.slots() == {0: (LayerSlot(0, 0),), 2: (LayerSlot(0, 1),)}
+    assert not layout.all_paged
+    assert layout.describe()["bare"] == [1, 3]
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 6, 9])
 def test_what_a_window_needs_is_what_its_next_query_sees(window: int) -> None:
     group = LayerGroup(Window(window), (0, 1), SHAPE)

@@ -26,6 +26,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4ForCausalLM,
@@ -147,6 +149,27 @@ def _gemma4(**changes: Any) -> Callable[[], PreTrainedModel]:
     heads = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     own = {"sliding_window": 8, "layer_types": kinds, "hidden_size_per_layer_input": 0}
     return lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SMALL | SPECIALS | own | heads | changes))
+
+
+E_FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 97,
+}
+
+
+def _gemma4_e(**changes: Any) -> Callable[[], PreTrainedModel]:
+    """As E2B and E4B: per-layer inputs, and layers that read the KV of others."""
+    heads = {"attention_k_eq_v": False, "num_global_key_value_heads": None}
+    return _gemma4(**E_FIELDS | heads | changes)
+
+
+def _gemma3n_text(**changes: Any) -> Gemma3nTextConfig:
+    own = {"head_dim": 16, "sliding_window": 8, "laurel_rank": 10, "final_logit_softcapping": 6.0}
+    own |= {"activation_sparsity_pattern": [0.8, 0.0, 0.4, 0.0, 0.0, 0.0]}
+    return Gemma3nTextConfig(**SMALL | SPECIALS | E_FIELDS | own | {"initializer_range": 0.2} | changes)
 
 
 def _gemma4_nested() -> PreTrainedModel:
@@ -502,6 +525,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4": _gemma4(),
     "gemma4-nested": _gemma4_nested,
     "gemma4-own-values": _gemma4(attention_k_eq_v=False, final_logit_softcapping=6.0),
+    "gemma4-e": _gemma4_e(),
+    "gemma4-e-wide": _gemma4_e(use_double_wide_mlp=True, attention_bias=True, num_kv_shared_layers=4),
+    "gemma3n": lambda: Gemma3nForCausalLM(_gemma3n_text()),
+    "gemma3n-other": lambda: Gemma3nForCausalLM(
+        _gemma3n_text(
+            altup_num_inputs=3,
+            altup_active_idx=1,
+            altup_correct_scale=False,
+            vocab_size_per_layer_input=80,
+            intermediate_size=[40, 44, 48, 52, 56, 60],
+        )
+    ),
     "gemma3": _gemma(),
     "gemma3-capped": _gemma(final_logit_softcapping=5.0),
 }
@@ -529,6 +564,8 @@ VARIANTS = frozenset(
         "gpt2-by-layer",
         "ernie4_5-biases",
         "gemma4-nested",
+        "gemma4-e-wide",
+        "gemma3n-other",
         "gemma4-own-values",
         "lfm2-moe-plain",
         "mistral3-mistral",
@@ -561,7 +598,7 @@ def random_model(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             # Not the trivial values they start with.
-            if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith("bias"):
+            if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith(("bias", "output_scale")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
         for tensor_name, tensor in model.named_buffers():
             if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -24,6 +24,7 @@ TESTS = (
     "tests/models/test_families.py",
     "tests/models/test_gguf_dialects.py",
     "tests/models/test_gguf_experts.py",
+    "tests/models/test_gguf_gemma.py",
     "tests/models/test_gguf_hybrids.py",
     "tests/models/test_latent.py",
     "tests/text/test_parse.py",

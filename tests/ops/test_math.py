@@ -93,6 +93,8 @@ ACTIVATIONS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "tanh": math.tanh,
+    "relu2": lambda x: max(x, 0.0) ** 2,
 }
 
 

@@ -1,6 +1,7 @@
-"""Gemma 4 (text, dense): windowed and full layers with heads of their own sizes, values that are keys, scaled layers.
+"""Gemma 4 (text): windowed and full layers with heads of their own sizes, values that are keys, scaled layers.
 
-Per-layer embeddings and shared KV (E2B, E4B) and experts (26B-A4B) are refused by name.
+E2B and E4B also have inputs of each layer's own, and layers that read the KV of others. Experts (26B-A4B) are refused
+by name.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from ...errors import Unsupported, WeightError
 from ...kv.layout import Full, Window
 from ...weights.source import Checkpoint
 from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, ProportionalScaling, RopeSpec
+from ..stream_spec import PerLayerSpec
+from . import gemma_gguf
 from .family import CheckpointDialect, Family
 from .fields import Fields, even_dims, hf_rope, layer_kinds, whole_heads
 from .gemma import HF_NAMES as GEMMA_NAMES
+from .gemma3n import HF_NAMES as GEMMA3N_NAMES
+from .gemma3n import OTHER_SENSES, UNUSED_KV
 from .plain import HF_IGNORED
+from .shared_kv import shared_layers
 
 PATTERN = 6
 DEFAULT_WINDOW = 512
@@ -29,11 +35,16 @@ ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     }
 )
-HF_NAMES: Mapping[str, str] = MappingProxyType({**GEMMA_NAMES, "output_scale": "model.layers.{i}.layer_scalar"})
+HF_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **GEMMA_NAMES,
+        **{ours: name for ours, name in GEMMA3N_NAMES.items() if ours.startswith("layer_")},
+        "output_scale": "model.layers.{i}.layer_scalar",
+    }
+)
 NESTED_NAMES: Mapping[str, str] = MappingProxyType(
     {ours: name.replace("model.", "model.language_model.", 1) for ours, name in HF_NAMES.items()}
 )
-OTHER_SENSES = ("model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*")
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
@@ -42,21 +53,39 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers", high=1 << 12)
     kinds = list(layer_kinds(config, layers) or _alternating(layers))
     kinds[-1] = "full_attention"  # whatever the config says, as in transformers
-    block = FeedForwardSpec(
-        config.integer("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh")
+    shared = shared_layers(kinds, config.count("num_kv_shared_layers", 0), "num_kv_shared_layers")
+    each = (
+        LayerSpec(
+            replace(_attention(checkpoint, config, index, kind), shared_with=shared[index]),
+            _block(config, shared[index] is not None),
+            post_norms=True,
+            output_scale=True,
+        )
+        for index, kind in enumerate(kinds)
     )
-    each = (_attention(checkpoint, config, index, kind) for index, kind in enumerate(kinds))
     return ModelSpec(
         family="gemma4",
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden,
         context=config.integer("max_position_embeddings"),
-        layers=tuple(LayerSpec(attention, block, post_norms=True, output_scale=True) for attention in each),
+        layers=tuple(each),
         norm_eps=config.number("rms_norm_eps"),
         tied_head=config.flag("tie_word_embeddings", True),
         embed_scale=hidden**0.5,
         final_soft_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else 0.0,
+        per_layer=_per_layer(config),
     )
+
+
+def _block(config: Fields, shared: bool) -> FeedForwardSpec:
+    wide = 2 if shared and config.flag("use_double_wide_mlp") else 1
+    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
+    return FeedForwardSpec(wide * config.integer("intermediate_size"), activation)
+
+
+def _per_layer(config: Fields) -> PerLayerSpec | None:
+    width = config.count("hidden_size_per_layer_input", PER_LAYER_WIDTH, high=1 << 16)
+    return PerLayerSpec(width, config.integer("vocab_size_per_layer_input", 262144)) if width else None
 
 
 def from_nested(checkpoint: Checkpoint) -> ModelSpec:
@@ -69,12 +98,6 @@ def from_nested(checkpoint: Checkpoint) -> ModelSpec:
 
 def _refuse(config: Fields) -> None:
     """What would mean other logits."""
-    for name, default in (("hidden_size_per_layer_input", PER_LAYER_WIDTH), ("num_kv_shared_layers", 0)):
-        value = config.values.get(name, default)
-        if value is not None and (type(value) is not int or value < 0):
-            raise WeightError(name, f"must be a whole number, not {value!r}")
-        if value:
-            raise Unsupported(f"Gemma 4 with {name} (E2B, E4B) is not supported; the dense models have 0 there")
     if config.flag("enable_moe_block"):
         raise Unsupported("Gemma 4 with enable_moe_block (26B-A4B) is not supported; the dense models are")
     if config.values.get("use_bidirectional_attention") not in (None, "vision"):
@@ -142,11 +165,12 @@ def _alternating(layers: int) -> tuple[str, ...]:
     return tuple("sliding_attention" if (i + 1) % PATTERN else "full_attention" for i in range(layers))
 
 
-_NESTED, _IGNORED = ("Gemma4ForConditionalGeneration",), HF_IGNORED + OTHER_SENSES
+_NESTED, _IGNORED = ("Gemma4ForConditionalGeneration",), HF_IGNORED + UNUSED_KV
 GEMMA4 = Family(
     "gemma4",
     (
-        CheckpointDialect("hf", ("Gemma4ForCausalLM",), from_hf, HF_NAMES, HF_IGNORED),
-        CheckpointDialect("hf", _NESTED, from_nested, NESTED_NAMES, _IGNORED),
+        CheckpointDialect("gguf", ("gemma4",), gemma_gguf.gemma4, gemma_gguf.NAMES, gemma_gguf.IGNORED),
+        CheckpointDialect("hf", ("Gemma4ForCausalLM",), from_hf, HF_NAMES, _IGNORED),
+        CheckpointDialect("hf", _NESTED, from_nested, NESTED_NAMES, _IGNORED + OTHER_SENSES),
     ),
 )

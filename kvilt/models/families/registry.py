@@ -14,6 +14,7 @@ from .ernie4_5_moe import ERNIE4_5_MOE
 from .falcon_h1 import FALCON_H1
 from .family import CheckpointDialect, Family
 from .gemma import GEMMA
+from .gemma3n import GEMMA3N
 from .gemma4 import GEMMA4
 from .glm import GLM
 from .glm4_moe import GLM4_MOE
@@ -40,8 +41,8 @@ from .smollm3 import SMOLLM3
 from .starcoder2 import STARCODER2
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA4, PHI3,
-    SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
+    LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA3N,
+    GEMMA4, PHI3, SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
     LFM2_MOE, GRANITE_HYBRID, FALCON_H1, DEEPSEEK, OLMOE, LLAMA4,
 )  # fmt: skip
 

@@ -49,6 +49,7 @@ from .memory import Buffers, Slabs
 from .pack import pack, packs
 from .record import NativeRecorder
 from .reduce import NativeReductions
+from .streams import streams_of
 from .threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class NativeOps:
         self.buffers = Buffers()
         self._recorder = NativeRecorder(self._runner, self.using)
         self.reductions = NativeReductions(self._runner)
+        self.streams = streams_of(self._runner, self)
 
     @property
     def numerics(self) -> str:

@@ -47,6 +47,7 @@ from .copy_stream import host_copies
 from .graphs import GraphRecorder
 from .packed import pack, packs
 from .sampling import TritonSampling
+from .streams import TritonStreams
 
 REVISION = 5
 
@@ -63,6 +64,7 @@ class TritonOps(ReferenceOps):
         self.kv_dtype = FLOAT32 if dtype == torch.float32 else BFLOAT16
         self.host_copies = host_copies(device)
         self._sampling = TritonSampling(device)
+        self.streams = TritonStreams()
         self._recorder = GraphRecorder(self._sampling) if device.type == "cuda" else None
         self._counters = torch.zeros(paged.COUNTERS, dtype=torch.int32, device=device)
 
