@@ -20,6 +20,7 @@ class Activation(Enum):
     swiglu_oai = 3
     tanh = 4
     relu2 = 5
+    relu = 6
 
 class KVDtype(Enum):
     float32 = 0

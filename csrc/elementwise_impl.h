@@ -53,9 +53,9 @@ inline f32x16 activated(f32x16 x, Activation activation) {
     for (float& lane : lanes) lane = std::tanh(lane);
     return load(lanes);
   }
-  if (activation == Activation::kRelu2) {
+  if (activation == Activation::kRelu2 || activation == Activation::kRelu) {
     const f32x16 above = max(f32x16{}, x);  // in this order it lets what is not a number through
-    return above * above;
+    return activation == Activation::kRelu ? above : above * above;
   }
   f32x16 u = x;  // silu: x * sigmoid(x)
   if (activation == Activation::kGeluTanh)

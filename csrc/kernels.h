@@ -14,7 +14,7 @@ constexpr int kRowGroup = 8;    // rows that go through a tile together
 
 // Of a feed-forward gate. kSwigluOai is that of gpt-oss: both inputs clamped, and one added to the second. kRelu2 is
 // the square of what is above zero.
-enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai, kTanh, kRelu2 };
+enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai, kTanh, kRelu2, kRelu };
 
 // How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
 // formats are the k-formats of GGML, kFp4 is MXFP4.

@@ -19,7 +19,8 @@ void bind_enums(nb::module_& m) {
       .value("gelu", Activation::kGelu)
       .value("swiglu_oai", Activation::kSwigluOai)
       .value("tanh", Activation::kTanh)
-      .value("relu2", Activation::kRelu2);
+      .value("relu2", Activation::kRelu2)
+      .value("relu", Activation::kRelu);
   nb::enum_<KVDtype>(m, "KVDtype")
       .value("float32", KVDtype::kFloat32)
       .value("float16", KVDtype::kFloat16)

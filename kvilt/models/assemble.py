@@ -45,7 +45,8 @@ from .stream_spec import AltUpSpec
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 EXTRA_LAYERS = 8  # the most that predict further tokens
 # Tensors that some checkpoints keep with a dimension of one, and others without.
-LOOSE = ("selection_bias", "shared_gate", "conv", "a_log", "skip", "memory_norm")
+LOOSE = ("selection_bias", "shared_gate", "conv", "a_log", "skip")
+FLAT = ("memory_norm",)  # of several groups, each a row of its own in some checkpoints
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -135,7 +136,8 @@ def _needed(
         for name, shape in shapes.items():
             if expert_part(name) not in dialect.stacks:
                 stored = shape[::-1] if name in dialect.transposed else shape
-                yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), stored, loose=name in LOOSE)
+                how = {"loose": name in LOOSE, "flat": name in FLAT}
+                yield f"{i}.{name}", ExpectedTensor(dialect.name_of(i, name), stored, **how)
         for part in expert_slices(i, layer, shapes, dialect, present).values():
             yield from ((name, ExpectedTensor(name, shape)) for name, shape in part.wholes.items())
 
@@ -263,9 +265,9 @@ def _layer(loader: _Loader, index: int, spec: LayerSpec, slots: Sequence[LayerSl
     per_layer = per_layer_block(loader, index, _activation(spec), scale) if loader.spec.per_layer is not None else None
     return Layer(
         loader.maybe_norm(at("attention_norm")),
-        _mixer(loader, index, spec, slots),
+        None if spec.blocks == "feed_forward" else _mixer(loader, index, spec, slots),
         loader.maybe_norm(at("feed_forward_norm")),
-        _feed_forward(loader, index, spec.feed_forward),
+        None if spec.blocks == "mixer" else _feed_forward(loader, index, spec.feed_forward),
         loader.maybe_norm(at("post_attention_norm")),
         last if last is None or per_layer is not None else _scaled(last, scale),
         spec.parallel,
@@ -368,4 +370,7 @@ def _plain(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForw
 
 
 def _dense(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> DenseFeedForward:
+    if not spec.gated:  # relu(x) squared is relu(x) times x, so it is a gated block whose gate is its own
+        up, down = loader.linear(f"{prefix}up"), loader.linear(f"{prefix}down")
+        return DenseFeedForward(replace(spec, activation="relu"), up, up, down)
     return DenseFeedForward(spec, *(loader.linear(f"{prefix}{name}") for name in ("gate", "up", "down")))

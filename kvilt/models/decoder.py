@@ -49,12 +49,12 @@ NO_TAPS: MappingProxyType[int, LayerTap] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then feed-forward, each added to the stream it reads; or both of the same normed input."""
+    """Attention, then feed-forward, each added to the stream it reads; both of the same normed input; or one alone."""
 
     attention_norm: AnyNorm | None
-    attention: Mixer
+    attention: Mixer | None
     feed_forward_norm: AnyNorm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     post_attention_norm: AnyNorm | None = None
     post_feed_forward_norm: AnyNorm | None = None
     parallel: bool = False
@@ -63,6 +63,8 @@ class Layer:
     per_layer: PerLayerBlock | None = None
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        if self.attention is None or self.feed_forward is None:
+            return self._alone(x, context)
         if self.parallel:
             normed = x if self.attention_norm is None else self.attention_norm(x, context.ops)
             return self.feed_forward(normed, context, self.attention(normed, context, x))
@@ -73,6 +75,13 @@ class Layer:
         if self.output_scale != 1.0 and self.post_feed_forward_norm is not None:
             made = self.feed_forward(x, context, None, self.feed_forward_norm)
             return context.ops.add(self.post_feed_forward_norm(made, context.ops), x, self.output_scale)
+        return self._added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
+
+    def _alone(self, x: Tensor, context: LayerContext) -> Tensor:
+        """A layer of one block."""
+        if self.attention is not None:
+            return self._added(self.attention, self.attention_norm, context, x, self.post_attention_norm)
+        assert self.feed_forward is not None
         return self._added(self.feed_forward, self.feed_forward_norm, context, x, self.post_feed_forward_norm)
 
     def _added(

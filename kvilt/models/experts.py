@@ -41,7 +41,7 @@ class Experts:
         if self._adapted(context):
             made = self._one_by_one(x, routed, context)
             return ops.sum_experts(made, routed.unweighted() if weigh_inputs else routed, residual, shared)
-        return ops.experts(x, routed, self.stack, self.spec.expert.activation, residual, shared, weigh_inputs)
+        return ops.experts(x, routed, self.stack, self.spec.gate_activation, residual, shared, weigh_inputs)
 
     def _adapted(self, context: LayerContext) -> bool:
         """Whether some row of the step changes a map of an expert."""

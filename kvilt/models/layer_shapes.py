@@ -16,8 +16,10 @@ def with_biases(norms: list[str], spec: ModelSpec) -> list[str]:
 def layer_shapes(layer: LayerSpec, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer by our names: those of its blocks, and its norms."""
     width, norms = spec.hidden_size, []
-    if layer.pre_norms:
-        norms += ["attention_norm"] if layer.parallel else ["attention_norm", "feed_forward_norm"]
+    if layer.pre_norms and layer.blocks != "feed_forward":
+        norms.append("attention_norm")
+    if layer.pre_norms and layer.blocks != "mixer" and not layer.parallel:
+        norms.append("feed_forward_norm")
     if layer.post_norms:
         norms += ["post_attention_norm", "post_feed_forward_norm"]
     return {
@@ -25,7 +27,7 @@ def layer_shapes(layer: LayerSpec, spec: ModelSpec) -> dict[str, tuple[int, ...]
         **dict.fromkeys(with_biases(norms, spec), (width,)),
         **(_attention_shapes(layer.attention, width) if layer.has_attention else {}),
         **({} if layer.recurrent is None else recurrent_shapes(layer.recurrent, width)),
-        **_feed_forward_shapes(layer.feed_forward, width),
+        **(_feed_forward_shapes(layer.feed_forward, width) if layer.blocks != "mixer" else {}),
         **({} if spec.per_layer is None else per_layer_shapes(spec.per_layer, width)),
         **({} if spec.altup is None else altup_shapes(spec.altup, width)),
     }

@@ -20,6 +20,7 @@ from .spec_repr import spec_repr
 from .stream_spec import AltUpSpec, PerLayerSpec
 
 NormKind = Literal["rms", "layer"]
+Blocks = Literal["both", "mixer", "feed_forward"]
 
 
 # How rope frequencies are stretched.
@@ -241,6 +242,14 @@ class ExpertsSpec:
         if not 0 < self.router.top_groups <= groups or self.top_k > self.router.top_groups * size:
             raise WeightError("topk_group", f"must be 1 to {groups} groups that have {self.top_k} experts together")
 
+        if not self.expert.gated and self.expert.activation != "relu2":
+            raise Unsupported(f"experts without a gate whose activation is {self.expert.activation} are not supported")
+
+    @property
+    def gate_activation(self) -> Activation:
+        """Of gates. Blocks without one are their own gates: relu(x) squared is relu(x) times x."""
+        return self.expert.activation if self.expert.gated else "relu"
+
     @property
     def routing(self) -> Routing:
         """As backends take it."""
@@ -273,12 +282,14 @@ class LayerSpec:
     parallel: bool = field(default=False, repr=False)  # both blocks read the same normed input, and are added to it
     residual_scale: float = field(default=1.0, repr=False)  # of what each block adds
     output_scale: bool = field(default=False, repr=False)  # the checkpoint has a factor for what leaves the layer
+    # A layer may be one block alone: attention or what stands in its place, or a feed-forward block.
+    blocks: Blocks = field(default="both", repr=False)
 
     __repr__ = spec_repr
 
     @property
     def has_attention(self) -> bool:
-        return self.recurrent is None or self.beside is not None
+        return self.blocks != "feed_forward" and (self.recurrent is None or self.beside is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = Mapping
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "tanh": torch.tanh,
         "relu2": lambda x: F.relu(x).square(),
+        "relu": F.relu,
     }
 )
 

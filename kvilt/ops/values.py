@@ -17,7 +17,7 @@ from ..quant.tensor import Weight
 from .kv_dtypes import KVDtype
 
 # "swiglu_oai" is that of gpt-oss: gate and up are clamped, and 1 is added to up. "relu2" is the square of relu.
-Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai", "tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai", "tanh", "relu2", "relu"]
 Pairing = Literal["half", "interleaved"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 from ..errors import WeightError
 from .source import TensorSource
@@ -23,8 +24,11 @@ class ExpectedTensor:
     shape: tuple[int, ...]  # torch order
     optional: bool = False
     loose: bool = False  # dimensions of one do not count
+    flat: bool = False  # only the number of elements counts
 
     def fits(self, shape: tuple[int, ...]) -> bool:
+        if self.flat:
+            return prod(shape) == prod(self.shape)
         if self.loose:
             return [n for n in shape if n != 1] == [n for n in self.shape if n != 1]
         return shape == self.shape

@@ -65,6 +65,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -281,6 +283,13 @@ def _falcon_h1(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: FalconH1ForCausalLM(FalconH1Config(**SMALL | own | scales | changes))
 
 
+def _nemotron_h(*kinds: str, **changes: Any) -> Callable[[], PreTrainedModel]:
+    sizes = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+    own = {"head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2}
+    own |= {"initializer_range": 0.2, "layers_block_type": list(kinds)}
+    return lambda: NemotronHForCausalLM(NemotronHConfig(**sizes | own | changes))
+
+
 def _lfm2(**changes: Any) -> Callable[[], PreTrainedModel]:
     own = {"block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv"]}
     return lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL | own | changes))
@@ -445,6 +454,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "falcon-h1-gate-first": _falcon_h1(
         mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_d_ssm=None, mamba_n_heads=4
     ),
+    "nemotron-h": _nemotron_h("linear_attention", "mlp", "full_attention", "mlp", "linear_attention"),
+    "nemotron-h-biases": _nemotron_h(
+        "full_attention", "linear_attention", "mlp", mlp_bias=True, use_conv_bias=False, tie_word_embeddings=True
+    ),
+    "nemotron-h-moe": _nemotron_h(
+        *("linear_attention", "moe", "full_attention", "moe"),
+        n_routed_experts=6,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        routed_scaling_factor=1.5,
+        n_group=3,
+        topk_group=2,
+    ),
     "lfm2": _lfm2(),
     "lfm2-untied": _lfm2(tie_word_embeddings=False, conv_L_cache=5, block_auto_adjust_ff_dim=False),
     "lfm2-moe": _lfm2_moe(),
@@ -543,7 +565,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 # With recurrent state.
 RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-groups", "granite-hybrid-moe"}) | {
-    name for name in FAMILIES if name.startswith(("falcon-h1", "lfm2", "qwen3-next", "qwen3.5"))
+    name for name in FAMILIES if name.startswith(("falcon-h1", "lfm2", "nemotron-h", "qwen3-next", "qwen3.5"))
 }
 
 # Another option of a family that runs as a whole: by default these run on one backend.
@@ -554,6 +576,8 @@ VARIANTS = frozenset(
         "falcon-h1-norm",
         "falcon-h1-gate-first",
         "granite-hybrid-attention",
+        "nemotron-h-biases",
+        "nemotron-h-moe",
         "granite-hybrid-groups",
         "granite-hybrid-moe",
         "glm4-no-bias",

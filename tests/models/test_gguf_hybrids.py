@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from families import random_model
 from model_results import Shows
 from safetensors.numpy import load_file
@@ -21,6 +22,9 @@ from kvilt.executor.load import load_executor
 
 ARCHITECTURES = {
     "falcon-h1": "falcon-h1",
+    "falcon-h1-gate-first": "falcon-h1",
+    "nemotron-h": "nemotron_h",
+    "nemotron-h-moe": "nemotron_h_moe",
     "granite-hybrid": "granitehybrid",
     "granite-hybrid-moe": "granitehybrid",
     "lfm2": "lfm2",
@@ -48,11 +52,13 @@ def write_fields(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
-    write_rope(writer, config, head_dim)
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+    if hasattr(config, "rope_parameters"):
+        write_rope(writer, config, head_dim)
 
 
-def mamba2(name: str, data: np.ndarray, tensors: Tensors) -> None:
+def mamba2(name: str, data: np.ndarray, tensors: Tensors, groups: int) -> None:
     """A tensor of a Mamba-2 block; each group's part of the norm is a row of its own."""
     match name.rpartition(".mamba.")[2]:
         case "A_log":
@@ -64,7 +70,7 @@ def mamba2(name: str, data: np.ndarray, tensors: Tensors) -> None:
         case "conv1d.weight":
             tensors[name] = data.squeeze()
         case "norm.weight":
-            tensors[name] = data[None]
+            tensors[name] = data.reshape(groups, -1)
         case _:
             tensors[name] = data
 
@@ -99,7 +105,7 @@ def granite_hybrid(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tens
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             tensors[name] = interleave(data, heads)
         else:
-            mamba2(name, data, tensors)
+            mamba2(name, data, tensors, config.mamba_n_groups)
     return tensors
 
 
@@ -222,9 +228,9 @@ def falcon_h1(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
-    writer.add_ssm_inner_size(config.mamba_d_ssm)
+    keys, inner = config.mamba_n_groups * config.mamba_d_state, config.mamba_n_heads * config.mamba_d_head
+    writer.add_ssm_inner_size(inner)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
-    keys, inner = config.mamba_n_groups * config.mamba_d_state, config.mamba_d_ssm
     parts = np.repeat(config.ssm_multipliers, [inner, inner, keys, keys, config.mamba_n_heads])
     factors = {
         "in_proj.weight": (config.ssm_in_multiplier * parts)[:, None],
@@ -241,13 +247,62 @@ def falcon_h1(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
     tensors: Tensors = {}
     for name, data in given.items():
         factor = factors.get(".".join(name.split(".")[-2:]), 1.0)
-        mamba2(name, (data * factor).astype(np.float32), tensors)
+        mamba2(name, (data * factor).astype(np.float32), tensors, config.mamba_n_groups)
     return tensors
+
+
+def nemotron_h(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    kinds = config.layers_block_type
+    widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_feed_forward_length([widths.get(kind, 0) for kind in kinds])
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    tensors: Tensors = {}
+    for name, data in given.items():
+        match name.rpartition(".mixer.")[2]:
+            case "A_log":
+                tensors[name] = -np.exp(data)[:, None]
+            case "D":
+                tensors[name] = data[:, None]
+            case "dt_bias":
+                tensors[name.replace("dt_bias", "dt.bias")] = data
+            case "conv1d.weight":
+                tensors[name] = data.squeeze()
+            case "norm.weight":
+                tensors[name] = data.reshape(config.n_groups, -1)
+            case "gate.e_score_correction_bias":
+                tensors[name.replace("_correction_bias", "_correction.bias")] = data
+            case _:
+                tensors[name] = data
+    return tensors
+
+
+def nemotron_h_moe(writer: gguf.GGUFWriter, config: Any, given: Tensors) -> Tensors:
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    tensors = stacked(nemotron_h(writer, config, given), config.n_routed_experts)
+    return {
+        name.replace("backbone", "model").replace("mixer.experts", "mlp.experts") if ".experts." in name else name: data
+        for name, data in tensors.items()
+    }
 
 
 CONVERTERS: dict[str, Callable[[gguf.GGUFWriter, Any, Tensors], Tensors]] = {
     "falcon-h1": falcon_h1,
     "granitehybrid": granite_hybrid,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h_moe,
     "lfm2": lfm2,
     "lfm2moe": lfm2_moe,
     "qwen3next": qwen3_next,
@@ -344,12 +399,35 @@ def test_a_state_that_does_not_decay_is_refused(tmp_path: Path) -> None:
         load_executor(path, RunConfig(kv_memory=1 << 22))
 
 
-def test_what_llama_cpp_and_transformers_compute_differently_is_refused(tmp_path: Path) -> None:
-    def two_groups(writer: gguf.GGUFWriter, _tensors: Tensors) -> None:
-        writer.add_ssm_group_count(2)
+class GroupNorms(torch.nn.Module):
+    """Norms each group for itself, behind the gate, as llama.cpp does; transformers norms all of them together."""
 
-    path = write_hybrid(random_model("granite-hybrid"), "granitehybrid", tmp_path / "model.gguf", two_groups)
-    with pytest.raises(Unsupported, match="2 groups"):
+    def __init__(self, norm: torch.nn.Module, groups: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.groups = norm.weight, norm.variance_epsilon, groups
+
+    def forward(self, states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = states * torch.nn.functional.silu(gate)
+        parts = gated.unflatten(-1, (self.groups, -1))
+        normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.flatten(-2)
+
+
+def test_several_groups_of_granite_are_normed_as_by_llama_cpp(tmp_path: Path) -> None:
+    model = random_model("granite-hybrid-groups")
+    path = write_hybrid(model, "granitehybrid", tmp_path / "model.gguf")
+    for layer in model.model.layers:
+        if getattr(layer, "mamba", None) is not None:
+            layer.mamba.norm = GroupNorms(layer.mamba.norm, 2)
+    close(path, model)
+
+
+def test_experts_that_read_a_compressed_vector_are_refused(tmp_path: Path) -> None:
+    def latent(writer: gguf.GGUFWriter, _tensors: Tensors) -> None:
+        writer.add_moe_latent_size(8)
+
+    path = write_hybrid(random_model("nemotron-h-moe"), "nemotron_h_moe", tmp_path / "model.gguf", latent)
+    with pytest.raises(Unsupported, match="moe_latent_size"):
         load_executor(path, RunConfig(kv_memory=1 << 22))
 
 

@@ -95,6 +95,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "tanh": math.tanh,
     "relu2": lambda x: max(x, 0.0) ** 2,
+    "relu": lambda x: max(x, 0.0),
 }
 
 

@@ -36,10 +36,7 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
     """The converter has multiplied the weights."""
     names, fields = checkpoint.tensors.names(), gguf_fields(checkpoint)
     mamba = mamba2(fields, any(name.endswith("ssm_conv1d.bias") for name in names))
-    normed = any(name.endswith("ssm_norm.weight") for name in names)
-    if normed and mamba.heads.key_heads > 1:
-        raise Unsupported("Falcon-H1 with a norm of several groups is not supported in GGUF files")
-    own = replace(mamba, norm=normed)
+    own = replace(mamba, norm=any(name.endswith("ssm_norm.weight") for name in names))
     return each_layer(
         gguf_spec(checkpoint, "falcon_h1"), lambda _index, layer: replace(layer, recurrent=own, beside=(1.0, 1.0))
     )

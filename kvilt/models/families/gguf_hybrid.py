@@ -85,13 +85,13 @@ def attention_layers(checkpoint: Checkpoint) -> tuple[Checkpoint, list[bool]]:
 
 
 def mamba2(fields: Fields, conv_bias: bool) -> Mamba2Spec:
-    """Mamba-2 as GGUF files describe it."""
+    """Mamba-2 as GGUF files describe it; llama.cpp norms each group for itself, behind the gate."""
     heads, inner = fields.integer("ssm.time_step_rank", high=1 << 12), fields.integer("ssm.inner_size")
     if inner % heads:
         raise WeightError("ssm.inner_size", f"{inner} is not divisible into {heads} heads")
     groups, state = fields.integer("ssm.group_count", 1), fields.integer("ssm.state_size", high=1 << 12)
     folded = FoldHeads(groups, heads, state, inner // heads)
-    return Mamba2Spec(folded, fields.integer("ssm.conv_kernel", high=64), conv_bias)
+    return Mamba2Spec(folded, fields.integer("ssm.conv_kernel", high=64), conv_bias, norm_groups=groups)
 
 
 def gated_delta(fields: Fields, tiled: bool) -> GatedDeltaSpec:

@@ -68,11 +68,6 @@ def from_gguf(checkpoint: Checkpoint) -> ModelSpec:
     plain, attends = attention_layers(checkpoint)
     spec, fields, names = granite.from_gguf(plain), gguf_fields(plain), checkpoint.tensors.names()
     mamba = mamba2(fields, any(name.endswith("ssm_conv1d.bias") for name in names))
-    if mamba.heads.key_heads > 1:
-        raise Unsupported(
-            f"Granite hybrid with {mamba.heads.key_heads} groups is not supported in GGUF files: llama.cpp norms each "
-            "group for itself, and transformers all of them together"
-        )
     spec = _hybrid(spec, _gguf_feed_forward(fields), [None if own else mamba for own in attends])
     return spec if fields.flag("rope.scaling.finetuned") else _without_rope(spec)
 

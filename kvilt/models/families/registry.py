@@ -28,6 +28,7 @@ from .llama import LLAMA
 from .llama4 import LLAMA4
 from .mistral3 import MISTRAL3
 from .mixtral import MIXTRAL
+from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO
 from .olmoe import OLMOE
 from .phi3 import PHI3
@@ -43,7 +44,7 @@ from .starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GEMMA, GEMMA3N,
     GEMMA4, PHI3, SMOLLM3, OLMO, GRANITE, GLM, GLM4_MOE, COHERE, STARCODER2, GPT2, GPT_OSS, ERNIE, ERNIE4_5_MOE, LFM2,
-    LFM2_MOE, GRANITE_HYBRID, FALCON_H1, DEEPSEEK, OLMOE, LLAMA4,
+    LFM2_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, DEEPSEEK, OLMOE, LLAMA4,
 )  # fmt: skip
 
 

@@ -13,7 +13,15 @@ from torch import Tensor
 from ..contract import Activation, RmsNorm, Rotation, TemperatureScaling
 from .overlap import await_inputs, launch_next, overlap
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_oai": 3, "tanh": 5, "relu2": 6}
+_ACTIVATIONS: dict[Activation, int] = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "swiglu_oai": 3,
+    "tanh": 5,
+    "relu2": 6,
+    "relu": 7,
+}
 _SIGMOID = 4  # the gate itself, of what is no activation of a feed-forward
 
 
@@ -259,7 +267,7 @@ def act_mul(gate: Tensor, up: Tensor | None, activation: Activation | Literal["s
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """silu, tanh-gelu, gelu, tanh or the square of relu, of float32."""
+    """silu, tanh-gelu, gelu, tanh, relu or its square, of float32."""
     if KIND == 0:
         return x * tl.sigmoid(x)
     if KIND == 1:
@@ -270,6 +278,8 @@ def activated(x, KIND: tl.constexpr):
     if KIND == 6:
         above = tl.maximum(x, 0.0)
         return above * above
+    if KIND == 7:
+        return tl.maximum(x, 0.0)
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
