@@ -61,7 +61,7 @@ class Parser:
         """A reader of one answer. `tools` are those that may be called; `prompt` is the rendered prompt, or its end,
         which tells whether reasoning is open already."""
         types = parameter_types(tools)
-        calls = CallReader(self.calls.openings if types else (), types)
+        calls = CallReader(self.calls.openings_for(types) if types else (), types)
         if self.calls.channels:
             return ChannelReader(calls, prompt)
         return MarkedReader(ThinkingReader(self.thinking, self.opens_thinking(prompt)), calls)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from .parse_dsml import INVOKE, DsmlBody
 from .parse_formats import CallMarker, CallSyntax
 from .parse_gemma import GemmaBody
-from .parse_json import JsonBody, NamedBody, deepseek_name, kimi_name, mistral_name
+from .parse_json import JsonBody, NamedBody, deepseek_name, kimi_name, line_name, mistral_name
 from .parse_marks import HeldBlanks, partial_marker
 from .parse_pieces import BodyStep, CallArguments, CallBody, CallEnd, CallSink, CallStart, Content, Piece
 from .parse_python import PythonBody
@@ -215,6 +216,10 @@ def _body(opening: CallMarker, sink: CallSink) -> CallBody:
             return NamedBody(sink, kimi_name)
         case CallSyntax.GEMMA:
             return GemmaBody(sink)
+        case CallSyntax.DSML:
+            return DsmlBody(sink, begun=opening.text == INVOKE)
+        case CallSyntax.NAME_LINE:
+            return NamedBody(sink, line_name)
         case CallSyntax.TAGS:
             return TaggedBody(sink)
         case CallSyntax.JSON_OR_KEYS:

@@ -5,7 +5,7 @@ Adding a format is adding a row. Knows markers and texts; refuses to know stream
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +21,8 @@ class CallSyntax(Enum):
     DEEPSEEK = "a name, its separator and arguments; or JSON"
     KIMI = "a name with a number, its separator and arguments; or JSON"
     GEMMA = "call:name{key:value}, with tokens for quotes"
+    DSML = "an invoke tag with a parameter tag for each argument"
+    NAME_LINE = "a name, and arguments on the next line"
     PYTHON = "calls in Python, one after the other"
     PYTHON_LIST = "calls in Python, in brackets"
     LIST = "a list of calls, in JSON or in Python"
@@ -64,7 +66,15 @@ class CallFormat:
     arguments_key: str = "arguments"
     lone: bool = False  # a single call is written without the texts around it
     inner: tuple[str, ...] = ()  # markers that stand inside others
+    by_name: tuple[str, ...] | None = None  # a line with a tool's name opens a call too; what may stand after it
     channels: bool = False  # answers are messages with headers (harmony), which tell reasoning, content and calls apart
+
+    def openings_for(self, tools: Iterable[str]) -> tuple[CallMarker, ...]:
+        """The openings of calls of these tools."""
+        if self.by_name is None:
+            return self.openings
+        lines = (CallMarker(f"{name}\n", CallSyntax.NAME_LINE, self.by_name, bare=True) for name in tools)
+        return (*lines, *self.openings)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -106,6 +116,14 @@ GLM45 = CallFormat(
     signs=("<arg_key>",),
     families=("glm4_moe", "glm_moe"),
     inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+GLM4 = CallFormat(
+    "glm4",
+    (LIST,),
+    signs=("<|observation|>",),
+    families=("glm", "chatglm"),
+    by_name=("<|assistant|>",),
+    inner=("<|assistant|>",),
 )
 _KIMI_CLOSES = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 KIMI_K2 = CallFormat(
@@ -197,6 +215,19 @@ DEEPSEEK = CallFormat(
     families=("deepseek",),
     inner=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
 )
+DSML = CallFormat(
+    "deepseek_v32",
+    (
+        CallMarker("<｜DSML｜function_calls>", CallSyntax.DSML, ("</｜DSML｜function_calls>",)),
+        CallMarker("<｜DSML｜tool_calls>", CallSyntax.DSML, ("</｜DSML｜tool_calls>",)),  # of V4
+        CallMarker("<｜DSML｜invoke", CallSyntax.DSML, ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")),
+        OBJECT,
+        LIST,
+    ),
+    signs=("｜DSML｜",),
+    families=("deepseek_v32", "deepseekv32", "deepseek_v4", "deepseekv4"),
+    inner=("｜DSML｜",),
+)
 COHERE = CallFormat(
     "cohere",
     (
@@ -232,12 +263,14 @@ FORMATS: tuple[CallFormat, ...] = (
     MISTRAL,
     PHI4,
     LFM2,
+    DSML,
     DEEPSEEK,
     KIMI_K2,
     GEMMA4,
     COHERE,
     OLMO3,
     GLM45,
+    GLM4,
     HERMES,
     PYTHONIC,
     LLAMA3,
@@ -255,6 +288,8 @@ NAMED: Mapping[str, tuple[CallFormat, Thinking | None]] = {
     "qwen3_coder": (HERMES, None),
     "smollm3": (HERMES, THINK),
     "glm45": (GLM45, THINK),
+    "deepseek_v32": (DSML, THINK),
+    "deepseek_v4": (DSML, THINK),
     "gemma4": (GEMMA4, GEMMA_THOUGHT),
     "harmony": (HARMONY, ANALYSIS),
     "cohere": (COHERE, COHERE_THOUGHT),

@@ -248,13 +248,22 @@ class NamedBody:
             self._inside = ArgumentsBody(self._sink, self._name_of("".join(self._head)))
             return self._inside.step(char)
         self._head.append(char)
-        return BodyStep.MORE if len(self._head) <= _LONGEST_HEAD else BodyStep.FAILED
+        return BodyStep.MORE if len(self._head) <= _LONGEST_HEAD and not self._is_text(char) else BodyStep.FAILED
+
+    def _is_text(self, char: str) -> bool:
+        """Whether something else than arguments stands on the line behind a name."""
+        return self._name_of is line_name and "\n" in self._head and char not in BLANKS
 
 
 def mistral_name(head: str) -> str:
     """Of `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`; empty if it is none of them."""
     name, bracket, rest = head.rstrip(BLANKS).partition("[")
     return name if not bracket or rest.endswith("ARGS]") else ""
+
+
+def line_name(head: str) -> str:
+    """Of a line of its own."""
+    return head.strip(BLANKS)
 
 
 def deepseek_name(head: str) -> str:

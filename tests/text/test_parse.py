@@ -60,6 +60,18 @@ GLM = (
 KEYED = "<tool_call>f\n<arg_key>{}</arg_key><arg_value>{}</arg_value>"
 ANALYSIS, TURN = "<|channel|>analysis<|message|>", "<|start|>assistant"
 TO_WHO = "<|channel|>commentary to=functions.who"
+DSML = """<｜DSML｜function_calls>
+<｜DSML｜invoke name="f">
+<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+<｜DSML｜parameter name="b" string="true">2 </b>
+</｜DSML｜parameter>
+<｜DSML｜parameter name="c">[true]</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="get-it">
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+DSML_CALLS: list[Piece] = [*call(0, "f", '{"a": 1, "b": "2 </b>\\n", "c": [true]}'), *call(1, "get-it")]
+DSML_REST = '<｜DSML｜invoke name="who">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 KNOWN: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>", [Content("Sure."), *call(0, "f", GIVEN)]),
     (
@@ -164,6 +176,22 @@ KNOWN: list[tuple[str, str, list[Piece]]] = [
         [*call(0, "f", '{"a": 1', False), Content("oh")],
     ),
     ("glm45", f"<tool_call>{ONE}</tool_call>", call(0, "f", GIVEN)),
+    ("glm4", f"f\n{GIVEN}", call(0, "f", GIVEN)),
+    ("glm4", f"f\n{GIVEN}<|assistant|>get-it\n{{}}", [*call(0, "f", GIVEN), *call(1, "get-it")]),
+    ("glm4", "f is a function\n{}", [Content("f is a function\n{}")]),
+    ("glm4", "f\nis a function", [Content("f\nis a function")]),
+    ("glm4", "I call\nf\n{}", [Content("I call\nf\n{}")]),
+    ("glm4", "who\n{}", [Content("who\n{}")]),
+    ("deepseek_v32", f"<think>t</think>Ok.\n\n{DSML}", [Reasoning("t"), Content("Ok."), *DSML_CALLS]),
+    ("deepseek_v4", DSML.replace("function_calls", "tool_calls"), DSML_CALLS),
+    ("deepseek_v32", DSML.replace("get-it", "who"), [DSML_CALLS[0], *DSML_CALLS[1:3], Content(DSML_REST)]),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1'
+        "</｜DSML｜parameter>oh",
+        [*call(0, "f", '{"a": 1', False), Content("oh")],
+    ),
+    ("deepseek_v32", "I say <｜DSML｜function_calls>.", [Content("I say <｜DSML｜function_calls>.")]),
     (
         "kimi_k2",
         f"Ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{GIVEN}"
@@ -546,6 +574,8 @@ TEMPLATES = [
     ("<|tool_list_start|>", None, "lfm2", "<|tool_list_start|>", False),
     ("<｜tool▁calls▁begin｜>", None, "deepseek", "<｜tool▁calls▁begin｜>", False),
     ("<tool_call>{{ f }}<arg_key>", None, "glm45", "<arg_key>", False),
+    ("[gMASK]<sop><|observation|>", None, "glm4", "<|observation|>", False),
+    ("<｜DSML｜function_calls>", None, "deepseek_v32", "｜DSML｜", False),
     ("<|tool_calls_section_begin|>", None, "kimi_k2", "<|tool_calls_section_begin|>", False),
     ("<|turn>model\n<|tool_call>call:", None, "gemma4", "<|tool_call>", False),
     ("<start_of_turn><start_function_call>", None, "gemma4", "<start_function_call>", False),
@@ -560,6 +590,7 @@ TEMPLATES = [
     ("<function_calls>", None, "olmo3", "<function_calls>", False),
     ("<|im_start|>", "deepseek3", "deepseek", "deepseek3", False),
     ("<|im_start|>", "glm4_moe", "glm45", "glm4_moe", False),
+    ("<|im_start|>", "glm4", "glm4", "glm4", False),
     (None, None, "json", "neither", False),
     ("{% if add_generation_prompt %}<a><think>\n{% endif %}<tool_call>", None, "hermes", "opens it", True),
     ("{% if add_generation_prompt %}<a><think>\n\n</think>\n\n{% endif %}", None, "json", "'<think>'", False),

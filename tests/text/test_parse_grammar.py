@@ -41,6 +41,8 @@ CALLERS = [
     "lfm2",
     "json",
     "glm45",
+    "glm4",
+    "deepseek_v32",
     "kimi_k2",
     "gemma4",
     "harmony",
