@@ -21,6 +21,7 @@ from kvilt.models.assemble import read_spec
 from kvilt.models.spec import ProportionalScaling, RopeSpec
 from kvilt.weights.source import open_checkpoint
 
+GGUF_MODELS = ("gemma3n", "gemma4", "gemma4-e", "gemma4-own-values")
 Change = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
 
 
@@ -106,7 +107,7 @@ def gemma4(writer: gguf.GGUFWriter, model: PreTrainedModel) -> dict[str, np.ndar
     return own | {"rope_freqs.weight": freqs}
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4-e", "gemma4-own-values"])
+@pytest.mark.parametrize("name", GGUF_MODELS)
 def test_a_gguf_gives_the_logits_of_the_checkpoint_it_was_made_from(name: str, tmp_path: Path, shows: Shows) -> None:
     model, path = write(name, tmp_path)
     shows("gguf", type(model).__name__, f"{name} {'gemma3n' if '3n' in name else 'gemma4'}")
@@ -155,7 +156,7 @@ def test_what_means_other_logits_is_refused(
 
 def test_the_text_model_of_one_that_also_sees_and_hears(tmp_path: Path, shows: Shows) -> None:
     """Its config is nested and its tensors have longer names; those of other senses are left out."""
-    shows("parity", "Gemma3nForConditionalGeneration", "gemma3n-nested native")
+    shows("parity", "Gemma3nForConditionalGeneration", "gemma3n native")
     model = random_model("gemma3n")
     folder = write_checkpoint(model, tmp_path)
     config = json.loads((folder / "config.json").read_text())

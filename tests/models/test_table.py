@@ -9,6 +9,7 @@ from families import FAMILIES as FAMILY_ENTRIES
 from families import SLOW
 from test_gguf_dialects import ARCHITECTURES as DENSE
 from test_gguf_experts import ARCHITECTURES as WITH_EXPERTS
+from test_gguf_gemma import GGUF_MODELS as GEMMA
 from test_gguf_hybrids import ARCHITECTURES as WITH_STATE
 from test_latent import GGUF_MODELS as LATENT
 
@@ -28,7 +29,7 @@ def test_the_results_are_of_all_entries() -> None:
     parity = {detail for row in KEPT["parity"].values() for detail in row}
     assert {f"{entry} native" for entry in ENTRIES} <= parity, AGAIN
     assert {detail.split(" ")[0] for detail in parity} == set(ENTRIES), AGAIN
-    files = {*DENSE, *WITH_EXPERTS, *WITH_STATE, *LATENT}
+    files = {*DENSE, *WITH_EXPERTS, *WITH_STATE, *LATENT, *GEMMA}
     assert {detail.split(" ")[0] for row in KEPT["gguf"].values() for detail in row} == files, AGAIN
 
 
