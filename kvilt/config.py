@@ -31,17 +31,16 @@ class RunConfig:
     lora_memory: int | None = None  # bytes that adapters may take between steps; None: 1 GiB
     gpu_memory: float = 0.9  # of a GPU's memory, what weights, KV and activations may take together
     # Tokens between two checkpoints of recurrent state, in models that have some, rounded up to whole pages. Going back
-    # to any place computes at most so many tokens again, as long as the checkpoint was not evicted.
-    state_every: int = 512
+    # to any place computes at most so many tokens again, as long as the checkpoint was not evicted. None: 32 to 512, as
+    # the memory for states allows.
+    state_every: int | None = None
     deterministic: bool = False  # a row's bits do not depend on its batch; on the CPU they never do
 
     def __post_init__(self) -> None:
-        for name in ("threads", "kv_memory", "max_context", "lora_memory"):
+        for name in ("threads", "kv_memory", "max_context", "lora_memory", "state_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ParamError(name, f"must be a whole number and at least 1, not {value!r}")
-        if type(self.state_every) is not int or self.state_every < 1:
-            raise ParamError("state_every", f"must be a whole number and at least 1, not {self.state_every!r}")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ParamError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if not isinstance(self.gpu_memory, int | float) or not 0 < self.gpu_memory <= 1:

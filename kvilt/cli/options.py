@@ -107,7 +107,9 @@ RUNTIME = OptionGroup(
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),
-            "state_every": Option(int, 512, "Tokens between two checkpoints of recurrent state."),
+            "state_every": Option(
+                int | None, None, "Tokens between two checkpoints of recurrent state; default: as memory allows."
+            ),
             "deterministic": Option(
                 bool,
                 False,

@@ -10,6 +10,7 @@ import torch
 
 from ..config import STEP_SIZES, RunConfig, available_memory_bytes, env_threads
 from ..errors import ParamError
+from ..kv.checkpoints import CheckpointSchedule, schedule_for
 from ..kv.identity import Identity
 from ..kv.pool import PagePool
 from ..kv.row_states import ROW_STATES
@@ -68,7 +69,9 @@ def build_executor(
     identity = cache(lambda: _identity(checkpoint, spec, ops))
     try:
         with device_memory("KV pages", ops.device):
-            pool = PagePool(layout, pages, ops, identity, ops.device, spec.vocab_size, states, _state_every(config))
+            pool = PagePool(
+                layout, pages, ops, identity, ops.device, spec.vocab_size, states, _checkpoints(config, states)
+            )
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch has no error of its own for it
         raise ParamError("kv_memory", f"{budget_bytes} bytes are more than this machine can map") from error
     return ModelExecutor(
@@ -81,9 +84,11 @@ def build_executor(
     )
 
 
-def _state_every(config: RunConfig) -> int:
-    """The distance of checkpoints of recurrent state, a whole number of pages."""
-    return -(-config.state_every // PAGE_TOKENS) * PAGE_TOKENS
+def _checkpoints(config: RunConfig, states: int) -> CheckpointSchedule:
+    """Where checkpoints of recurrent state stand: as asked for, in whole pages, or as the slots allow."""
+    if config.state_every is None:
+        return schedule_for(states, PAGE_TOKENS)
+    return CheckpointSchedule(-(-config.state_every // PAGE_TOKENS) * PAGE_TOKENS)
 
 
 def device_of(config: RunConfig) -> torch.device:

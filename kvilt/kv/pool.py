@@ -16,6 +16,7 @@ import torch
 
 from ..errors import InputError, ModelClosed, PoolExhausted
 from ..ops.contract import HostCopies, HostCopy, KeysValues, Ops, StateStore
+from .checkpoints import CheckpointSchedule
 from .identity import Identity
 from .layout import KVLayout
 from .pages_by_owner import PagesByOwner
@@ -52,12 +53,12 @@ class PagePool:
         device: torch.device | None = None,
         token_limit: int = 1 << 63,
         states: int = 0,
-        state_every: int = 0,
+        checkpoints: CheckpointSchedule | int = 0,
     ) -> None:
         """`pages` of each group, or one number for each; window groups may have fewer than the others.
 
-        `states` is the number of slots for recurrent states, for layouts that have some. Rows keep a checkpoint of
-        their state every `state_every` tokens, a whole number of pages; 0: only where a caller asks for one.
+        `states` is the number of slots for recurrent states, for layouts that have some. Rows keep checkpoints of
+        their state as a schedule says, or every so many tokens, a whole number of pages; 0: only where a caller asks.
         """
         self.layout = layout
         self.group_pages = _checked_pages(layout, pages)
@@ -76,7 +77,8 @@ class PagePool:
             for n, group in zip(self.group_pages, layout.groups, strict=True)
         )
         self.dummy_pages = self.group_pages
-        self.state_slots, self.state_every = _checked_states(layout, states, state_every)
+        schedule = checkpoints if isinstance(checkpoints, CheckpointSchedule) else CheckpointSchedule(checkpoints)
+        self.state_slots, self.checkpoints = _checked_states(layout, states, schedule)
         self.state_store: StateStore | None = None
         if layout.recurrent is not None:
             self.state_store = StateStore.empty(layout.recurrent.shape, states + 1, self.device)
@@ -284,6 +286,12 @@ class PagePool:
             self._settle()
             return self._takeable()[-1] if self.layout.recurrent is not None else 0
 
+    def empty_states(self) -> int:
+        """State slots that hold nothing: taking them evicts no other."""
+        with self.lock:
+            self._settle()
+            return len(self._free[-1]) if self.layout.recurrent is not None else 0
+
     def read_states(self, slots: Sequence[int]) -> HostCopy:
         """Recurrent states in canonical order on the host, perhaps still arriving; the fields of `KeysValues`."""
         assert self.state_store is not None
@@ -336,18 +344,18 @@ class PagePool:
             self.drop(*self._abandoned.popleft())
 
 
-def _checked_states(layout: KVLayout, states: int, every: int) -> tuple[int, int]:
-    """Slots for states and the distance of checkpoints. A row needs a slot to read and one to write."""
+def _checked_states(layout: KVLayout, states: int, checkpoints: CheckpointSchedule) -> tuple[int, CheckpointSchedule]:
+    """Slots for states and where checkpoints stand. A row needs a slot to read and one to write."""
     if layout.recurrent is None:
-        return 0, 0
+        return 0, CheckpointSchedule(0)
     if any(group.window_pages is not None for group in layout.groups):
         raise InputError("a model with recurrent state and sliding windows is not supported: going back needs old keys")
-    if states < 2 or every % layout.page_tokens:
+    if states < 2 or checkpoints.every % layout.page_tokens:
         raise InputError(
-            f"{states} slots for recurrent states, with a checkpoint every {every} tokens, do not serve a sequence: "
-            f"it needs 2 slots, and checkpoints where pages of {layout.page_tokens} tokens end"
+            f"{states} slots for recurrent states, with a checkpoint every {checkpoints.every} tokens, "
+            f"do not serve a sequence: it needs 2 slots, and checkpoints where pages of {layout.page_tokens} tokens end"
         )
-    return states, every
+    return states, checkpoints
 
 
 def _checked_pages(layout: KVLayout, pages: int | Sequence[int]) -> tuple[int, ...]:

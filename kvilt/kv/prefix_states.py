@@ -45,7 +45,7 @@ class PrefixStates:
         if node.state == GONE:
             node.state, self._owners[slot] = slot, node
             self._pool.keep(self._group, slot, self._evicted, node.scope.owner)
-            if not states.is_checkpoint(position):
+            if not states.outlasts(position):
                 self._roll(prefix_keys, node)
 
     def _roll(self, prefix_keys: PrefixKeys, node: PrefixNode) -> None:

@@ -55,12 +55,13 @@ def _reserve_with_states(
     """Also take slots for the states that the next step writes; those of checkpoints only where there are some."""
     pool, held = rows[0].pool, [row.states for row in rows if row.states is not None]
     slots = [states.needed(span, drafts) for states, span in zip(held, folds, strict=True)]
-    if any(map(any, needs)) or any(must for must, _ in slots):
-        spare = pool.take([sum(need) for need in zip(*needs, strict=True)], owner, sum(must for must, _ in slots))
+    if any(map(any, needs)) or any(must for must, *_ in slots):
+        spare = pool.take([sum(need) for need in zip(*needs, strict=True)], owner, sum(must for must, *_ in slots))
         taken = spare[pool.layout.state_group]
-        for states, (must, _) in zip(held, slots, strict=True):
+        for states, (must, *_) in zip(held, slots, strict=True):
             states.spare += [taken.pop() for _ in range(must)]
         _hand_out(rows, counts, steps, spare)
-    for states, (_, liked) in zip(held, slots, strict=True):
-        if more := min(liked, pool.free_states()):
+    for states, (_, liked, dense) in zip(held, slots, strict=True):
+        more = min(liked, pool.free_states())
+        if more := more + min(dense, max(0, pool.empty_states() - more)):
             states.spare += pool.take([0] * pool.layout.state_group, owner, more)[pool.layout.state_group]

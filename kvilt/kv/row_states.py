@@ -16,7 +16,6 @@ from .pool import PagePool
 # A row holds its state, the one that the next step writes, and two checkpoints: the last end of a page, and one more.
 ROW_STATES = 4
 _CHECKPOINTS = 2
-_MOST_INSIDE = 4  # checkpoints that one step writes beside the state at its end
 FROM_ZERO = -1  # the slot that a row starts from at position 0
 
 
@@ -65,25 +64,34 @@ class RowStates:
 
     def is_checkpoint(self, position: int) -> bool:
         """Whether a state at this position is kept for later."""
-        every = self._pool.state_every
-        return position in self.wanted or (every > 0 and position % every == 0)
+        return position in self.wanted or self._pool.checkpoints.has(position)
 
     # Before a step.
 
-    def needed(self, span: range, drafts: int) -> tuple[int, int]:
-        """Slots to take before a step over these positions: those it cannot do without, and those it would like."""
+    def outlasts(self, position: int) -> bool:
+        """Whether a state here stays known after the row has passed it; a dense one does while slots are empty."""
+        if position in self.wanted or self._pool.checkpoints.is_regular(position):
+            return True
+        return self._pool.checkpoints.has(position) and self._pool.empty_states() > 0
+
+    def needed(self, span: range, drafts: int) -> tuple[int, int, int]:
+        """Slots to take before a step over these positions: those it cannot do without, those it would like, and
+        those it takes if they are empty."""
         if not span:
-            return 0, 0
+            return 0, 0, 0
         self._recycle(p for p in self.written if p < span.start and not self.is_checkpoint(p))
-        inside = len(self._inside(span)) + drafts
-        return max(0, 1 - len(self.spare)), max(0, 1 + inside - max(1, len(self.spare)))
+        must, liked = max(0, 1 - len(self.spare)), 1 + len(self._regular(span)) + drafts
+        left = max(1, len(self.spare)) - liked  # spare slots behind those, or how many there are too few
+        dense = len(self._pool.checkpoints.dense_inside(span))
+        return must, max(0, -left), max(0, dense - max(0, left))
 
     def fold(self, span: range, last: int) -> StateFold:
         """Choose slots for a step over these positions: for the state at its end, then after each of the `last`
         tokens, which may be drafts, then for checkpoints, as long as there are spare slots."""
         read = self.find(span.start)
         assert read is not None, "a fold starts where a state is"
-        places = [*range(span.stop, max(span.start, span.stop - last), -1), *self._inside(span)]
+        places = [*range(span.stop, max(span.start, span.stop - last), -1), *self._regular(span)]
+        places += self._pool.checkpoints.dense_inside(span)
         self._recycle(p for p in self.written if span.start < p <= span.stop and p not in places)
         writes: dict[int, int] = {}
         for position in places:
@@ -94,12 +102,10 @@ class RowStates:
             raise InputError("there is no slot for the state after this row; reserve() takes one before each step")
         return StateFold(read, writes)
 
-    def _inside(self, span: range) -> list[int]:
-        """Checkpoints between the ends of a step, the last ones first."""
-        every, inside = self._pool.state_every, {p for p in self.wanted if span.start < p < span.stop}
-        if every:
-            inside.update(range((span.start // every + 1) * every, span.stop, every))
-        return sorted(inside, reverse=True)[:_MOST_INSIDE]
+    def _regular(self, span: range) -> list[int]:
+        """Checkpoints between the ends of a step that a caller wants, then regular ones, the last ones first."""
+        wanted = sorted((p for p in self.wanted if span.start < p < span.stop), reverse=True)
+        return list(dict.fromkeys((*wanted, *self._pool.checkpoints.regular_inside(span))))
 
     # After a step.
 

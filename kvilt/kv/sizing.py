@@ -13,10 +13,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from .checkpoints import SEQUENCE_TOKENS
 from .layout import KVLayout, LayerGroup
 from .row_states import ROW_STATES
 
-SEQUENCE_TOKENS = 8192
 STEP_TOKENS = 512
 INDEXED_STATES = 4  # of each sequence, beside those of its row
 MOST_STATES = 1 << 14  # more than any number of sequences uses; where states are small, pages take the rest

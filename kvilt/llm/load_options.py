@@ -49,7 +49,7 @@ class RunFields(TypedDict, total=False):
     backend: str
     lora_memory: int | str | None  # bytes, or a size like 2G
     gpu_memory: float  # share of a GPU that weights, KV and activations may take
-    state_every: int  # tokens between two checkpoints of recurrent state
+    state_every: int | None  # tokens between two checkpoints of recurrent state; None: as memory allows
     deterministic: bool  # a row's bits do not depend on its batch, on a GPU either
 
 

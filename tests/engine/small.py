@@ -51,7 +51,7 @@ def load_hybrid(
     config = RunConfig(kv_memory=1 << 22, backend=backend, threads=1)
     loaded = load_executor(write_tiny_hybrid(folder, context), config)
     old = loaded.pool
-    pool = PagePool(old.layout, pages, old.ops, old.identity, token_limit=VOCAB, states=states, state_every=every)
+    pool = PagePool(old.layout, pages, old.ops, old.identity, token_limit=VOCAB, states=states, checkpoints=every)
     return ModelExecutor(loaded._decoder, pool, context)
 
 

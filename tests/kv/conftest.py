@@ -72,7 +72,7 @@ class Scribe:
     ) -> PagePool:
         """A pool full of NaN: whoever reads what nobody wrote is found out."""
         layout = layout or self.full()
-        own = {} if layout.recurrent is None else {"states": states, "state_every": 2 * layout.page_tokens}
+        own = {} if layout.recurrent is None else {"states": states, "checkpoints": 2 * layout.page_tokens}
         pool = PagePool(layout, pages, ReferenceOps(), lambda: identity, **own)
         if pool.state_store is not None:
             pool.state_store.tails.fill_(float("nan"))
