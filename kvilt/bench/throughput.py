@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from ..errors import ParamError
 from ..executor.protocol import Executor
+from ..models.recurrent_spec import recurrent_shapes
 from ..models.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelSpec
 from ..ops.native.limits import MachineLimits
 from ..ops.native.limits import measure as measure_limits
@@ -89,15 +91,19 @@ def matmul_counts(spec: ModelSpec) -> MatmulCounts:
     """The counts for a model; attention between tokens is not included."""
     layers = 0
     for layer in spec.layers:
-        a = layer.attention
-        layers += _attention_products(a, spec.hidden_size)
-        layers += spec.hidden_size * _feed_forward_width(layer.feed_forward)
+        if layer.has_attention:
+            layers += _attention_products(layer.attention, spec.hidden_size)
+        if layer.recurrent is not None:
+            shapes = recurrent_shapes(layer.recurrent, spec.hidden_size).values()
+            layers += sum(prod(shape) for shape in shapes if len(shape) == 2)
+        if layer.blocks != "mixer":
+            layers += spec.hidden_size * _feed_forward_width(layer.feed_forward)
     return MatmulCounts(layers, spec.hidden_size * spec.vocab_size)
 
 
 def _attention_products(a: AttentionSpec, width: int) -> int:
     if (latent := a.latent) is None:
-        return width * a.head_dim * 2 * (a.heads + a.kv_heads)
+        return width * a.head_dim * 2 * (a.heads + (a.kv_heads if a.shared_with is None else 0))
     per_head = latent.kv_rank * (latent.plain_dim + latent.value_dim) + width * latent.value_dim
     query = latent.q_rank * (width + a.heads * a.head_dim) if latent.q_rank else width * a.heads * a.head_dim
     return query + width * (latent.kv_rank + latent.rope_dim) + a.heads * per_head

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -98,3 +100,40 @@ def test_a_random_gated_delta_net(family: str, data: st.DataObject, backend: str
 )
 def test_a_random_lfm2(chosen: dict[str, Any], options: dict[str, Any], backend: str) -> None:
     agrees_or_is_refused(lambda: Lfm2ForCausalLM(Lfm2Config(**chosen | options)), backend)
+
+
+@st.composite
+def nemotron_h(draw: st.DrawFn) -> dict[str, Any]:
+    """Blocks in any order, of any size; one of them is attention, without which nothing is supported."""
+    chosen = draw(sizes(own_head_dim=True, spread=SPREAD, head_dims=(8, 16, 6)))
+    blocks = st.sampled_from(["linear_attention", "full_attention", "mlp", "moe"])
+    kinds = [*draw(st.lists(blocks, max_size=4)), "full_attention"]
+    groups, experts = draw(st.integers(1, 3)), draw(st.integers(2, 6))
+    del chosen["num_hidden_layers"]
+    return chosen | {
+        "layers_block_type": draw(st.permutations(kinds)),
+        "n_groups": groups,
+        "mamba_num_heads": groups * draw(st.integers(1, 3)),
+        "mamba_head_dim": draw(st.integers(1, 12)),
+        "ssm_state_size": draw(st.integers(1, 12)),
+        "conv_kernel": draw(st.integers(1, 5)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": draw(st.integers(1, experts)),
+        "moe_intermediate_size": draw(st.integers(2, 20)),
+        "moe_shared_expert_intermediate_size": draw(st.integers(1, 20)),
+        "experts_implementation": "eager",
+    }
+
+
+@settings(max_examples=examples(50) // 2)
+@given(
+    chosen=nemotron_h(),
+    options=st.fixed_dictionaries(
+        {},
+        optional=flags("use_conv_bias", "mlp_bias", "norm_topk_prob", "use_bias")
+        | {"time_step_min": st.sampled_from([0.001, 0.2]), "routed_scaling_factor": st.sampled_from([1.0, 2.5])},
+    ),
+    backend=BACKENDS,
+)
+def test_a_random_nemotron_h(chosen: dict[str, Any], options: dict[str, Any], backend: str) -> None:
+    agrees_or_is_refused(lambda: NemotronHForCausalLM(NemotronHConfig(**chosen | options)), backend)
