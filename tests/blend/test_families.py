@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from drive import blended, computed, content, memory_store, start, tokens
-from families import FAMILIES, RECURRENT, random_model, write_checkpoint
+from families import FAMILIES, RECURRENT, SHARED_KV, random_model, write_checkpoint
 
 from kvilt.batch import Batch, HiddenOut, Ids, Row
 from kvilt.blend.chunk import ChunkCache
@@ -26,7 +26,7 @@ QUILT = BlendPrompt.of([SYSTEM, *DOCUMENTS, QUESTION], [False, True, True, True,
 STRATEGIES = ("deviation", "head", "query", "deviation+query+head")
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - RECURRENT))
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() - RECURRENT - SHARED_KV))
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     folder: Path = write_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     made = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
@@ -47,11 +47,12 @@ def test_everything_computed_again_equals_a_whole_prefill_to_the_bit(executor: E
         assert blending.report().recomputed == QUILT.reused
 
 
-@pytest.mark.parametrize("name", sorted(RECURRENT))
-def test_documents_of_models_with_recurrent_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(RECURRENT | SHARED_KV))
+def test_documents_of_models_that_cannot_blend_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder, recipe = write_checkpoint(random_model(name), tmp_path), Recipe(ratio=1.0, strategy="head", min_gain=0.0)
     executor = load_executor(folder, RunConfig(kv_memory=1 << 24, backend="native", threads=1))
-    with memory_store() as store, pytest.raises(InputError, match="recurrent state"):
+    why = "recurrent state" if name in RECURRENT else "read the KV of others"
+    with memory_store() as store, pytest.raises(InputError, match=why):
         blended(executor, ChunkCache(executor, store), QUILT, recipe)
     executor.close()
 

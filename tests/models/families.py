@@ -563,6 +563,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3-capped": _gemma(final_logit_softcapping=5.0),
 }
 
+# Layers of these read the KV of others.
+SHARED_KV = frozenset(name for name in FAMILIES if name.startswith(("gemma3n", "gemma4-e")))
 # With recurrent state.
 RECURRENT = frozenset({"granite-hybrid", "granite-hybrid-groups", "granite-hybrid-moe"}) | {
     name for name in FAMILIES if name.startswith(("falcon-h1", "lfm2", "nemotron-h", "qwen3-next", "qwen3.5"))
