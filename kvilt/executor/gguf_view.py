@@ -34,12 +34,14 @@ _FLOATS: Mapping[torch.dtype, str] = MappingProxyType(
 class GGUFView:
     """The tensors of a Hugging Face checkpoint as llama.cpp's converter would write them."""
 
-    def __init__(self, source: Checkpoint, metadata: Mapping[str, Any], names: Mapping[str, str], heads: int) -> None:
-        """`names` are those of GGUF to the checkpoint's; q and k of `heads` heads are reordered, if that is not 0."""
+    def __init__(
+        self, source: Checkpoint, metadata: Mapping[str, Any], names: Mapping[str, str], paired: Mapping[str, int]
+    ) -> None:
+        """`names` are those of GGUF to the checkpoint's; parts that are `paired` are reordered, with so many heads."""
         self.metadata = metadata
         self._tensors: TensorSource = source.tensors
         self._names = names
-        self._heads = heads
+        self._paired = paired
 
     def renamed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is known by the checkpoint's names, by those of GGUF."""
@@ -65,13 +67,9 @@ class GGUFView:
         found = self._tensors.tensor(self._names[name])
         if isinstance(found, QuantTensor) or found.dtype not in _FLOATS:
             raise Unsupported(f"{self._names[name]} is quantized; start from a checkpoint in F32, F16 or BF16")
-        if self._heads and (".attn_q." in name or ".attn_k." in name) and "norm" not in name:
-            found = _paired(found, self._rotated(name))
+        for part, heads in self._paired.items():
+            found = _in_pairs(found, heads) if f".{part}." in name else found
         return found.float() if found.dim() == 1 else found
-
-    def _rotated(self, name: str) -> int:
-        """Heads of q, or of k."""
-        return self._heads if ".attn_q." in name else int(self.metadata["llama.attention.head_count_kv"])
 
     def forget(self, name: str) -> None:
         self._tensors.forget(self._names[name])
@@ -89,7 +87,7 @@ class GGUFView:
         self.close()
 
 
-def _paired(rows: Tensor, heads: int) -> Tensor:
+def _in_pairs(rows: Tensor, heads: int) -> Tensor:
     """Rows whose halves turn together, so that neighbours do."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape).contiguous()
 
@@ -105,7 +103,9 @@ def gguf_tensors(source: Checkpoint) -> GGUFFile | GGUFView:
     folder = source.path if source.path.is_dir() else source.path.parent
     fields = _fields(spec, dialect.architectures[0], folder.name)
     metadata = {**fields, **gguf_vocabulary(folder, spec.vocab_size)}
-    view = GGUFView(source, metadata, _names(source, spec), spec.layers[0].attention.heads if dialect.pairs_qk else 0)
+    attention = spec.layers[0].attention
+    paired = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if dialect.pairs_qk else {}
+    view = GGUFView(source, metadata, _names(source, spec), paired)
     written = Checkpoint(source.path, GGUF, metadata, source.generation, view)
     if _comparable(read_spec(written)) != _comparable(spec):
         raise Unsupported(

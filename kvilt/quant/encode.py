@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from .fit import Fit, error_of, fit_affine, fit_symmetric, solve_affine
+from .fit import Fit, error_of, fit_affine, fit_symmetric, inverse_of, solve_affine
 from .formats import FORMATS
 
 _SLAB_ELEMENTS = 1 << 20
-_SUPER = 256  # elements of a block of the K formats
 _ROUNDS = 3  # of codes and scales in turn
 
 # Numbers [blocks, elements] and weights of the same shape to bytes [blocks, block_bytes].
@@ -66,7 +65,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.half().float()
 
 
-def _nibble_pairs(codes: Tensor) -> Tensor:
+def nibble_pairs(codes: Tensor) -> Tensor:
     """[..., 2n] codes: the first half in the low halves of n bytes, the second in the high ones."""
     width = codes.shape[-1] // 2
     return codes[..., :width] | (codes[..., width:] << 4)
@@ -81,42 +80,38 @@ def _fifth_bits(codes: Tensor) -> Tensor:
 def _final_symmetric(x: Tensor, weights: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Codes from 0, and the scale as it is stored."""
     scale = _rounded(fit_symmetric(x, weights, half).scale)
-    inverse = torch.where(scale == 0, 0.0, 1.0 / torch.where(scale == 0, 1.0, scale))
-    return ((x * inverse[:, None]).round_().clamp_(-half, half - 1) + half).to(torch.uint8), scale
+    return ((x * inverse_of(scale)[:, None]).round_().clamp_(-half, half - 1) + half).to(torch.uint8), scale
 
 
 def _final_affine(x: Tensor, weights: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     fit = fit_affine(x, weights, levels)
     scale, minimum = _rounded(fit.scale), _rounded(fit.minimum)
-    inverse = torch.where(scale == 0, 0.0, 1.0 / torch.where(scale == 0, 1.0, scale))
-    codes = ((x + minimum[:, None]) * inverse[:, None]).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), scale, -minimum
+    return _codes_for(x, scale, minimum, levels).to(torch.uint8), scale, -minimum
 
 
 def _q4_0(x: Tensor, weights: Tensor) -> Tensor:
     codes, scale = _final_symmetric(x, weights, 8)
-    return torch.cat((_halves(scale), _nibble_pairs(codes)), 1)
+    return torch.cat((_halves(scale), nibble_pairs(codes)), 1)
 
 
 def _q5_0(x: Tensor, weights: Tensor) -> Tensor:
     codes, scale = _final_symmetric(x, weights, 16)
-    return torch.cat((_halves(scale), _fifth_bits(codes), _nibble_pairs(codes & 15)), 1)
+    return torch.cat((_halves(scale), _fifth_bits(codes), nibble_pairs(codes & 15)), 1)
 
 
 def _q4_1(x: Tensor, weights: Tensor) -> Tensor:
     codes, scale, offset = _final_affine(x, weights, 15)
-    return torch.cat((_halves(scale, offset), _nibble_pairs(codes)), 1)
+    return torch.cat((_halves(scale, offset), nibble_pairs(codes)), 1)
 
 
 def _q5_1(x: Tensor, weights: Tensor) -> Tensor:
     codes, scale, offset = _final_affine(x, weights, 31)
-    return torch.cat((_halves(scale, offset), _fifth_bits(codes), _nibble_pairs(codes & 15)), 1)
+    return torch.cat((_halves(scale, offset), _fifth_bits(codes), nibble_pairs(codes & 15)), 1)
 
 
 def _q8_0(x: Tensor, _weights: Tensor) -> Tensor:
     scale = x.abs().amax(1) / 127
-    inverse = torch.where(scale == 0, 0.0, 1.0 / torch.where(scale == 0, 1.0, scale))
-    codes = (x * inverse[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    codes = (x * inverse_of(scale)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return torch.cat((_halves(scale), codes.view(torch.uint8)), 1)
 
 
@@ -126,13 +121,11 @@ def _q8_0(x: Tensor, _weights: Tensor) -> Tensor:
 def _whole_scales(scales: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Scales [blocks, parts] as whole numbers up to `most` times a unit [blocks]."""
     unit = _rounded(scales.amax(1) / most)
-    inverse = torch.where(unit > 0, 1.0 / torch.where(unit > 0, unit, 1.0), 0.0)
-    return (scales * inverse[:, None]).round_().clamp_(0, most), unit
+    return (scales * inverse_of(unit)[:, None]).round_().clamp_(0, most), unit
 
 
 def _codes_for(x: Tensor, scale: Tensor, minimum: Tensor, levels: int) -> Tensor:
-    inverse = torch.where(scale > 0, 1.0 / torch.where(scale > 0, scale, 1.0), 0.0)
-    return ((x + minimum[:, None]) * inverse[:, None]).round_().clamp_(0, levels)
+    return ((x + minimum[:, None]) * inverse_of(scale)[:, None]).round_().clamp_(0, levels)
 
 
 def _affine_parts(x: Tensor, weights: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -194,14 +187,14 @@ def _six_bit_header(scales: Tensor, minimums: Tensor) -> Tensor:
 
 def _q4_k(x: Tensor, weights: Tensor) -> Tensor:
     codes, scales, minimums, unit, shift = _affine_parts(x, weights, 15)
-    packed = _nibble_pairs(codes.to(torch.uint8).view(-1, 4, 64)).flatten(1)
+    packed = nibble_pairs(codes.to(torch.uint8).view(-1, 4, 64)).flatten(1)
     return torch.cat((_halves(unit, shift), _six_bit_header(scales, minimums), packed), 1)
 
 
 def _q5_k(x: Tensor, weights: Tensor) -> Tensor:
     codes, scales, minimums, unit, shift = _affine_parts(x, weights, 31)
     whole = codes.to(torch.uint8)
-    packed = _nibble_pairs((whole & 15).view(-1, 4, 64)).flatten(1)
+    packed = nibble_pairs((whole & 15).view(-1, 4, 64)).flatten(1)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     high = ((whole >> 4).view(-1, 8, 32) << shifts).sum(1, dtype=torch.uint8)
     return torch.cat((_halves(unit, shift), _six_bit_header(scales, minimums), high, packed), 1)
@@ -210,7 +203,7 @@ def _q5_k(x: Tensor, weights: Tensor) -> Tensor:
 def _q6_k(x: Tensor, weights: Tensor) -> Tensor:
     codes, scales, unit = _symmetric_parts(x, weights)
     whole = (codes + 32).to(torch.uint8).view(-1, 2, 128)
-    low = _nibble_pairs(whole & 15).flatten(1)
+    low = nibble_pairs(whole & 15).flatten(1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((whole >> 4).view(-1, 2, 4, 32) << shifts).sum(2, dtype=torch.uint8).flatten(1)
     return torch.cat((low, high, scales.to(torch.int8).view(torch.uint8), _halves(unit)), 1)
@@ -222,21 +215,17 @@ def _symmetric_parts(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor
     wanted = fit.scale.view(-1, 16)
     largest = wanted.gather(1, wanted.abs().argmax(1, keepdim=True))[:, 0]
     unit = _rounded(largest / -128)
-    scales = (wanted * _inverse(unit)[:, None]).round_().clamp_(-128, 127)
+    scales = (wanted * inverse_of(unit)[:, None]).round_().clamp_(-128, 127)
     codes = x
     for _ in range(_ROUNDS):
         step = (scales * unit[:, None]).repeat_interleave(16, 1)
-        codes = (x * _inverse(step)).round_().clamp_(-32, 31)
+        codes = (x * inverse_of(step)).round_().clamp_(-32, 31)
         a = codes * scales.repeat_interleave(16, 1)
         norm = (weights * a * a).sum(1)
         solved = (weights * a * x).sum(1) / torch.where(norm > 0, norm, 1.0)
         unit = torch.where(norm > 0, _rounded(solved), unit)
     step = (scales * unit[:, None]).repeat_interleave(16, 1)
-    return (x * _inverse(step)).round_().clamp_(-32, 31), scales, unit
-
-
-def _inverse(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 0.0, 1.0 / torch.where(x == 0, 1.0, x))
+    return (x * inverse_of(step)).round_().clamp_(-32, 31), scales, unit
 
 
 ENCODERS: Mapping[str, Encoder] = MappingProxyType(

@@ -43,7 +43,7 @@ def fit_symmetric(x: Tensor, weights: Tensor, half: int) -> Fit:
     for more in _TRIES:
         found = found.better(_symmetric(x, weights, half, -(half + more) / _nonzero(largest)))
     for _ in range(_POLISH):
-        found = found.better(_symmetric(x, weights, half, _inverse(found.scale)))
+        found = found.better(_symmetric(x, weights, half, inverse_of(found.scale)))
     return found
 
 
@@ -63,7 +63,7 @@ def fit_affine(x: Tensor, weights: Tensor, levels: int) -> Fit:
     for more in _TRIES:
         found = found.better(_affine(x, weights, levels, inverse * ((levels + more) / levels), low))
     for _ in range(_POLISH):  # codes for the scale, then the scale for these codes
-        found = found.better(_affine(x, weights, levels, _inverse(found.scale), -found.minimum))
+        found = found.better(_affine(x, weights, levels, inverse_of(found.scale), -found.minimum))
     return found
 
 
@@ -95,7 +95,8 @@ def error_of(x: Tensor, weights: Tensor, codes: Tensor, scale: Tensor, minimum: 
     return (weights * (codes * scale[:, None] - shift - x).square_()).sum(1)
 
 
-def _inverse(x: Tensor) -> Tensor:
+def inverse_of(x: Tensor) -> Tensor:
+    """One over each number; 0 for 0."""
     return torch.where(x == 0, 0.0, 1.0 / _nonzero(x))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .encode import nibble_pairs
 from .formats import FORMATS
 from .tensor import QuantTensor, Weight
 
@@ -49,7 +50,7 @@ def blocks_of(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Weight
     own, header = codes.reshape(-1, _BLOCK), [for_blocks(scales)]
     if name == "Q4_1":
         header.append(for_blocks(-scales.float() * zeros))
-    packed = own ^ 128 if bits == 8 else own[:, :16] | (own[:, 16:] << 4)
+    packed = own ^ 128 if bits == 8 else nibble_pairs(own)
     return QuantTensor.of_blocks(FORMATS[name], (outputs, inputs), torch.cat((*header, packed), 1).view(outputs, -1))
 
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from running import Running, running
 from tiny import write_tiny
 
@@ -50,3 +54,13 @@ def start(executor: Executor, tokenizer: Tokenizer) -> Start:
     """Servers with settings of their own."""
     made: Any = partial(running, executor, tokenizer)
     return made
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", lambda name: provider.get_tracer(name))
+    yield exporter
+    provider.shutdown()

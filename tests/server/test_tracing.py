@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from running import QUESTION, Running, until
@@ -93,16 +92,6 @@ ROUTES: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 STREAMS = [name for name, given in ROUTES.items() if given is not None and given[0] in ("chat", "text_completion")]
 KNOWN = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
-
-
-@pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", lambda name: provider.get_tracer(name))
-    yield exporter
-    provider.shutdown()
 
 
 def only_span(exported: InMemorySpanExporter) -> ReadableSpan:

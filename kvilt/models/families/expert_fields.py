@@ -75,6 +75,19 @@ def gguf_experts(fields: Fields, normalized: bool, router: RouterSpec = SOFTMAX,
     )
 
 
+def hf_grouped_router(config: Fields) -> RouterSpec:
+    """The router of DeepSeek V3, as other families' config.json describe it."""
+    return RouterSpec(
+        "sigmoid",
+        config.number("routed_scaling_factor", 1.0),
+        selection_bias=True,
+        groups=config.integer("n_group", 1),
+        top_groups=config.integer("topk_group", 1),
+        group_score="two_best",
+        epsilon=1e-20,
+    )
+
+
 def gguf_grouped(fields: Fields) -> ExpertsSpec:
     """Experts as the files of DeepSeek V3 and its kin describe them: groups, a selection bias, shared experts."""
     groups = fields.integer("expert_group_count", 1)

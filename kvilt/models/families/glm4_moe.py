@@ -9,13 +9,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...weights.source import Checkpoint
-from ..spec import ExpertsSpec, FeedForwardSpec, ModelSpec, RouterSpec, each_attention
+from ..spec import ExpertsSpec, FeedForwardSpec, ModelSpec, each_attention
 from .expert_fields import (
     GGUF_EXPERT_NAMES,
     GGUF_STACKS,
     HF_EXPERT_NAMES,
     MAX_EXPERTS,
     gguf_grouped,
+    hf_grouped_router,
     shared_block,
     with_experts,
 )
@@ -41,15 +42,7 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     values = {"partial_rotary_factor": PARTIAL, **checkpoint.config}
     config, spec = Fields(values), hf_spec(replace(checkpoint, config=values), "glm4_moe", partial=PARTIAL)
     expert = FeedForwardSpec(config.integer("moe_intermediate_size", 1408), config.activation("hidden_act", "silu"))
-    router = RouterSpec(
-        "sigmoid",
-        config.number("routed_scaling_factor", 1.0),
-        selection_bias=True,
-        groups=config.integer("n_group", 1),
-        top_groups=config.integer("topk_group", 1),
-        group_score="two_best",
-        epsilon=1e-20,
-    )
+    router = hf_grouped_router(config)
     experts = ExpertsSpec(
         config.integer("n_routed_experts", 128, high=MAX_EXPERTS),
         config.integer("num_experts_per_tok", 8),

@@ -18,10 +18,9 @@ from ..spec import (
     LayerSpec,
     ModelSpec,
     NoRope,
-    RouterSpec,
     SharedExpertSpec,
 )
-from .expert_fields import GGUF_EXPERT_NAMES, GGUF_STACKS, MAX_EXPERTS, gguf_grouped
+from .expert_fields import GGUF_EXPERT_NAMES, GGUF_STACKS, MAX_EXPERTS, gguf_grouped, hf_grouped_router
 from .family import CheckpointDialect, Family
 from .fields import Fields, whole_heads
 from .gguf_hybrid import STATE_NAMES, TRANSFORMS, mamba2
@@ -189,15 +188,7 @@ def _experts(config: Fields) -> ExpertsSpec:
         raise Unsupported("Nemotron-H whose experts read a compressed vector (moe_latent_size) is not supported")
     if config.flag("mlp_bias"):
         raise Unsupported("Nemotron-H with experts and mlp_bias is not supported")
-    router = RouterSpec(
-        "sigmoid",
-        config.number("routed_scaling_factor", 1.0),
-        selection_bias=True,
-        groups=config.integer("n_group", 1),
-        top_groups=config.integer("topk_group", 1),
-        group_score="two_best",
-        epsilon=1e-20,
-    )
+    router = hf_grouped_router(config)
     return ExpertsSpec(
         config.integer("n_routed_experts", 8, high=MAX_EXPERTS),
         config.integer("num_experts_per_tok", 2),
