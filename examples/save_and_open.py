@@ -12,6 +12,6 @@ with kvilt.load() as llm, tempfile.TemporaryDirectory() as folder:
         print(f"{kv.num_entries} tokens saved in {path.stat().st_size / 1e6:.1f} MB")
         expected = llm.generate(" an old", kv=kv, max_tokens=12).text
 
-    with llm.executor.open_kv_cache(path) as again:
+    with llm.open(path) as again:
         assert llm.generate(" an old", kv=again, max_tokens=12).text == expected
         print(f"...there lived an old{expected}")

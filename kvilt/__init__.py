@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .llm import LLM as LLM
     from .llm import AsyncLLM as AsyncLLM
     from .llm import Completion as Completion
+    from .llm import Conversation as Conversation
     from .llm import load as load
     from .llm import load_async as load_async
     from .sampling.params import SamplingParams as SamplingParams
@@ -47,6 +48,7 @@ _HOMES = MappingProxyType(
         "AsyncLLM": "llm",
         "LLM": "llm",
         "Completion": "llm",
+        "Conversation": "llm",
         "Executor": "executor.protocol",
         "Inputs": "executor.inputs",
         "LlmExecutor": "compat.llm_executor",
@@ -76,6 +78,7 @@ __all__ = [
     "AsyncLlmExecutor",
     "CacheHandle",
     "Completion",
+    "Conversation",
     "DecodeInput",
     "DecoderOnlyLLM",
     "Executor",

@@ -15,11 +15,11 @@ import pytest
 import kvilt
 from kvilt import LLM, SamplingParams
 from kvilt.cli.answer_writer import AnswerWriter
-from kvilt.cli.conversation import Conversation
 from kvilt.engine.event import Ended, TokenEvent
 from kvilt.llm import AsyncLLM, ParsedToolCall
 from kvilt.llm.answer import Answer, AnswerConfig
 from kvilt.llm.chat_parsing import ChatParsing
+from kvilt.llm.conversation import Conversation
 from kvilt.text.parse import parser_named
 from kvilt.text.tokenizer import Tokenizer
 

@@ -34,10 +34,10 @@ from fixtures.saved_before.make import (
 import kvilt
 from kvilt import LLM
 from kvilt.blend.recipe import Recipe
-from kvilt.cli.conversation import Conversation
 from kvilt.errors import KviltError
 from kvilt.executor.counters import TOKENS
 from kvilt.kv.cache import KVCache
+from kvilt.llm.conversation import Conversation
 from kvilt.store.counters import HITS
 from kvilt.store.store import Store
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from ..blend.chunk import ChunkCache
 from ..blend.recipe import REPAIR
+from ..config import GateConfig
 from ..errors import InputError
 from ..llm import LLM
 from ..store.store import Store
 from ..store.tier import Budget
-from .blend_measure import FULL, REUSE, BlendCase, BlendMethod, BlendOutcome, compare
+from .blend_measure import FULL, PREFIX, REUSE, BlendCase, BlendMethod, BlendOutcome, compare
 from .progress import Track, untracked
 
 _STORE_BYTES = 4 << 30  # the documents of one question at a time
@@ -112,13 +113,31 @@ def _summary(name: str, mine: Sequence[ReportLine], whole: dict[str, float], reu
         questions=len(mine),
         first_token_s=median(one.first_token_s for one in outcomes),
         faster=median(faster) if faster else 1.0,
-        recomputed=fmean(one.recomputed / max(1, one.reused) for one in outcomes),
+        recomputed=1.0 if name in (FULL.name, PREFIX.name) else _mean_share(outcomes),
         kl=fmean(one.kl for one in outcomes),
         kl_of_reuse=fmean(kl for kl, _ in both) / plain if plain > 0 else None,
         agreement=fmean(one.agreement for one in outcomes),
         nll=_mean([one.nll for one in outcomes]),
         f1=_mean([one.f1 for one in outcomes]),
     )
+
+
+def _mean_share(outcomes: Sequence[BlendOutcome]) -> float:
+    return fmean(one.recomputed / max(1, one.reused) for one in outcomes)
+
+
+def verdict(found: Sequence[MethodSummary], max_kl: float = GateConfig().max_kl) -> str:
+    """Which method is safe for these documents, in a sentence: the fastest whose KL a quality gate would accept."""
+    blended = [one for one in found if one.method not in (FULL.name, PREFIX.name, REUSE.name)]
+    if not blended:
+        return "only whole prefills and plain reuse were measured; give --strategies and --ratios for a verdict"
+    safe = [one for one in blended if one.kl <= max_kl]
+    best = max(safe, key=lambda one: one.faster) if safe else min(blended, key=lambda one: one.kl)
+    asked = f"{best.questions} question{'' if best.questions == 1 else 's'}"
+    measured = f"mean KL {best.kl:.3f} over {asked}, the likeliest token agrees in {best.agreement:.0%}"
+    if safe:
+        return f"{best.method} is safe for these documents: {best.faster:.1f}x sooner to the first token; {measured}"
+    return f"nothing here is safe (KL above {max_kl:g}); the nearest is {best.method}: {measured}; try larger --ratios"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..bench.blend_curve import curve
 from ..bench.blend_measure import SYSTEM, BlendCase, methods
 from ..bench.blend_plot import plot
-from ..bench.blend_results import MethodSummary, ReportSettings, lines, summaries
+from ..bench.blend_results import MethodSummary, ReportSettings, lines, summaries, verdict
 from ..bench.serve_plot import check_plot
 from ..blend.recipe import REPAIR
 from ..errors import ParamError
@@ -113,6 +113,7 @@ def _show(found: Sequence[MethodSummary], as_json: bool) -> None:
     wide = Console(width=None if os.isatty(1) else 140)
     wide.print(table)
     wide.print(curve(_points(found)), markup=False, highlight=False)
+    wide.print(verdict(found), markup=False, highlight=False)
 
 
 def _cell(value: float | None, form: str) -> str:

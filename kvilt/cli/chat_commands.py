@@ -34,7 +34,7 @@ def parse(text: str) -> tuple[str, str] | None:
 
 def run(session: ChatSession, name: str, rest: str) -> str:
     """Run a command; returns what is shown."""
-    command = COMMANDS.get(name)
+    command = COMMANDS.get(_OTHER_NAMES.get(name, name))
     if command is None:
         raise InputError(f'there is no command /{name}; /help lists them, and """ around a text sends it as it is')
     return command.run(session, rest)
@@ -45,9 +45,12 @@ def _help(_session: ChatSession, _rest: str) -> str:
     keys = [
         ('"""', "begins and ends a text of many lines"),
         ("Ctrl+C", "stops an answer and keeps what it said"),
-        ("Ctrl+D", "leaves"),
     ]
     return "\n".join(f"{written:<16}{does}" for written, does in rows + keys)
+
+
+def _leave(_session: ChatSession, _rest: str) -> str:
+    raise EOFError  # as the end of the input
 
 
 def _clear(session: ChatSession, _rest: str) -> str:
@@ -110,8 +113,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "system": Command("/system [TEXT]", "begins a new chat with a system message; - for none", _system),
         "stats": Command("/stats", "shows tokens, KV and memory", _stats),
         "model": Command("/model [NAME]", "names the model, or begins a new chat with another", _model),
+        "bye": Command("/bye", "leaves, as /exit, /quit and Ctrl+D do", _leave),
     }
 )
+_OTHER_NAMES: Mapping[str, str] = MappingProxyType({"exit": "bye", "quit": "bye"})
 
 
 def _name(rest: str, command: str) -> str:

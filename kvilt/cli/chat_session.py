@@ -12,9 +12,9 @@ from typing import Any
 from ..config import cache_home
 from ..executor.counters import TOKENS
 from ..llm import LLM, load
+from ..llm.chat_record import chat_path, saved_chats
+from ..llm.conversation import Conversation, LoadedConversation
 from ..sampling.params import SamplingParams
-from .chat_record import chat_path, saved_chats
-from .conversation import Conversation, LoadedConversation
 from .progress import bars
 from .run import speed
 from .sampling import describe_params, repetition_hint, sampling_params

@@ -63,10 +63,17 @@ def run(
     drafts: dict[str, Any],
     config: dict[str, Any],
 ) -> None:
-    """Answer one prompt: text to stdout, one line of numbers to stderr."""
+    """Answer one prompt: text to stdout, one line of numbers to stderr. Without one, a terminal gets a chat."""
     with exit_on_error():
-        from .run import RunRequest, answer, read_grammar
+        from .run import RunRequest, answer, opens_chat, read_grammar
 
+        usual = opt.STORE.is_default(store) and opt.GRAMMAR.is_default(grammar) and sampling["n"] == 1
+        if prompt == "-" and usual and not any((raw, lora, document, json, verbose)) and opens_chat():
+            from .chat import chat as run_chat
+
+            drawn = {name: value for name, value in sampling.items() if name not in ("n", "logprobs")}
+            run_chat(model, system, "", drawn, {**config, **drafts}, False, template_option or ())
+            return
         shown = {"json": json, "verbose": verbose}
         request = RunRequest(
             prompt=prompt,
@@ -321,7 +328,8 @@ def bench_serve(
         str | None, typer.Option("--model", "-m", help="Default: the first that the server lists.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat/--completions", help="Which of the two routes.")] = True,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: opt.ClientKey = None,
+    api_key_file: opt.ClientKeyFile = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 600.0,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput: the first token within this.")] = None,
     slo_itl_ms: Annotated[float | None, typer.Option(help="Goodput: later tokens within this on average.")] = None,
@@ -336,8 +344,9 @@ def bench_serve(
         from ..bench.serve_load import LoadPlan
         from ..bench.serve_stats import SLO
         from .bench_serve import bench_serve as measure
+        from .keys import client_key
 
-        target = ServerTarget(url, chat, api_key, timeout_s)
+        target = ServerTarget(url, chat, client_key(api_key, api_key_file), timeout_s)
         measure(target, LoadPlan(**load), SLO(slo_ttft_ms, slo_itl_ms), model, json, plot)
 
 
@@ -376,13 +385,15 @@ def session(
     kv: Annotated[bool, typer.Option("--kv/--no-kv", help="Whether the file has the KV too.")] = True,
     turn: Annotated[str | None, typer.Option(help="Fork only the turns that lead to this one.")] = None,
     url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: opt.ClientKey = None,
+    api_key_file: opt.ClientKeyFile = None,
 ) -> None:
     """Sessions of a running server: list, show NAME, export NAME FILE, import FILE, fork NAME NEW, delete NAME."""
     with exit_on_error():
+        from .keys import client_key
         from .session import SessionClient, act
 
-        act(SessionClient(url, api_key), action, name, target, kv, turn)
+        act(SessionClient(url, client_key(api_key, api_key_file)), action, name, target, kv, turn)
 
 
 adapting = typer.Typer(help="LoRA adapters.")

@@ -17,6 +17,10 @@ import typer
 from ..config import DEFAULT_MODEL as DEFAULT_MODEL
 from ..errors import ParamError
 
+ClientKey = Annotated[
+    str | None, typer.Option(help="Sent as a bearer token; other users see it. Better: KVILT_API_KEY.")
+]
+ClientKeyFile = Annotated[str | None, typer.Option(metavar="FILE", help="A file whose first key is sent.")]
 TemplateOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -53,6 +57,10 @@ class OptionGroup:
     def without(self, *names: str) -> OptionGroup:
         """The group without some of its options."""
         return OptionGroup(self.panel, {name: option for name, option in self.options.items() if name not in names})
+
+    def is_default(self, values: Mapping[str, Any]) -> bool:
+        """Whether no option of the group was given another value."""
+        return all((values[name] or None) == (option.default or None) for name, option in self.options.items())
 
 
 SAMPLING = OptionGroup(

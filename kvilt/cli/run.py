@@ -126,6 +126,11 @@ def _show_samples(done: Completion) -> Completion:
     return done
 
 
+def opens_chat() -> bool:
+    """Whether there is a user at a terminal who gave no prompt."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def read_prompt(given: str) -> str:
     """The prompt itself, or the text of a pipe for `-`."""
     if given != "-":

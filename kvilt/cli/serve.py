@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
-import re
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, GateConfig, env_admin_key, env_api_keys
+from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import load_async
+from .keys import admin_key, read_keys, weighted_keys
 from .progress import bars, tracked
 from .store import context_prefix, open_store
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from ..server.config import ServeConfig
     from ..server.listener import HTTPServer
 
-_KEY_LINE = re.compile(r"(?P<key>\S+)(?:\s+weight=(?P<weight>[0-9]{1,4}(?:\.[0-9]{1,3})?))?")
 VISIBLE_KEYS = (
     "every user of this machine sees keys of the command line in the list of processes; "
     "use --api-key-file and --admin-key-file, or KVILT_API_KEY and KVILT_ADMIN_KEY"
@@ -41,6 +42,9 @@ def serve(
     chosen = EngineConfig(**given, owner_weights=owner_weights(options["api_key_file"]))
     gate = gate_of(options)
     _log_to_stderr(options["log_level"])
+    check_port("port", settings.host, settings.port)
+    if settings.metrics_port is not None:
+        check_port("metrics_port", settings.metrics_host, settings.metrics_port)
     if not settings.is_local and not settings.api_keys:
         print("warning: every client that reaches this address can use the model; set --api-key", file=sys.stderr)
     if options["api_key"] or options["admin_key"]:
@@ -66,6 +70,22 @@ def serve(
                 runner.run(listen(llm, settings, _ready))
         finally:
             gc.unfreeze()  # else the native module is not unloaded in order at exit
+
+
+def check_port(option: str, host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before a model is loaded for it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        flag = f"--{option.replace('_', '-')}"
+        if error.errno == errno.EADDRINUSE:
+            what = f"{host}:{port} is in use by another program; choose another with {flag}, or 0 for any free one"
+        else:
+            what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ParamError(option, what) from None
 
 
 def _ready(listener: HTTPServer) -> None:
@@ -146,48 +166,11 @@ def default_name(model: str) -> str:
     return Path(name).stem if "/" in name and not model.startswith("hf:") else name
 
 
-def admin_key(given: str | None, path: str | None) -> str | None:
-    """The admin key, from the option, a file or the environment; more than one is refused."""
-    found = [key for key in (given, *read_keys(path, "admin_key_file"), env_admin_key()) if key is not None]
-    if len(set(found)) > 1:
-        raise ParamError("admin_key", f"is given {len(set(found))} times; there is one")
-    return found[0] if found else None
-
-
 def owner_weights(path: str | None) -> dict[str, float]:
     """The weights of a key file by tenant."""
     from ..server.auth import tenant_of_key
 
     return {tenant_of_key(key): weight for key, weight in weighted_keys(path).items() if weight != 1.0}
-
-
-def read_keys(path: str | None, option: str = "api_key_file") -> list[str]:
-    """The keys of a file, at least one."""
-    return list(weighted_keys(path, option))
-
-
-def weighted_keys(path: str | None, option: str = "api_key_file") -> dict[str, float]:
-    """The keys of a file and their weights, at least one key. A line is KEY, or KEY weight=NUMBER.
-
-    Empty lines and lines that start with # are skipped.
-    """
-    if path is None:
-        return {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ParamError(option, f"{path!r} cannot be read: {error}") from None
-    found = [_KEY_LINE.fullmatch(line) for each in lines if (line := each.strip()) and not line.startswith("#")]
-    if not found:
-        raise ParamError(option, f"{path!r} holds no key; write one on a line, or leave the option out")
-    keys = {one["key"]: float(one["weight"] or 1.0) for one in found if one is not None}
-    if None in found:
-        raise ParamError(
-            option,
-            f"{path!r} has a line with blanks in it; a key is a whole line, and so is a comment, "
-            "and only weight=NUMBER may stand behind a key",
-        )
-    return keys
 
 
 def _log_to_stderr(level: str) -> None:

@@ -204,7 +204,7 @@ def _tenant(key_file: str | None) -> str:
         raise Unsupported(
             f"API keys belong to the server, which needs {error.name}: pip install 'kvilt[server]'"
         ) from None
-    from .serve import read_keys
+    from .keys import read_keys
 
     keys = read_keys(key_file)
     if len(keys) != 1:

@@ -16,6 +16,7 @@ from .completion import Stream as Stream
 from .completion import TextPiece as TextPiece
 from .completion import Timing as Timing
 from .completion import Usage as Usage
+from .conversation import Conversation as Conversation
 from .embedding import Embedding as Embedding
 from .embedding import RankedText as RankedText
 from .facade import LLM as LLM

@@ -37,12 +37,15 @@ from .answer import Answer, AnswerConfig
 from .async_kv import AsyncKV
 from .async_stream import AsyncStream
 from .completion import Completion
+from .documents import DocumentInput
 from .embedding import Embedding, check_dimensions, embedding_request
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .offload import OWNER, PROMPT, STORE, Offload
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
+from .python_tools import Tool
 from .token_stream import Notifier, TokenStream
+from .tool_choice import tool_use
 from .warmup import AT_ONCE, DocumentWarmup, OnProgress, StoredDocument
 
 Result = TypeVar("Result")
@@ -154,7 +157,8 @@ class AsyncLLM(Model):
         messages: Chat,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Completion:
@@ -163,8 +167,10 @@ class AsyncLLM(Model):
         The completion is parsed as that of `LLM.chat`.
         """
         options, chosen = split_fields(params, fields)
-        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
-        return await self._complete(source, chosen, options, tools or ())
+        given = (self, messages, chosen, tools, tool_choice, chat_template_kwargs)
+        use = await self.offload.run(PROMPT, tool_use, *given, owner=owner_of(options.tenant))
+        source = partial(self._prompts.chat, messages, use.tools, chat_template_kwargs)
+        return await self._complete(source, use.params, options, use.tools or ())
 
     async def stream_chat(
         self,
@@ -184,7 +190,7 @@ class AsyncLLM(Model):
 
     async def warm(
         self,
-        documents: Sequence[Prompt],
+        documents: Sequence[DocumentInput],
         *,
         tenant: str = "",
         priority: int = 0,

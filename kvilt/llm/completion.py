@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ..engine.misses.miss import MissCandidate, MissReason
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
+from .python_tools import Tool
+from .tool_calls import ParsedToolCall as ParsedToolCall
+from .tool_calls import run_calls
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 
@@ -68,14 +71,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    """A call of a tool that an answer makes; `arguments` are JSON."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished generation. `token_ids` end with the token that stopped it, `text` does not.
 
@@ -96,6 +91,14 @@ class Completion:
     warnings: tuple[str, ...] = ()  # what of the request had no effect, as unknown keywords of a schema
     reasoning: str = ""
     tool_calls: tuple[ParsedToolCall, ...] = ()
+
+    def run_tools(self, functions: Sequence[Tool]) -> list[dict[str, Any]]:
+        """Carry out the tool calls with these functions; returns the messages that continue the conversation.
+
+        They are the answer with its calls, and the result of each. A function that raises gives its error as the
+        result.
+        """
+        return run_calls(self.text, self.tool_calls, functions)
 
 
 class TextPiece(str):

@@ -28,13 +28,16 @@ from ..sampling.params import SamplingParams
 from ..text.parse import Tools
 from .answer import Answer, AnswerConfig
 from .completion import Completion, Stream
+from .documents import DocumentInput
 from .embedding import Embedding, EmbedFields, RankedText, check_dimensions, embedding_request, ranked
 from .model import AdapterChoice, Chat, Model, Prompt, PromptInput, each_prompt, is_one
 from .options import CallFields, RequestOptions, split_fields
 from .prompts import PromptPreparer, PromptSource
+from .python_tools import Tool
 from .replace import DEFAULT_REPAIR, SpanReplacement, replace_request
 from .session import LLMSession
 from .sync_runner import PendingAnswer, SyncRunner
+from .tool_choice import tool_use
 from .warmup import DocumentWarmup, OnProgress, StoredDocument
 
 
@@ -98,7 +101,8 @@ class LLM(Model):
         messages: Chat,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Completion:
@@ -106,26 +110,30 @@ class LLM(Model):
 
         `documents` stand where the chat template puts them, else before the last user's text, and are blended.
         `chat_template_kwargs` are variables for the template, like `enable_thinking` or `reasoning_effort`; those that
-        it does not read have no effect. The completion's `text` is the answer's content; `reasoning` and `tool_calls`
-        are beside it.
+        it does not read have no effect. `tools` are Python functions with type hints, or OpenAI's JSON; `tool_choice`
+        is auto, none, required, or the name of one of them. The completion's `text` is the answer's content;
+        `reasoning` and `tool_calls` are beside it, and `run_tools` carries the calls out.
         """
         options, chosen = split_fields(params, fields)
-        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
-        return self._complete(source, chosen, options, tools or ())
+        use = tool_use(self, messages, chosen, tools, tool_choice, chat_template_kwargs)
+        source = partial(self._prompts.chat, messages, use.tools, chat_template_kwargs)
+        return self._complete(source, use.params, options, use.tools or ())
 
     def stream_chat(
         self,
         messages: Chat,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Unpack[CallFields],
     ) -> Stream:
         """`chat`, piece by piece; a piece of reasoning says so."""
         options, chosen = split_fields(params, fields)
-        source = partial(self._prompts.chat, messages, tools, chat_template_kwargs)
-        return self._runner.stream(self._preparing(source, chosen, options, tools or ()), chosen)
+        use = tool_use(self, messages, chosen, tools, tool_choice, chat_template_kwargs)
+        source = partial(self._prompts.chat, messages, use.tools, chat_template_kwargs)
+        return self._runner.stream(self._preparing(source, use.params, options, use.tools or ()), use.params)
 
     def stream_answer(
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Unpack[CallFields]
@@ -154,7 +162,7 @@ class LLM(Model):
 
     def warm(
         self,
-        documents: Sequence[Prompt],
+        documents: Sequence[DocumentInput],
         *,
         tenant: str = "",
         lora: int | str | None = None,
@@ -253,6 +261,10 @@ class LLM(Model):
         (done,) = self._runner.answers([prepare])
         assert done.kv is not None
         return done.kv
+
+    def open(self, path: str | os.PathLike[str]) -> KVCache:
+        """The cache that `kv.save(path)` wrote; the caller closes it. KV of other numerics is computed again."""
+        return self.executor.open_kv_cache(path)
 
     def session(self, name: str, *, ttl_s: float | None = None, exact: bool = True, tenant: str = "") -> LLMSession:
         """A named session: its prompts find the KV of its earlier turns, whatever was stripped or edited.

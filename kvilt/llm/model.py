@@ -145,7 +145,7 @@ class Model:
     def chat_template(self) -> ChatTemplate:
         """The model's template, compiled when first needed."""
         if self._template is None:
-            self._template = ChatTemplate.of(self.tokenizer)
+            self._template = ChatTemplate.of(self.tokenizer, calls=self.parser.calls)
         return self._template
 
     @property

@@ -17,6 +17,7 @@ from ..kv.cache import KVCache
 from ..sampling.constraint import SHORT_NAMES
 from ..sampling.fields import SamplingFields
 from ..sampling.params import SamplingParams
+from .documents import DocumentInput, document_prompts
 from .model import AdapterChoice, DiscoveryChoice, Prompt
 
 
@@ -74,7 +75,7 @@ class RequestFields(TypedDict, total=False):
     tenant: str
     kv: KVCache | str | None
     keep_kv: bool
-    documents: Sequence[Prompt]
+    documents: Sequence[DocumentInput]
     recipe: Recipe | None
     retriever: BlendRetriever | None
     blend_executor: MakeBlendExecutor | None
@@ -98,5 +99,7 @@ def split_fields(params: SamplingParams | None, fields: Mapping[str, Any]) -> tu
             known = f"the options are {', '.join(options)}; the sampling fields are {', '.join(sampling)}"
             raise ParamError(name, f"is neither an option nor a sampling field; {known}")
     own = {name: value for name, value in fields.items() if name in options}
+    if "documents" in own:
+        own["documents"] = document_prompts(own["documents"])
     rest = {name: value for name, value in fields.items() if name not in options}
     return RequestOptions(**own), SamplingParams.of(params, **rest)

@@ -16,6 +16,7 @@ from ..engine.sequence import Job
 from ..errors import InputError
 from ..sampling.params import SamplingParams
 from .answer import AnswerConfig
+from .documents import DocumentInput, document_prompts
 from .model import AdapterChoice, Model, Prompt
 
 AT_ONCE = 4  # documents of one call in the engine: more would only wait there, with their KV in memory
@@ -40,7 +41,7 @@ class DocumentWarmup:
     def __init__(
         self,
         model: Model,
-        documents: Sequence[Prompt],
+        documents: Sequence[DocumentInput],
         chosen: AdapterChoice,
         tenant: str = "",
         on_progress: OnProgress | None = None,
@@ -53,7 +54,7 @@ class DocumentWarmup:
         self._on_progress = on_progress
         self._adapter = model.document_adapter(chosen)
         self._maker = model.executor.adapters.identity(self._adapter)
-        self._documents = [self._read(index, text) for index, text in enumerate(documents)]
+        self._documents = [self._read(index, text) for index, text in enumerate(document_prompts(documents))]
         self._unique = dict.fromkeys(self._documents)
         self._ids: dict[Ids, str] = {}
         self._found: set[Ids] = set()

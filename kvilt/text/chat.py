@@ -8,12 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ..errors import ContextOverflow, InputError, ParamError, TemplateError
-from .budget import MAX_INT_BITS, TemplateLimits
+from ..errors import ParamError, TemplateError
+from .budget import TemplateLimits
+from .chat_values import ValueLimits, copied_values
+from .parse_formats import CallFormat, calls_in
 from .pipeline import clean
 from .tokenizer import Tokenizer
+from .tool_prompt import ToolPrompt
 from .user_text import UserText, plain, spans_of
 
 Message = Mapping[str, Any]
@@ -32,7 +36,6 @@ _OURS = (
 _RESERVED = frozenset(_OURS.split())
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U0010fffd]")
-_MAX_DEPTH = 64
 
 
 class ChatTemplate:
@@ -44,8 +47,12 @@ class ChatTemplate:
         named: Mapping[str, str] | None = None,
         special: Mapping[str, int] | None = None,
         limits: TemplateLimits | None = None,
+        calls: CallFormat | None = None,
     ) -> None:
-        """`named` are the tokens templates know by name (bos_token, ...), `special` the control tokens by text."""
+        """`named` are the tokens templates know by name (bos_token, ...), `special` the control tokens by text.
+
+        `calls` is how the model's tool calls are read, for templates that know no tools.
+        """
         if source is None:
             raise TemplateError("this model has no chat template; use generate with a plain prompt")
         from .sandbox import CompiledTemplate  # jinja2 is loaded by the first template, not by the import
@@ -54,11 +61,21 @@ class ChatTemplate:
         self._named = dict(named or {})
         self._used = frozenset(_PRIVATE.findall("".join([source, *self._named.values(), *(special or {})])))
         self._compiled = CompiledTemplate(clean(source), self._limits)
+        self._source, self._calls = source, calls or calls_in(source, None)[0]
+
+    @cached_property
+    def _tool_prompt(self) -> ToolPrompt:
+        """How tools reach a model whose template reads none."""
+        source = self._source
+        refuses = "raise_exception" in source and ("system" not in source or "ystem role not supported" in source)
+        return ToolPrompt(self._calls, not refuses, "tool_calls" in source)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, limits: TemplateLimits | None = None) -> ChatTemplate:
+    def of(
+        cls, tokenizer: Tokenizer, limits: TemplateLimits | None = None, calls: CallFormat | None = None
+    ) -> ChatTemplate:
         """The template that came with a tokenizer; TemplateError when none did."""
-        return cls(tokenizer.chat_template, tokenizer.named, tokenizer.special, limits)
+        return cls(tokenizer.chat_template, tokenizer.named, tokenizer.special, limits, calls)
 
     def render(
         self,
@@ -91,7 +108,7 @@ class ChatTemplate:
         themselves: where the template puts documents or, if it reads none, before the last user's content.
         `continue_final_message` ends the prompt with the text of the last message, which the answer goes on with.
         """
-        room = _Room.of(self._limits, tokenizer, limit)
+        room = ValueLimits.of(self._limits, tokenizer, limit)
         values = self._values(messages, tools, documents, kwargs, room)
         marks = self._marks(values, places + continue_final_message)
         end = marks.pop() if continue_final_message else ""
@@ -184,7 +201,7 @@ class ChatTemplate:
         tools: Any,
         documents: Any,
         kwargs: Mapping[str, Any],
-        room: _Room | None = None,
+        room: ValueLimits | None = None,
     ) -> _Values:
         """What the template will see, checked and copied."""
         self._check_keywords(kwargs)
@@ -194,7 +211,10 @@ class ChatTemplate:
             "tools": _checked_objects(tools, "tools"),
             "documents": _checked_objects(documents, "documents"),
         }
-        return _copied(values, room or _Room.of(self._limits))
+        copied = copied_values(values, room or ValueLimits.of(self._limits))
+        if "tools" not in self._compiled.variables and _uses_tools(copied):
+            copied["messages"] = self._tool_prompt.messages(copied["messages"], copied["tools"])
+        return copied
 
     def _rendered(self, values: _Values, add_generation_prompt: bool) -> str:
         """What the template writes; the spans of a `UserText` are the caller's."""
@@ -239,6 +259,10 @@ class RenderedChat:
         first, *others = self.segments
         # The empty part says that what follows is not the beginning of a text.
         return [tokenizer.encode_parts(parts, limit=limit) for parts in (first, *(("", *each) for each in others))]
+
+
+def _uses_tools(values: _Values) -> bool:
+    return bool(values["tools"]) or any(one["role"] == "tool" or "tool_calls" in one for one in values["messages"])
 
 
 def _parts(tokenizer: Tokenizer, text: str) -> list[str | int]:
@@ -326,56 +350,3 @@ def _checked_objects(values: Any, name: str) -> list[Any] | None:
     if not all(isinstance(value, Mapping) for value in values):
         raise TemplateError(f"{name} must hold objects")
     return list(values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Size limits of messages: those of a template, and no more than can fit the context."""
-
-    chars: int
-    items: int
-    tokens: int | None = None  # the context, where it is what sets `chars`
-
-    @classmethod
-    def of(cls, limits: TemplateLimits, tokenizer: Tokenizer | None = None, tokens: int | None = None) -> _Room:
-        if tokenizer is None or tokens is None or tokens >= limits.text_chars:
-            return cls(limits.text_chars, limits.items)
-        most = tokenizer.max_bytes(tokens)
-        return cls(min(limits.text_chars, most), limits.items, tokens if most < limits.text_chars else None)
-
-    def overflow(self) -> InputError:
-        if self.tokens is None:
-            return TemplateError(f"the messages hold more than {self.chars} characters")
-        return ContextOverflow(self.tokens + 1, self.tokens, at_least=True)
-
-
-def _copied(values: dict[str, Any], room: _Room) -> dict[str, Any]:
-    """The values rebuilt out of plain JSON types, as far as there is room for them."""
-    left = [room.chars, room.items]
-
-    def copy(value: Any, depth: int) -> Any:
-        left[1] -= 1
-        if left[1] < 0 or depth > _MAX_DEPTH:
-            raise TemplateError(f"the messages hold more than {room.items} values or nest deeper than {_MAX_DEPTH}")
-        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise TemplateError(f"the messages hold a number of more than {MAX_INT_BITS} bits")
-        if value is None or isinstance(value, (bool, int, float)):
-            return value
-        if isinstance(value, str):
-            left[0] -= len(value)
-            if left[0] < 0:
-                raise room.overflow()
-            return clean(str.__str__(value))
-        if isinstance(value, Mapping):
-            return {_key(key): copy(inner, depth + 1) for key, inner in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-            return [copy(inner, depth + 1) for inner in value]
-        raise TemplateError(f"the messages hold a {type(value).__name__}; only text, numbers, lists and objects can be")
-
-    return {name: copy(value, 0) for name, value in values.items()}
-
-
-def _key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise TemplateError(f"the messages hold an object with the key {key!r}; keys must be strings")
-    return clean(key)

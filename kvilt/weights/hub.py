@@ -25,6 +25,7 @@ from ..config import cache_home, offline
 from ..errors import ModelNotFound, WeightError
 from . import hf
 from .progress import FetchProgress as FetchProgress
+from .suggestions import suggestion
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 20
@@ -104,7 +105,8 @@ def pull(name: str, progress: FetchProgress | None = None, models: Mapping[str, 
 def _unknown(name: str, models: Mapping[str, NamedModel]) -> str:
     known = ", ".join(models)
     return (
-        f"no model is called {name[:200]!r} and no file is there; known names: {known}; or pass hf:org/name or a path"
+        f"no model is called {name[:200]!r} and no file is there; known names: {known}; or pass hf:org/name or a path; "
+        f"{suggestion(name[:200])}"
     )
 
 

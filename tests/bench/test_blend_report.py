@@ -21,7 +21,7 @@ from kvilt.bench.blend_measure import (
     methods,
 )
 from kvilt.bench.blend_plot import plot
-from kvilt.bench.blend_results import ReportLine, ReportSettings, lines, summaries
+from kvilt.bench.blend_results import ReportLine, ReportSettings, lines, summaries, verdict
 from kvilt.blend.chunk import ChunkCache
 from kvilt.blend.recipe import Recipe
 from kvilt.cli.blend_cases import read_cases, read_questions
@@ -162,6 +162,15 @@ def test_means_are_over_questions_that_both_have() -> None:
     assert (head.faster, head.recomputed, head.questions) == (3.5, 0.15, 2)
     assert head.kl == pytest.approx(0.2)
     assert head.kl_of_reuse == pytest.approx(0.25)
+
+
+def test_the_verdict_is_the_fastest_method_that_is_safe() -> None:
+    measured = [("full", 8.0, 0.0), ("reuse", 0.1, 0.5), ("head 15%", 1.0, 0.2), ("query 15%", 2.0, 0.03)]
+    found = summaries([ReportLine("0", outcome(*one, recomputed=15)) for one in [*measured, ("query 30%", 4.0, 0.01)]])
+    assert found[0].recomputed == 1.0, "a whole prefill computes everything"
+    assert verdict(found).startswith("query 15% is safe for these documents: 4.0x sooner")
+    assert verdict(found[:3]).startswith("nothing here is safe (KL above 0.1); the nearest is head 15%")
+    assert "--strategies" in verdict(found[:2])
 
 
 def test_a_report_goes_on_where_it_ended(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

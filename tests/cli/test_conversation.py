@@ -17,14 +17,14 @@ from tiny import write_tiny
 
 import kvilt
 from kvilt import LLM, SamplingParams
-from kvilt.cli import conversation as module
-from kvilt.cli.chat_record import ChatTurn, chat_path, ids_of, read_record, saved_chats
-from kvilt.cli.conversation import Conversation
 from kvilt.config import RunConfig
 from kvilt.errors import BlobError, ContextOverflow, InputError, TemplateError
 from kvilt.executor import step_executor as executor_module
 from kvilt.executor.counters import TOKENS
 from kvilt.executor.load import load_executor
+from kvilt.llm import conversation as module
+from kvilt.llm.chat_record import ChatTurn, chat_path, ids_of, read_record, saved_chats
+from kvilt.llm.conversation import Conversation
 from tests.text import templates
 
 GERMANY, JAPAN = "What is the capital of Germany?", "And of Japan?"
@@ -500,7 +500,7 @@ import json, sys
 from pathlib import Path
 import kvilt
 from kvilt import SamplingParams
-from kvilt.cli.conversation import Conversation
+from kvilt.llm.conversation import Conversation
 from kvilt.executor.counters import TOKENS
 model, path, question = sys.argv[1:]
 with kvilt.load(model, kv_memory="256M", max_context=4096) as llm:

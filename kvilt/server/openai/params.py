@@ -9,6 +9,7 @@ from typing import Any
 from ...blend.recipe import Recipe
 from ...errors import ParamError
 from ...llm import ReadingProgress
+from ...llm.documents import titled
 from ...sampling.constraint import JsonSchema
 from ...sampling.params import SamplingParams
 from ..auth import Caller
@@ -191,7 +192,7 @@ def document_texts(documents: Sequence[str | Document] | None) -> list[str]:
 def _document_text(document: Document) -> str:
     text = document.text if document.content is None else document.content
     assert text is not None
-    return text if document.title is None else f"{document.title}\n{text}"
+    return titled(document.title, text)
 
 
 def blend_recipe(body: GenerationRequest) -> Recipe | None:

@@ -6,6 +6,7 @@ Generated ids are kept; they are never made again from text. This module does no
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,9 +17,10 @@ from typing import Any, Self
 
 from ..errors import BlobError, InputError, TruncateError
 from ..kv.cache import KVCache
-from ..llm import LLM, Completion, Stream, TextPiece
 from ..sampling.params import SamplingParams
 from .chat_record import ChatRecord, ChatTurn, ids_of, kv_name, read_record, write_record
+from .completion import Completion, Stream, TextPiece
+from .facade import LLM
 
 
 class Conversation:
@@ -125,13 +127,14 @@ class Conversation:
         self.clear()
         self.system = system
 
-    def save(self, path: Path, label: str = "") -> int:
+    def save(self, path: str | os.PathLike[str], label: str = "") -> int:
         """Write the conversation to `path` and its KV to a file beside it; returns the bytes of both files.
 
         `label` is the name of the model for messages.
         """
         if not self.turns:
             raise InputError("nothing has been said yet, so there is nothing to save")
+        path = Path(path)
         identity = self.llm.executor.pool.identity()
         kv_path = path.with_name(kv_name(path, self.ids[: self.held]))
         before = _kv_of(path)
@@ -143,8 +146,9 @@ class Conversation:
         return path.stat().st_size + kv_path.stat().st_size
 
     @staticmethod
-    def load(llm: LLM, path: Path) -> LoadedConversation:
+    def load(llm: LLM, path: str | os.PathLike[str]) -> LoadedConversation:
         """A saved conversation with its KV; BlobError if a file is damaged, of another model, or they do not match."""
+        path = Path(path)
         record = read_record(path)
         identity = llm.executor.pool.identity()
         if record.model != identity.model:

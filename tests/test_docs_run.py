@@ -1,0 +1,30 @@
+"""The Python of pages for newcomers runs as it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent.parent
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", (HERE / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_page_about_tools_runs(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec("\n".join(blocks("docs/tools.md")), {"__name__": "tools"})
+    said = capsys.readouterr().out
+    assert '(ParsedToolCall(name=\'weather\', arguments=\'{"city": "Paris"' in said
+    assert "CallStart(index=0, name='weather')" in said
+
+
+def test_the_page_about_chats_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(blocks("docs/chat.md")), {"__name__": "chat"})
+    assert (tmp_path / "berlin.json").exists()
