@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import kvilt
 
 HERE = Path(__file__).parent.parent
 
@@ -28,3 +29,17 @@ def test_the_page_about_chats_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     exec("\n".join(blocks("docs/chat.md")), {"__name__": "chat"})
     assert (tmp_path / "berlin.json").exists()
+
+
+def test_the_first_example_of_the_readme_is_a_program_that_runs_in_ci() -> None:
+    program = (HERE / "examples" / "fork.py").read_text(encoding="utf-8")
+    assert program.endswith(f'"""\n\n{blocks("README.md")[0]}')
+
+
+def test_the_page_about_models_shows_what_inspect_prints(smollm2_path: Path) -> None:
+    del smollm2_path
+    printed = {line.rstrip() for line in kvilt("inspect", "smollm2").stdout.splitlines()}
+    (block,) = [one for one in blocks("docs/models.md", "") if one.startswith("$ kvilt inspect smollm2")]
+    shown = [line for line in block.splitlines()[1:] if line.strip() not in ("", "...")]
+    missing = [line for line in shown if line not in printed]
+    assert missing == []

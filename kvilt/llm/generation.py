@@ -29,6 +29,12 @@ class SamplingDefaults:
     params: SamplingParams = MEASURED
     source: str = "kvilt's defaults"
 
+    @property
+    def fields(self) -> dict[str, float]:
+        """The fields that are not off."""
+        off = SamplingParams(temperature=1.0)
+        return {name: value for name in _FIELDS if (value := getattr(self.params, name)) != getattr(off, name)}
+
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     """The checkpoint's own settings, if it has valid ones; an invalid one is left out with a warning."""

@@ -24,6 +24,7 @@ class ModelCard(ResponseModel):
     root: str
     parent: str | None = None  # an adapter's base model
     max_model_len: int
+    sampling_defaults: dict[str, float]  # what `kvilt run`, `kvilt chat` and the page use; the API's own are OpenAI's
 
 
 class ModelList(ResponseModel):
@@ -68,4 +69,5 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.model if lora is None else name,
         "parent": None if lora is None else service.model,
         "max_model_len": service.llm.executor.max_context,
+        "sampling_defaults": service.llm.sampling_defaults.fields,
     }
