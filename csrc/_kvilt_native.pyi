@@ -41,6 +41,9 @@ class WeightKind(Enum):
     q5_k = 9
     q6_k = 10
     fp4 = 11
+    q2_k = 12
+    q3_k = 13
+    iq4_k = 14
 
 class RouterScores(Enum):
     softmax = 0

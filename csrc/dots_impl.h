@@ -1,8 +1,8 @@
 // Integer dot products of a tile: sixteen outputs with one row of activations, over the steps of a block.
 //
 // A tile is taken in parts of as many outputs as a register has lanes, so that a part's codes stay in registers for all
-// rows. Four, five and six bits are unsigned codes, eight bits are signed. Only here there are intrinsics besides
-// vectors.h.
+// rows. Codes of two to six bits are unsigned, those of eight bits and IQ4 are signed. Only here there are intrinsics
+// besides vectors.h.
 #pragma once
 #include "packed.h"
 #include "vectors.h"
@@ -31,6 +31,17 @@ struct Codes {
       for (int j = 0; j < 8; ++j) v[j] = _mm512_xor_si512(_mm512_loadu_si512(w + 64 * j), _mm512_set1_epi8(char(0x80)));
       return;
     }
+    if constexpr (Coding == 2 || Coding == 3) {
+      const __m512i low = _mm512_set1_epi8(3);
+      for (int j = 0; j < 8; ++j)
+        v[j] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + 64 * (j / 4)), 2 * (j % 4)), low);
+      if constexpr (Coding == 3) {
+        const __m512i plane = _mm512_loadu_si512(w + 128), bit = _mm512_set1_epi8(4);
+        for (int j = 0; j < 2; ++j) v[j] = merge(v[j], _mm512_slli_epi16(plane, 2 - j), bit);
+        for (int j = 2; j < 8; ++j) v[j] = merge(v[j], _mm512_srli_epi16(plane, j - 2), bit);
+      }
+      return;
+    }
     const __m512i nibble = _mm512_set1_epi8(15);
     for (int j = 0; j < 4; ++j) {
       const __m512i both = _mm512_loadu_si512(w + 64 * j);
@@ -39,6 +50,12 @@ struct Codes {
     }
     if constexpr (Coding == kFp4Coding) {
       const __m512i numbers = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
+      for (int j = 0; j < 8; ++j) v[j] = _mm512_shuffle_epi8(numbers, v[j]);
+    }
+    if constexpr (Coding == kIq4Coding) {  // as unsigned, like eight bits
+      const __m512i numbers =
+          _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Numbers))),
+                           _mm512_set1_epi8(char(0x80)));
       for (int j = 0; j < 8; ++j) v[j] = _mm512_shuffle_epi8(numbers, v[j]);
     }
     if constexpr (Coding == 5) {
@@ -109,6 +126,16 @@ struct Codes {
       for (int j = 0; j < 8; ++j) v[j] = at(64 * j);
       return;
     }
+    if constexpr (Coding == 2 || Coding == 3) {
+      const __m256i low = _mm256_set1_epi8(3);
+      for (int j = 0; j < 8; ++j) v[j] = _mm256_and_si256(_mm256_srli_epi16(at(64 * (j / 4)), 2 * (j % 4)), low);
+      if constexpr (Coding == 3) {
+        const __m256i plane = at(128), bit = _mm256_set1_epi8(4);
+        for (int j = 0; j < 2; ++j) v[j] = merge(v[j], _mm256_slli_epi16(plane, 2 - j), bit);
+        for (int j = 2; j < 8; ++j) v[j] = merge(v[j], _mm256_srli_epi16(plane, j - 2), bit);
+      }
+      return;
+    }
     const __m256i nibble = _mm256_set1_epi8(15);
     for (int j = 0; j < 4; ++j) {
       const __m256i both = at(64 * j);
@@ -118,6 +145,11 @@ struct Codes {
     if constexpr (Coding == kFp4Coding) {
       const __m256i numbers =
           _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Numbers)));
+      for (int j = 0; j < 8; ++j) v[j] = _mm256_shuffle_epi8(numbers, v[j]);
+    }
+    if constexpr (Coding == kIq4Coding) {
+      const __m256i numbers =
+          _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Numbers)));
       for (int j = 0; j < 8; ++j) v[j] = _mm256_shuffle_epi8(numbers, v[j]);
     }
     if constexpr (Coding == 5) {
@@ -144,15 +176,16 @@ struct Codes {
 // Products of two codes and two activations are at most 2 * 127 * (2^bits - 1), 2 * 127 * 24 for MXFP4, so sixteen bits hold the sum of this
 // many steps before it is widened.
 template <int Coding>
-constexpr int kNarrow = Coding == 4                           ? 8
+constexpr int kNarrow = Coding <= 4                           ? 8
                         : Coding == 5 || Coding == kFp4Coding ? 4
                         : Coding == 6                         ? 2
                                                               : 1;
 
-// Eight bits are signed: the magnitude goes in as unsigned and the sign to the activation.
+// Signed codes: the magnitude goes in as unsigned and the sign to the activation.
 template <int Coding>
 inline __m256i pairs(__m256i code, __m256i act) {
-  if constexpr (Coding == 8) return _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(act, code));
+  if constexpr (Coding == 8 || Coding == kIq4Coding)
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(act, code));
   return _mm256_maddubs_epi16(code, act);
 }
 

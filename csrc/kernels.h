@@ -17,9 +17,25 @@ constexpr int kRowGroup = 8;    // rows that go through a tile together
 enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai, kTanh, kRelu2, kRelu };
 
 // How weights are packed; the bytes are described in packed.h. `Min` formats have a minimum besides a scale, `K`
-// formats are the k-formats of GGML, kFp4 is MXFP4.
-enum class WeightKind : int { kFloat32, kFloat16, kBfloat16, kQ4, kQ4Min, kQ5, kQ5Min, kQ8, kQ4K, kQ5K, kQ6K, kFp4 };
-constexpr int kWeightKinds = 12;
+// formats are the k-formats of GGML, kFp4 is MXFP4, kIq4K is IQ4_XS.
+enum class WeightKind : int {
+  kFloat32,
+  kFloat16,
+  kBfloat16,
+  kQ4,
+  kQ4Min,
+  kQ5,
+  kQ5Min,
+  kQ8,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kFp4,
+  kQ2K,
+  kQ3K,
+  kIq4K
+};
+constexpr int kWeightKinds = 15;
 
 struct PackedWeight {
   WeightKind kind;

@@ -87,13 +87,19 @@ struct TileScales {
 template <WeightKind K>
 inline TileScales scales_of(const uint8_t* at, f32x16 factor, f32x16 low_factor) {
   using F = PackedFormat<K>;
-  constexpr float offset = float(K == WeightKind::kQ8 ? kByteOffset : F::offset);
-  if constexpr (F::halves) {
+  constexpr float offset = float(F::signed_codes ? kByteOffset : F::offset);
+  if constexpr (F::halves && F::minimum) {
+    return {{load_low_nibbles(at) * factor, load_low_nibbles(at + F::scales) * factor},
+            {load_high_nibbles(at) * low_factor, load_high_nibbles(at + F::scales) * low_factor}};
+  } else if constexpr (F::halves) {
     const f32x16 first = load_byte(reinterpret_cast<const int8_t*>(at)) * factor;
     const f32x16 second = load_byte(reinterpret_cast<const int8_t*>(at + F::scales)) * factor;
     return {{first, second}, {first * -offset, second * -offset}};
-  } else if constexpr (F::k) {
+  } else if constexpr (F::k && F::minimum) {
     return {{load_unsigned(at) * factor}, {load_unsigned(at + F::scales) * low_factor}};
+  } else if constexpr (F::k) {
+    const f32x16 scale = load_byte(reinterpret_cast<const int8_t*>(at)) * factor;
+    return {{scale}, {scale * -offset}};
   } else {
     const auto* bits = reinterpret_cast<const uint16_t*>(at);
     const f32x16 scale = K == WeightKind::kFp4 ? load_bfloat(bits) : load_half(bits);
@@ -119,7 +125,7 @@ inline __attribute__((always_inline)) Part add_block(Part sum, const Codes<Packe
     const TileScales& of = scales();
     sum = fma(dot, part_of(of.scale[0], part) * floats[0], sum);
     if constexpr (PackedFormat<K>::minimum || PackedFormat<K>::offset != 0 ||
-                  (K == WeightKind::kQ8 && kByteOffset != 0))
+                  (PackedFormat<K>::signed_codes && kByteOffset != 0))
       sum = fma(part_of(of.low[0], part), floats[kStride], sum);
     return sum;
   }
@@ -345,9 +351,12 @@ void embed_packed(const PackedWeight& w, int64_t row, float scale, float* out) {
       const int code = code_at<F::coding>(at, i / 4, 4 * lane + i % 4) - F::offset;
       float value;
       if constexpr (F::halves) {
-        value = float(int8_t(scales[i / 16 * F::scales + lane])) * factor * float(code);
+        const uint8_t small = scales[i / 16 * F::scales + lane];
+        if constexpr (F::minimum) value = float(small & 15) * factor * float(code) + float(small >> 4) * low_factor;
+        else value = float(int8_t(small)) * factor * float(code);
       } else {
-        const float scale = F::k                    ? float(scales[lane]) * factor
+        const float scale = F::k && F::minimum      ? float(scales[lane]) * factor
+                            : F::k                  ? float(int8_t(scales[lane])) * factor
                             : K == WeightKind::kFp4 ? bfloat_to_float(reinterpret_cast<const uint16_t*>(scales)[lane])
                                                     : half(scales);
         value = scale * float(code);
@@ -386,6 +395,9 @@ inline void embed(const PackedWeight& w, int64_t row, float scale, float* out) {
     case WeightKind::kQ5K: return embed_packed<WeightKind::kQ5K>(w, row, scale, out);
     case WeightKind::kQ6K: return embed_packed<WeightKind::kQ6K>(w, row, scale, out);
     case WeightKind::kFp4: return embed_packed<WeightKind::kFp4>(w, row, scale, out);
+    case WeightKind::kQ2K: return embed_packed<WeightKind::kQ2K>(w, row, scale, out);
+    case WeightKind::kQ3K: return embed_packed<WeightKind::kQ3K>(w, row, scale, out);
+    case WeightKind::kIq4K: return embed_packed<WeightKind::kIq4K>(w, row, scale, out);
   }
 }
 

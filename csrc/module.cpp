@@ -38,7 +38,10 @@ void bind_enums(nb::module_& m) {
       .value("q4_k", WeightKind::kQ4K)
       .value("q5_k", WeightKind::kQ5K)
       .value("q6_k", WeightKind::kQ6K)
-      .value("fp4", WeightKind::kFp4);
+      .value("fp4", WeightKind::kFp4)
+      .value("q2_k", WeightKind::kQ2K)
+      .value("q3_k", WeightKind::kQ3K)
+      .value("iq4_k", WeightKind::kIq4K);
 }
 
 int64_t loop(const Program& program, int64_t steps, const Array<const int64_t, 1>& ids,

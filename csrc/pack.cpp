@@ -95,11 +95,10 @@ struct IQ4_NL {  // four bits that stand for sixteen fixed bytes
   static constexpr WeightKind kind = WeightKind::kQ8;
   static constexpr int elements = 32, bytes = 18;
   static void read(const uint8_t* row, int64_t b, Block& out) {
-    static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const uint8_t* p = row + b * bytes;
     out.scale = half_at(p);
     nibbles(p + 2, out);
-    for (uint8_t& code : out.codes) code = uint8_t(values[code]);
+    for (uint8_t& code : out.codes) code = uint8_t(kIq4Numbers[code]);
   }
 };
 
@@ -111,6 +110,49 @@ void small_scales(const uint8_t* p, int64_t s, Block& out) {
 void k_nibbles(const uint8_t* p, int64_t s, Block& out) {
   for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 2 * 32 + i] >> (s % 2 * 4)) & 15;
 }
+// Two bits of 256 numbers: each half of the block reads 32 bytes four times, lowest bits first.
+void k_crumbs(const uint8_t* p, int64_t s, Block& out) {
+  for (int i = 0; i < kBlock; ++i) out.codes[i] = (p[s / 4 * 32 + i] >> (s % 4 * 2)) & 3;
+}
+struct Q2_K {
+  static constexpr WeightKind kind = WeightKind::kQ2K;
+  static constexpr int elements = 256, bytes = 84;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuperBlock * bytes;
+    out.scale = half_at(p + 80);
+    out.minimum = half_at(p + 82) ^ 0x8000;  // the file takes minimums away, the kernels add them
+    std::memcpy(out.small, p + 2 * (b % kSuperBlock), 2);
+    k_crumbs(p + 16, b % kSuperBlock, out);
+  }
+};
+struct Q3_K {
+  static constexpr WeightKind kind = WeightKind::kQ3K;
+  static constexpr int elements = 256, bytes = 110;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuperBlock * bytes;
+    const int64_t s = b % kSuperBlock;
+    out.scale = half_at(p + 108);
+    for (int64_t half = 0; half < 2; ++half) out.small[half] = uint8_t(six_bits(p + 96, 2 * s + half) - 32);
+    k_crumbs(p + 32, s, out);
+    for (int i = 0; i < kBlock; ++i) out.codes[i] |= ((p[i] >> s) & 1) << 2;
+  }
+  // One of sixteen scales in twelve bytes: nibbles in the first eight, the top two bits in the last four.
+  static int six_bits(const uint8_t* p, int64_t i) {
+    return ((p[i % 8] >> (i / 8 * 4)) & 15) | (((p[8 + i % 4] >> (i / 4 * 2)) & 3) << 4);
+  }
+};
+struct IQ4_XS {
+  static constexpr WeightKind kind = WeightKind::kIq4K;
+  static constexpr int elements = 256, bytes = 136;
+  static void read(const uint8_t* row, int64_t b, Block& out) {
+    const uint8_t* p = row + b / kSuperBlock * bytes;
+    const int64_t s = b % kSuperBlock;
+    out.scale = half_at(p);
+    const int low = (p[4 + s / 2] >> (s % 2 * 4)) & 15, high = (half_at(p + 2) >> (2 * s)) & 3;
+    out.small[0] = uint8_t((low | high << 4) - 32);
+    nibbles(p + 8 + 16 * s, out);
+  }
+};
 struct Q4_K {
   static constexpr WeightKind kind = WeightKind::kQ4K;
   static constexpr int elements = 256, bytes = 144;
@@ -156,6 +198,11 @@ void put_codes(uint8_t* block, int lane, const uint8_t* codes) {
       block[64 * step + byte] = codes[i];
       continue;
     }
+    if constexpr (Bits == 2 || Bits == 3) {
+      block[64 * (step / 4) + byte] |= (codes[i] & 3) << (2 * (step % 4));
+      if constexpr (Bits == 3) block[128 + byte] |= (codes[i] >> 2) << step;
+      continue;
+    }
     block[64 * (step % 4) + byte] |= (codes[i] & 15) << (step < 4 ? 0 : 4);
     if constexpr (Bits == 5) block[256 + byte] |= (codes[i] >> 4) << step;
     if constexpr (Bits == 6) block[256 + 64 * (step / 4) + byte] |= (codes[i] >> 4) << (2 * (step % 4));
@@ -180,7 +227,7 @@ void pack_blocks(const uint8_t* source, int64_t row_bytes, int64_t outputs, int6
       uint8_t* scales = out + F::codes;
       if constexpr (F::k) {
         scales[lane] = block.small[0];
-        scales[F::scales + lane] = block.small[1];
+        if constexpr (F::halves || F::minimum) scales[F::scales + lane] = block.small[1];
         if (b % kSuperBlock == 0) {
           put_half(header, lane, block.scale);
           if constexpr (F::minimum) put_half(header + 2 * kTile, lane, block.minimum);
@@ -222,6 +269,9 @@ const struct {
     {"Q8_0", packing<Q8_0>()},
     {"IQ4_NL", packing<IQ4_NL>()},
     {"MXFP4", packing<MXFP4>()},
+    {"Q2_K", packing<Q2_K>()},
+    {"Q3_K", packing<Q3_K>()},
+    {"IQ4_XS", packing<IQ4_XS>()},
     {"Q4_K", packing<Q4_K>()},
     {"Q5_K", packing<Q5_K>()},
     {"Q6_K", packing<Q6_K>()},

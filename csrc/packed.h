@@ -4,10 +4,13 @@
 //   low nibbles   256 bytes: byte (step, output, input) has step j in its low and step j + 4 in its high half
 //   fifth bits     64 bytes: byte (output, input) has the bit of step j in bit j
 //   bits 5 and 6  128 bytes: two planes; byte (output, input) of plane p has step 4p + j in bits 2j and 2j + 1
-//   MXFP4         as low nibbles; they stand for sixteen numbers, kFp4Numbers
+//   MXFP4, IQ4    as low nibbles; they stand for sixteen numbers, kFp4Numbers and kIq4Numbers
+//   two bits      as bits 5 and 6, from the beginning
+//   third bits    as fifth bits, behind two bits
 //   whole bytes   512 bytes: byte (step, output, input), signed
 // Then come the scales of sixteen outputs. The k-formats have small whole scales in each block and, before each eight
-// blocks, a header of float16 factors. A weight is scale * (code - offset) + minimum.
+// blocks, a header of float16 factors. Q2_K has a scale in the low and a minimum in the high half of each byte of scales,
+// one row of them for each sixteen inputs. A weight is scale * (code - offset) + minimum.
 #pragma once
 #include "kernels.h"
 
@@ -19,25 +22,35 @@ constexpr int kFp4Coding = 104;
 constexpr int kFp4Offset = 12;
 constexpr uint8_t kFp4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// Likewise the four bits of IQ4, which stand for signed bytes.
+constexpr int kIq4Coding = 105;
+constexpr int8_t kIq4Numbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 template <WeightKind K>
 struct PackedFormat {
-  static constexpr bool k = K == WeightKind::kQ4K || K == WeightKind::kQ5K || K == WeightKind::kQ6K;
-  static constexpr bool halves = K == WeightKind::kQ6K;  // a scale for each sixteen inputs
-  static constexpr bool minimum =
-      K == WeightKind::kQ4Min || K == WeightKind::kQ5Min || K == WeightKind::kQ4K || K == WeightKind::kQ5K;
+  static constexpr bool k = K == WeightKind::kQ2K || K == WeightKind::kQ3K || K == WeightKind::kQ4K ||
+                            K == WeightKind::kQ5K || K == WeightKind::kQ6K || K == WeightKind::kIq4K;
+  // A scale for each sixteen inputs.
+  static constexpr bool halves = K == WeightKind::kQ2K || K == WeightKind::kQ3K || K == WeightKind::kQ6K;
+  static constexpr bool minimum = K == WeightKind::kQ4Min || K == WeightKind::kQ5Min || K == WeightKind::kQ2K ||
+                                  K == WeightKind::kQ4K || K == WeightKind::kQ5K;
+  static constexpr bool signed_codes = K == WeightKind::kQ8 || K == WeightKind::kIq4K;
   static constexpr int bits = K == WeightKind::kQ8                                                       ? 8
                               : K == WeightKind::kQ6K                                                    ? 6
                               : K == WeightKind::kQ5 || K == WeightKind::kQ5Min || K == WeightKind::kQ5K ? 5
+                              : K == WeightKind::kQ3K                                                    ? 3
+                              : K == WeightKind::kQ2K                                                    ? 2
                                                                                                          : 4;
-  static constexpr int coding = K == WeightKind::kFp4 ? kFp4Coding : bits;
+  static constexpr int coding = K == WeightKind::kFp4 ? kFp4Coding : K == WeightKind::kIq4K ? kIq4Coding : bits;
   static constexpr int offset = K == WeightKind::kQ4    ? 8
+                                : K == WeightKind::kQ3K ? 4
                                 : K == WeightKind::kQ5  ? 16
                                 : K == WeightKind::kQ6K ? 32
                                 : K == WeightKind::kFp4 ? kFp4Offset
                                                         : 0;
-  static constexpr int codes = bits * 64;             // bytes
-  static constexpr int scales = (k ? 1 : 2) * kTile;  // bytes of one row of scales
-  static constexpr int block = codes + scales * (halves || minimum ? 2 : 1);
+  static constexpr int codes = bits * 64;                                     // bytes
+  static constexpr int scales = (k ? 1 : 2) * kTile;                          // bytes of one row of scales
+  static constexpr int block = codes + scales * (halves || minimum ? 2 : 1);  // those of Q2_K share their bytes
   static constexpr int header = k ? 2 * kTile * (minimum ? 2 : 1) : 0;
 
   static constexpr int64_t tile_bytes(int64_t blocks) {
@@ -49,8 +62,14 @@ struct PackedFormat {
 template <int Coding>
 inline int code_at(const uint8_t* w, int step, int byte) {
   if constexpr (Coding == 8) return int8_t(w[64 * step + byte]);
+  if constexpr (Coding == 2 || Coding == 3) {
+    int code = (w[64 * (step / 4) + byte] >> (2 * (step % 4))) & 3;
+    if constexpr (Coding == 3) code |= ((w[128 + byte] >> step) & 1) << 2;
+    return code;
+  }
   int code = (w[64 * (step % 4) + byte] >> (step < 4 ? 0 : 4)) & 15;
   if constexpr (Coding == kFp4Coding) return kFp4Numbers[code];
+  if constexpr (Coding == kIq4Coding) return kIq4Numbers[code];
   if constexpr (Coding == 5) code |= ((w[256 + byte] >> step) & 1) << 4;
   if constexpr (Coding == 6) code |= ((w[256 + 64 * (step / 4) + byte] >> (2 * (step % 4))) & 3) << 4;
   return code;
@@ -71,6 +90,9 @@ inline int64_t tile_bytes(WeightKind kind, int64_t inputs) {
     case WeightKind::kQ5K: return PackedFormat<WeightKind::kQ5K>::tile_bytes(blocks);
     case WeightKind::kQ6K: return PackedFormat<WeightKind::kQ6K>::tile_bytes(blocks);
     case WeightKind::kFp4: return PackedFormat<WeightKind::kFp4>::tile_bytes(blocks);
+    case WeightKind::kQ2K: return PackedFormat<WeightKind::kQ2K>::tile_bytes(blocks);
+    case WeightKind::kQ3K: return PackedFormat<WeightKind::kQ3K>::tile_bytes(blocks);
+    case WeightKind::kIq4K: return PackedFormat<WeightKind::kIq4K>::tile_bytes(blocks);
   }
   return 0;
 }

@@ -93,6 +93,14 @@ inline f32x16 load_byte(const int8_t* p) {
 inline f32x16 load_unsigned(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline f32x16 load_low_nibbles(const uint8_t* p) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(wide, _mm512_set1_epi32(15)))};
+}
+inline f32x16 load_high_nibbles(const uint8_t* p) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_cvtepi32_ps(_mm512_srli_epi32(wide, 4))};
+}
 
 #elif defined(__AVX2__)
 
@@ -160,6 +168,16 @@ inline f32x16 load_unsigned(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
 }
+inline __m256 low_nibbles_8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
+}
+inline __m256 high_nibbles_8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
+}
+inline f32x16 load_low_nibbles(const uint8_t* p) { return {low_nibbles_8(p), low_nibbles_8(p + 8)}; }
+inline f32x16 load_high_nibbles(const uint8_t* p) { return {high_nibbles_8(p), high_nibbles_8(p + 8)}; }
 
 #else
 
@@ -238,6 +256,12 @@ inline f32x16 load_byte(const int8_t* p) {
 }
 inline f32x16 load_unsigned(const uint8_t* p) {
   return each([&](int i) { return float(p[i]); });
+}
+inline f32x16 load_low_nibbles(const uint8_t* p) {
+  return each([&](int i) { return float(p[i] & 15); });
+}
+inline f32x16 load_high_nibbles(const uint8_t* p) {
+  return each([&](int i) { return float(p[i] >> 4); });
 }
 
 #endif

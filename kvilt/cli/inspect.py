@@ -68,6 +68,7 @@ class FormatFacts:
     nbytes: int
     backend: str | None  # that would run it; None: no backend can
     expanded: bool = False  # the backend has no kernels for it and computes on a float32 copy
+    kernel: str | None = None  # what multiplies it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,8 @@ def _format_facts(tensors: Sequence[TensorFacts]) -> tuple[FormatFacts, ...]:
         nbytes = sum(tensor.nbytes for tensor in of_it)
         backend = ops.name if name in _RUNNABLE else None
         expanded = backend is not None and name in FORMATS and ops.expands(FORMATS[name])
-        found.append(FormatFacts(name, len(of_it), parameters, nbytes, backend, expanded))
+        kernel = ops.kernel(FORMATS[name]) if backend is not None and name in FORMATS else None
+        found.append(FormatFacts(name, len(of_it), parameters, nbytes, backend, expanded, kernel))
     return tuple(sorted(found, key=lambda facts: -facts.nbytes))
 
 

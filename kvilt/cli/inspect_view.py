@@ -138,6 +138,8 @@ def _formats(facts: CheckpointFacts) -> Table:
 def _format_cells(format_: FormatFacts, total: int) -> tuple[str, str, str, str, str, Text]:
     share = f"{100 * format_.nbytes / max(1, total):.1f} %"
     backend = Text(format_.backend) if format_.backend else Text("none: cannot be unpacked yet", style="red")
+    if format_.kernel:
+        backend.append(f", {format_.kernel}")
     if format_.expanded:
         backend.append(f", as float32: {size(4 * format_.parameters)}", style="yellow")
     cells = (format_.format, f"{format_.tensors:,}", count(format_.parameters), size(format_.nbytes), share)

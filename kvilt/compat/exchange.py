@@ -86,6 +86,7 @@ class ExecutorCapabilities:
     layer_groups: tuple[str, ...]
     max_rows: int  # sequences that the pool can hold
     expanded_formats: tuple[str, ...] = ()  # of the weights' file, held as float32: the backend has no kernels for them
+    weight_kernels: tuple[str, ...] = ()  # "Q4_0: q4 tiles": what multiplies weights of each format of the file
     devices: tuple[str, ...] = ()  # all that it computes on
     kv_dtypes: tuple[str, ...] = ()  # of each layer group
     lora: bool = False  # rows may have adapters

@@ -29,6 +29,7 @@ def capabilities_of(executor: Executor) -> ExecutorCapabilities:
         ),
         max_rows=min(pool.group_pages) if is_open else 0,
         expanded_formats=executor.expanded_formats,
+        weight_kernels=tuple(f"{name}: {kernel}" for name, kernel in executor.weight_kernels.items()),
         devices=(str(pool.device),),
         kv_dtypes=dtypes,
         lora=is_open,

@@ -66,7 +66,8 @@ def build_executor(
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no recurrent state; states alone take {least} bytes")
     if min(pages) < 1:
         raise ParamError("kv_memory", f"{budget_bytes} bytes hold no page; give at least {layout.page_bytes} bytes")
-    identity = cache(lambda: _identity(checkpoint, spec, ops))
+    formats = _formats_of(checkpoint.tensors)
+    identity = cache(lambda: _identity(checkpoint, spec, ops.numerics_for(formats)))
     try:
         with device_memory("KV pages", ops.device):
             pool = PagePool(
@@ -80,7 +81,8 @@ def build_executor(
         max_context,
         on_close=checkpoint.tensors.close,
         lora_memory=config.lora_memory,
-        expanded_formats=_expanded_formats(checkpoint.tensors, ops),
+        expanded_formats=tuple(name for name in formats if ops.expands(FORMATS[name])),
+        weight_kernels={name: ops.kernel(FORMATS[name]) for name in formats},
     )
 
 
@@ -109,10 +111,9 @@ def _kv_budget(device: torch.device, config: RunConfig) -> int:
     return max(0, int(total * config.gpu_memory) - (total - free) - ACTIVATION_BYTES)
 
 
-def _expanded_formats(tensors: TensorSource, ops: Ops) -> tuple[str, ...]:
-    """Packed formats of a checkpoint that the backend has no kernels for, and so holds as float32."""
-    found = {tensors.storage(name).format for name in tensors.names()}
-    return tuple(sorted(name for name in found if name in FORMATS and ops.expands(FORMATS[name])))
+def _formats_of(tensors: TensorSource) -> list[str]:
+    """The formats of a checkpoint's weights."""
+    return sorted({tensors.storage(name).format for name in tensors.names()} & FORMATS.keys())
 
 
 def _max_context(spec: ModelSpec, config: RunConfig) -> int:
@@ -121,7 +122,7 @@ def _max_context(spec: ModelSpec, config: RunConfig) -> int:
     return config.max_context or spec.context
 
 
-def _identity(checkpoint: Checkpoint, spec: ModelSpec, ops: Ops) -> Identity:
+def _identity(checkpoint: Checkpoint, spec: ModelSpec, numerics: str) -> Identity:
     """Weights by content; the spec beside them, because rope and reach decide what keys mean."""
     model = hashlib.sha256(f"{checkpoint.fingerprint}\n{spec!r}".encode()).hexdigest()
-    return Identity(model=model, numerics=ops.numerics)
+    return Identity(model=model, numerics=numerics)

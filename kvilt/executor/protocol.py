@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -69,6 +69,11 @@ class Executor(Protocol):
     @property
     def expanded_formats(self) -> tuple[str, ...]:
         """Packed formats of the checkpoint that the backend has no kernels for, and so holds as float32."""
+        ...
+
+    @property
+    def weight_kernels(self) -> Mapping[str, str]:
+        """What multiplies the weights of each format of the checkpoint."""
         ...
 
     @property

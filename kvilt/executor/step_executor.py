@@ -6,7 +6,7 @@ It owns weights, kernels and the page pool, and remembers no sequence: all of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,7 @@ class StepExecutor:
         on_close: Callable[[], None] = lambda: None,
         lora_memory: int | None = None,
         expanded_formats: tuple[str, ...] = (),
+        weight_kernels: Mapping[str, str] | None = None,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
@@ -60,6 +61,7 @@ class StepExecutor:
         self._room = min(max_context, pool.tokens)  # tokens a cache may have
         self._replay = Replay(decoder, pool, self._room)
         self.expanded_formats = expanded_formats  # of the checkpoint, which the backend holds as float32
+        self.weight_kernels: Mapping[str, str] = weight_kernels or {}  # by format
         self._axes = rope_axes(decoder.spec)
         self._on_close = on_close
         self._closed = False

@@ -5,7 +5,7 @@ Refuses to know models, caches and requests: an operation sees tensors, page ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -119,6 +119,14 @@ class Ops(Protocol):
 
     def expands(self, format_: Format) -> bool:
         """Whether `prepare` turns packed weights of this format into float32, since there are no kernels for it."""
+        ...
+
+    def numerics_for(self, formats: Collection[str]) -> str:
+        """What names the bits of a model with weights in these formats: `numerics`, and single kernels that changed."""
+        ...
+
+    def kernel(self, format_: Format) -> str:
+        """What multiplies weights of this format, in a few words: for `kvilt inspect` and `capabilities()`."""
         ...
 
     def prepare(self, weight: Weight) -> Prepared:

@@ -5,7 +5,7 @@ Refuses to be clever: weights are float32 copies made at load, attention is a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -113,6 +113,12 @@ class ReferenceOps:
 
     def expands(self, format_: Format) -> bool:
         return format_.packed
+
+    def numerics_for(self, formats: Collection[str]) -> str:  # noqa: ARG002 (the contract's arguments)
+        return self.numerics
+
+    def kernel(self, format_: Format) -> str:
+        return f"torch in {str(self.dtype).removeprefix('torch.')}" + (", unpacked at load" if format_.packed else "")
 
     def prepare(self, weight: Weight) -> Tensor:
         if isinstance(weight, QuantTensor):

@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 import torch
 
+from .grids import even_signs, iq2_xs_grid, iq3_s_grid
+
 # The one plane of a GGML format: uint8 [rows, bytes].
 BLOCKS = "blocks"
 
@@ -114,6 +116,41 @@ def _iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(_half(blocks, 0))
 
 
+def _iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    levels = torch.tensor(_IQ4_LEVELS, dtype=torch.float32)
+    packed = blocks[:, 8:].view(-1, 8, 16).int()
+    values = out.view(-1, 8, 32)
+    values.copy_(levels[torch.cat((packed & 15, packed >> 4), dim=-1)])
+    shifts = torch.arange(0, 16, 2, dtype=torch.int32)
+    high = (blocks[:, 2:3].int() | (blocks[:, 3:4].int() << 8)) >> shifts & 3  # two bits of each part
+    scales = (_small_nibbles(blocks[:, 4:8]) | (high << 4)) - 32
+    values.mul_((_half(blocks, 0) * scales).unsqueeze(-1))
+
+
+def _small_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Both halves of each byte, the low one first: int32."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()
+
+
+def _iq3_s(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    bits = torch.arange(8, dtype=torch.uint8)
+    ninth = (blocks[:, 66:74].unsqueeze(-1) >> bits & 1).flatten(1).int()
+    values = out.view(-1, 8, 32)
+    values.copy_(iq3_s_grid()[blocks[:, 2:66].int() | (ninth << 8)].view(values.shape))
+    scales = _half(blocks, 0) * (1 + 2 * _small_nibbles(blocks[:, 106:110]))
+    values.mul_(scales.unsqueeze(-1))
+    out.mul_(1.0 - 2.0 * (blocks[:, 74:106].unsqueeze(-1) >> bits & 1).flatten(1))
+
+
+def _iq2_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    codes = blocks[:, 2:66].contiguous().view(torch.int16).int() & 0xFFFF
+    values = out.view(-1, 32, 8)
+    values.copy_(iq2_xs_grid()[codes & 511])
+    scales = _half(blocks, 0) * (0.5 + _small_nibbles(blocks[:, 66:74])) * 0.25
+    out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
+    values.mul_(even_signs()[codes >> 9])
+
+
 def _mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
     levels = torch.tensor(_FP4_LEVELS, dtype=torch.float32)
     packed = blocks[:, 1:].int()
@@ -205,6 +242,9 @@ UNPACKERS: Mapping[str, Unpacker] = MappingProxyType(
         "Q5_1": _q5_1,
         "Q8_0": _q8_0,
         "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
+        "IQ3_S": _iq3_s,
+        "IQ2_XS": _iq2_xs,
         "MXFP4": _mxfp4,
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,

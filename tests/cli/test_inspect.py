@@ -22,6 +22,7 @@ from kvilt.config import RunConfig
 from kvilt.errors import BlobError
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
+from kvilt.ops.reference import ReferenceOps
 
 kvilt = partial(commands.kvilt, "inspect")
 kvilt_process = partial(commands.kvilt_process, "inspect")
@@ -123,8 +124,8 @@ def test_a_split_model_and_a_format_that_no_backend_runs(tmp_path: Path) -> None
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv9", split_max_tensors=1)
     writer.add_name("\x1b[31mred\n[bold]")
     writer.add_tensor("plain", np.zeros((2, 256), dtype=np.float32))
-    raw = np.zeros((2, 136), dtype=np.uint8)
-    writer.add_tensor("packed", raw, raw_dtype=gguf.GGMLQuantizationType.IQ4_XS)
+    raw = np.zeros((2, 82), dtype=np.uint8)
+    writer.add_tensor("packed", raw, raw_dtype=gguf.GGMLQuantizationType.IQ2_S)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,11 +133,11 @@ def test_a_split_model_and_a_format_that_no_backend_runs(tmp_path: Path) -> None
     done = kvilt(str(tmp_path / "m-00002-of-00002.gguf"))
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    for words in ("GGUF in 2 parts", "rwkv9", "is not supported", "cannot be unpacked yet", "[bold]", "IQ4_XS"):
+    for words in ("GGUF in 2 parts", "rwkv9", "is not supported", "cannot be unpacked yet", "[bold]", "IQ2_S"):
         assert words in done.stdout, words
 
 
-def test_a_format_without_kernels_says_what_it_takes_in_memory(tmp_path: Path) -> None:
+def test_a_format_says_its_kernel_or_what_it_takes_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv9")
     for name, bytes_ in (("Q3_K", 110), ("Q4_K", 144)):
         raw = np.zeros((8, bytes_), dtype=np.uint8)
@@ -146,12 +147,20 @@ def test_a_format_without_kernels_says_what_it_takes_in_memory(tmp_path: Path) -
     writer.write_tensors_to_file()
     writer.close()
     facts = checkpoint_facts(tmp_path / "m.gguf")
-    assert {one.format: (one.backend, one.expanded) for one in facts.formats} == {
-        "Q3_K": ("native", True),
-        "Q4_K": ("native", False),
+    assert {one.format: (one.backend, one.expanded, one.kernel) for one in facts.formats} == {
+        "Q3_K": ("native", False, "q3_k tiles"),
+        "Q4_K": ("native", False, "q4_k tiles"),
     }
     shown = kvilt(str(tmp_path / "m.gguf")).stdout
-    assert shown.count("as float32: 8.0 KiB") == 1
+    assert "native, q3_k tiles" in shown and "as float32" not in shown
+    monkeypatch.setattr("kvilt.cli.inspect.select", lambda threads: ReferenceOps())
+    facts = checkpoint_facts(tmp_path / "m.gguf")
+    assert {one.format: (one.backend, one.expanded) for one in facts.formats} == {
+        "Q3_K": ("reference", True),
+        "Q4_K": ("reference", True),
+    }
+    shown = kvilt(str(tmp_path / "m.gguf")).stdout
+    assert shown.count("as float32: 8.0 KiB") == 2
 
 
 def test_a_model_of_the_hub(tmp_path: Path) -> None:

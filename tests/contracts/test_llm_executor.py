@@ -227,14 +227,21 @@ def test_capabilities_follow_the_truth(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_capabilities_name_formats_that_are_held_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As if the file had tensors in three formats: the native backend has no kernels for one of them."""
-    formats = iter(["Q3_K", "Q4_K", "F16"])
+    formats = iter(["IQ2_S", "Q4_K", "F16"])
 
     def storage(_source: object, _name: str) -> TensorStorage:
         return TensorStorage(next(formats, "F32"), 1)
 
     monkeypatch.setattr(SafetensorsFiles, "storage", storage)
     executor = load_executor(write_tiny(tmp_path), RunConfig(kv_memory=1 << 20, backend="native"))
-    assert LlmExecutor(executor).capabilities().expanded_formats == ("Q3_K",)
+    found = LlmExecutor(executor).capabilities()
+    assert found.expanded_formats == ("IQ2_S",)
+    assert found.weight_kernels == (
+        "F16: float16 tiles",
+        "F32: float32 tiles",
+        "IQ2_S: float32 tiles, unpacked at load",
+        "Q4_K: q4_k tiles",
+    )
 
 
 def test_status_follows_the_truth(tiny: Executor, served: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

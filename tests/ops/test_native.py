@@ -28,7 +28,8 @@ from kvilt.quant.tensor import QuantTensor
 from kvilt.quant.unpack import dequantize
 
 ISAS = _kvilt_native.available_isas()
-PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
+PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"]
+BYTES = ["IQ3_S", "IQ2_XS"]  # formats that become blocks of bytes
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -42,9 +43,8 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
     layout = FORMATS[name]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // layout.block_elements, layout.block_bytes), dtype=np.uint8)
-    halves = {"Q6_K": (208,), "Q3_K": (108,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,)}.get(
-        name, (0, 2)
-    )
+    one = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS"), (0,))
+    halves = {**one, "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}.get(name, (0, 2))
     for at in halves:
         scale = random.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
@@ -64,14 +64,14 @@ def test_a_packed_weight_unpacks_to_itself(ops: NativeOps, name: str) -> None:
     assert torch.equal(dequantize(weight), torch.from_numpy(oracle))
 
 
-@pytest.mark.parametrize("name", [*PACKED, *PLAIN, "Q3_K"])
+@pytest.mark.parametrize("name", [*PACKED, *BYTES, *PLAIN])
 def test_linear_is_close_to_the_product_with_unpacked_weights(ops: NativeOps, name: str) -> None:
     weight = a_weight(name, 37, 512)
     plain = weight.float() if isinstance(weight, torch.Tensor) else dequantize(weight)
     x, bias = torch.randn(21, 512), torch.randn(37)
     found, truth = ops.linear(x, ops.prepare(weight), bias), x @ plain.T + bias
     error = float((found - truth).norm() / truth.norm())
-    assert error < (1e-5 if name not in PACKED else 1e-2)
+    assert error < (1e-5 if name in PLAIN else 1e-2)
 
 
 def eight_bits(blocks: torch.Tensor) -> torch.Tensor:

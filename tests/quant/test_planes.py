@@ -14,7 +14,7 @@ from kvilt.ops.contract import Ops
 from kvilt.ops.select import BACKENDS, CPU
 from kvilt.quant.formats import FLOAT8, FORMATS, FORMATS_BY_ID, Format, Plane
 from kvilt.quant.tensor import QuantTensor
-from kvilt.quant.unpack import dequantize, to_float
+from kvilt.quant.unpack import UNPACKED_FORMATS, dequantize, to_float
 
 
 def _toy(planes: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -95,6 +95,10 @@ def test_formats_of_ggml_have_one_plane() -> None:
 
 def test_which_formats_a_backend_expands() -> None:
     native, reference = BACKENDS["native"](CPU, 1), BACKENDS["reference"](CPU, 1)
-    assert native.expands(FORMATS["Q2_K"]) and native.expands(FORMATS["Q3_K"])
-    assert not any(native.expands(FORMATS[name]) for name in ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q6_K", "IQ4_NL"))
+    assert native.expands(FORMATS["TQ1_0"]) and native.expands(FORMATS["IQ2_S"])
+    assert not any(native.expands(FORMATS[name]) for name in UNPACKED_FORMATS)
+    assert native.kernel(FORMATS["Q3_K"]) == "q3_k tiles"
+    assert native.kernel(FORMATS["IQ3_S"]) == "q8 tiles, rounded to 8 bits at load"
+    assert native.kernel(FORMATS["TQ1_0"]) == "float32 tiles, unpacked at load"
+    assert reference.kernel(FORMATS["Q4_0"]) == "torch in float32, unpacked at load"
     assert reference.expands(FORMATS["Q4_0"]) and not reference.expands(FORMATS["F16"])

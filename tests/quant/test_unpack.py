@@ -20,6 +20,9 @@ SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_XS": (0,),
+    "IQ3_S": (0,),
+    "IQ2_XS": (0,),
     "F16": (0,),
 }
 AWKWARD = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0, -0.333], dtype=np.float16)
@@ -55,7 +58,7 @@ def test_a_format_unpacks_to_the_bits_of_the_gguf_package(name: str, rows: int, 
     assert np.array_equal(mine.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q3_K", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS"])
 def test_a_tensor_of_several_slabs_and_a_rest_unpacks_whole(name: str) -> None:
     raw = _random_blocks(name, 301, 2048 // FORMATS[name].block_elements, seed=7)
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
@@ -88,14 +91,15 @@ def test_an_ordinary_tensor_that_fits_is_not_copied() -> None:
 
 
 def test_a_format_without_a_dequantizer_is_refused_by_name_with_those_that_work() -> None:
-    raw = np.zeros((1, FORMATS["IQ4_XS"].block_bytes), dtype=np.uint8)
-    with pytest.raises(Unsupported, match=r"IQ4_XS.*Q4_0.*Q6_K"):
-        dequantize(_packed("IQ4_XS", raw))
+    for name in ("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS"):
+        raw = np.zeros((1, FORMATS[name].block_bytes), dtype=np.uint8)
+        with pytest.raises(Unsupported, match=rf"{name}.*Q4_0.*Q6_K"):
+            dequantize(_packed(name, raw))
 
 
 def test_the_formats_of_models_people_download_can_all_be_unpacked() -> None:
     common = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "BF16"}
-    assert common <= set(UNPACKED_FORMATS)
+    assert common | {"IQ4_XS", "IQ3_S", "IQ2_XS", "MXFP4"} <= set(UNPACKED_FORMATS)
 
 
 def test_every_size_in_the_table_is_that_of_the_gguf_package() -> None:

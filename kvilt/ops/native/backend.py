@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ from . import lora, per_head, recurrent
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
 from .memory import Buffers, Slabs
-from .pack import pack, packs
+from .pack import kernel, pack, packs
 from .record import NativeRecorder
 from .reduce import NativeReductions
 from .streams import streams_of
@@ -118,6 +118,13 @@ class NativeOps:
 
     def expands(self, format_: Format) -> bool:
         return format_.packed and not packs(format_)
+
+    def numerics_for(self, formats: Collection[str]) -> str:
+        # These became float32 before they had tiles.
+        return "/".join((self.numerics, *(f"{name} tiles" for name in ("F8_E4M3", "Q2_K", "Q3_K") if name in formats)))
+
+    def kernel(self, format_: Format) -> str:
+        return kernel(format_)
 
     def prepare(self, weight: Weight) -> PackedWeight:
         return pack(self._runner, self._slabs, weight)

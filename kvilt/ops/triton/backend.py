@@ -87,6 +87,9 @@ class TritonOps(ReferenceOps):
     def expands(self, format_: Format) -> bool:
         return format_.packed and not packs(format_)
 
+    def kernel(self, format_: Format) -> str:
+        return "packed codes" if format_.packed and not self.expands(format_) else super().kernel(format_)
+
     def prepare(self, weight: Weight) -> Prepared:  # type: ignore[override]
         if isinstance(weight, QuantTensor) and len(weight.shape) == 2 and not self.expands(weight.format):
             return pack(weight, self.device)
