@@ -104,7 +104,7 @@ class Script:
     def answer(self, route: Any) -> None:
         body = route.request.post_data_json
         # The page asks again without a handle that did not fit: that is the same question.
-        again = "kv" in self.last and "kv" not in body and body["messages"] == self.last["messages"]
+        again = "kv" in self.last and body.get("kv") != self.last["kv"] and body["messages"] == self.last["messages"]
         if not again:
             self.said = self.answers.pop(0)
         self.last = dict(body)

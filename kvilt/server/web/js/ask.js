@@ -12,13 +12,13 @@ export function conversation(path, settings) {
 }
 
 /** Fill `node` with the answer to `question`. Throws what went wrong; what arrived until then stays in the node. */
-export async function ask({ api, book, tree, model, settings }, question, node, onChange, signal) {
+export async function ask({ api, book, tree, model, settings, drawn }, question, node, onChange, signal) {
   const messages = conversation(tree.upTo(question), settings);
   const parent = await book.before(question);
   const body = {
     messages,
     ...(model ? { model } : {}),
-    temperature: settings.temperature,
+    ...drawn,
     ...(settings.maxTokens ? { max_tokens: settings.maxTokens } : {}),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -44,10 +44,26 @@ async function open(api, book, body, parent, node, signal) {
     } catch (error) {
       if (!GONE.has(error.code)) throw error;
       if (error.code !== 'kv_mismatch') book.forget(parent.id);
+      else if (error.index > 0) return openShared(api, book, body, parent, error.index, node, signal);
       node.miss = { code: error.code, index: error.index };
     }
   }
   return api.stream('v1/chat/completions', body, signal);
+}
+
+/** Begin with the part of a handle that the prompt does share. */
+async function openShared(api, book, body, parent, length, node, signal) {
+  node.miss = { code: 'kv_mismatch', index: length };
+  try {
+    const part = await book.cut(parent.id, length);
+    const stream = await api.stream('v1/chat/completions', { ...body, kv: part.id }, signal);
+    node.parentKv = { id: part.id, tokens: part.tokens };
+    node.miss = null;
+    return stream;
+  } catch (error) {
+    if (error.name === 'AbortError') throw error;
+    return api.stream('v1/chat/completions', body, signal);
+  }
 }
 
 function take(chunk, node, book) {

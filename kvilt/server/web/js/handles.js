@@ -56,18 +56,30 @@ export class HandleBook {
     const answer = answers.find((node) => node.kv && node.usage && node.usage.prompt_tokens <= node.kv.tokens);
     if (!answer) return null;
     try {
-      const fork = await this.api.call('POST', `v1/kv/${answer.kv.id}/fork`, {});
-      const length = answer.usage.prompt_tokens;
-      question.promptKv = await this.api.call('POST', `v1/kv/${fork.id}/truncate`, { length });
+      question.promptKv = await this.cut(answer.kv.id, answer.usage.prompt_tokens);
     } catch (error) {
       if (error.status === 404 || error.status === 410) this.forget(answer.kv.id);
       throw error;
     }
-    return this.keep(question.promptKv);
+    return question.promptKv;
   }
 
+  /** The nearest earlier answer's handle; for a first question that was edited, one of the question beside it. */
   earlier(question) {
     const path = this.tree().upTo(question).slice(0, -1).reverse();
-    return path.find((node) => node.kv)?.kv ?? null;
+    return path.find((node) => node.kv)?.kv ?? this.beside(question);
+  }
+
+  beside(question) {
+    const nodes = this.tree().nodes;
+    const others = this.tree().parent(question).children.map((id) => nodes.get(id)).filter((node) => node !== question);
+    const answers = others.flatMap((node) => node.children.map((id) => nodes.get(id)));
+    return [...others.map((node) => node.promptKv), ...answers.map((node) => node.kv)].find(Boolean) ?? null;
+  }
+
+  /** A new handle with the first tokens of another. */
+  async cut(id, length) {
+    const fork = await this.api.call('POST', `v1/kv/${id}/fork`, {});
+    return this.keep(await this.api.call('POST', `v1/kv/${fork.id}/truncate`, { length }));
   }
 }

@@ -1,12 +1,15 @@
-// Emphasis and code inside a line of text, as nodes. One pass from left to right; what has no end is plain text.
+// Emphasis, code, links and formulas inside a line of text, as nodes. One pass from left to right; what has no end is plain text.
 
 import { el } from './dom.js';
+import { bareLink, markedLink } from './links.js';
+import { formula } from './math.js';
 
 const MARKS = [
   ['**', 'strong'],
   ['__', 'strong'],
   ['*', 'em'],
   ['_', 'em'],
+  ['~~', 'del'],
 ];
 const DEEPEST = 8;
 const WORD = /[\p{L}\p{N}]/u;
@@ -35,8 +38,12 @@ export function inline(text, depth = 0) {
 }
 
 function span(text, at, depth, ends) {
-  if (text[at] === '`') return code(text, at, ends);
-  if (text[at] !== '*' && text[at] !== '_') return null;
+  const sign = text[at];
+  if (sign === '`') return code(text, at, ends);
+  if (sign === '[' || (sign === '!' && text[at + 1] === '[')) return markedLink(text, at, ends, (label) => inline(label, depth + 1));
+  if (sign === 'h' && !WORD.test(text[at - 1] ?? ' ')) return bareLink(text, at);
+  if (sign === '$' || sign === '\\') return math(text, at, ends);
+  if (sign !== '*' && sign !== '_' && sign !== '~') return null;
   const mark = MARKS.find(([sign]) => text.startsWith(sign, at));
   return mark ? emphasis(text, at, mark, depth, ends) : null;
 }
@@ -48,6 +55,18 @@ function code(text, at, ends) {
   const end = next(text, sign, at + ticks, ends);
   if (end < 0) return null;
   return { node: el('code', {}, text.slice(at + ticks, end).trim() || ' '), end: end + ticks };
+}
+
+/** `$...$` beside which no digit or letter stands (else it is money), and `\\(...\\)`. */
+function math(text, at, ends) {
+  const [open, close] = text[at] === '$' ? ['$', '$'] : ['\\(', '\\)'];
+  const from = at + open.length;
+  if (!text.startsWith(open, at) || /\s/.test(text[from] ?? ' ')) return null;
+  const end = next(text, close, from, ends);
+  if (end < 0 || /\s/.test(text[end - 1]) || (open === '$' && WORD.test(text[end + 1] ?? ' '))) return null;
+  const tex = text.slice(from, end);
+  const node = tex.includes('\n\n') ? null : formula(tex, false);
+  return node && { node, end: end + close.length };
 }
 
 function emphasis(text, at, [sign, tag], depth, ends) {

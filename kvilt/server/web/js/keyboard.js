@@ -16,6 +16,7 @@ export function listen(app) {
 function escape(app) {
   if (app.busy) app.stop();
   else if (app.inspector.contains(document.activeElement)) app.inspector.close();
+  else if (app.chats.contains(document.activeElement)) app.chats.close();
   else app.composer.focus();
   return true;
 }

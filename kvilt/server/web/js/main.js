@@ -3,6 +3,7 @@
 import { advice } from './advice.js';
 import { Api } from './api.js';
 import { ask, conversation, speeds } from './ask.js';
+import { Chats } from './chats.js';
 import { Composer } from './composer.js';
 import { byId, el, icon, set } from './dom.js';
 import { Gauge } from './gauge.js';
@@ -10,9 +11,11 @@ import { HandleBook } from './handles.js';
 import { Inspector } from './inspector.js';
 import { Keys } from './key.js';
 import { listen } from './keyboard.js';
+import { Library } from './library.js';
 import { told } from './message.js';
 import { Settings } from './settings.js';
 import { session } from './storage.js';
+import { Tabs } from './tabs.js';
 import { themeButton } from './theme.js';
 import { Thread } from './thread.js';
 import { Tree } from './tree.js';
@@ -21,7 +24,9 @@ class App {
   constructor() {
     this.keys = new Keys();
     this.api = new Api(this.keys);
-    this.tree = Tree.from(session.get('chat'));
+    this.library = new Library();
+    this.tabs = new Tabs();
+    this.tree = this.firstTree();
     this.models = [];
     this.running = null;
     this.lastRequest = null;
@@ -39,10 +44,17 @@ class App {
     this.composer = new Composer({ send: (text) => this.send(text), stop: () => this.stop() });
     this.gauge = new Gauge(byId('gauge'));
     this.settings = new Settings(this.keys);
+    this.chats = new Chats(this.library, {
+      open: (id) => this.openChat(id),
+      current: () => this.tree.id,
+      added: (tree, title) => this.addChat(tree, title),
+      removed: (id) => id === this.tree.id && this.restart(false),
+    });
     this.inspector = new Inspector({ api: this.api, book: this.book, tree, last: () => this.lastRequest });
     this.buttons();
     listen(this);
     addEventListener('pagehide', () => this.save());
+    addEventListener('hashchange', () => this.followLink());
     this.composer.focus();
   }
 
@@ -54,10 +66,44 @@ class App {
       set(button, 'title', label);
       return button;
     };
+    dress('chats-open', 'list', 'Conversations');
     dress('new-chat', 'plus', 'New chat').addEventListener('click', () => this.restart());
     dress('settings-open', 'sliders', 'Settings').addEventListener('click', () => this.settings.open());
     dress('inspect', 'layers', 'KV inspector');
     themeButton(byId('theme'));
+  }
+
+  /** The conversation that the address names, else the one this tab had. */
+  firstTree() {
+    const named = linked();
+    const had = session.get('chat');
+    if (named && had?.id !== named && this.library.load(named)) return Tree.from(this.library.load(named));
+    return Tree.from(had);
+  }
+
+  followLink() {
+    const id = linked();
+    if (id && id !== this.tree.id && this.library.load(id)) this.openChat(id);
+  }
+
+  /** Give back what closed tabs held. A copied tab has the messages of the first, not its handles. */
+  async tidy() {
+    if (await this.tabs.enter()) {
+      for (const id of this.book.used) this.book.forget(id);
+    }
+    for (const id of await this.tabs.left()) this.book.drop(id);
+    this.save();
+  }
+
+  openChat(id) {
+    const saved = this.library.load(id);
+    if (saved) this.show(Tree.from(saved));
+  }
+
+  addChat(tree, title) {
+    this.library.keep(tree);
+    this.library.rename(tree.id, title);
+    this.show(tree);
   }
 
   get busy() {
@@ -67,10 +113,12 @@ class App {
   /** Find out what is served; until then messages can be written, not sent. */
   async begin() {
     this.render();
+    this.tidy();
     try {
       const { data } = await this.api.call('GET', 'v1/models');
       this.models = data;
       this.showModels();
+      this.settings.setDefaults(this.model?.sampling_defaults);
       this.notify(null);
     } catch (error) {
       this.notify(error, () => this.begin());
@@ -141,7 +189,7 @@ class App {
     const running = { node, control: new AbortController() };
     this.setRunning(running);
     try {
-      const given = { api: this.api, book: this.book, tree, model: this.model?.id, settings: this.settings.values };
+      const given = { api: this.api, book: this.book, tree, model: this.model?.id, settings: this.settings.values, drawn: this.settings.drawn };
       await ask(given, question, node, () => this.changed(node), running.control.signal);
       node.state = 'done';
     } catch (error) {
@@ -193,23 +241,38 @@ class App {
     this.save();
   }
 
-  restart() {
+  /** A new conversation; the old one stays in the list, its KV is given back. */
+  restart(keep = true) {
+    if (keep) this.save();
+    this.show(new Tree());
+    this.composer.focus();
+  }
+
+  /** Show another conversation. Handles belong to the one that is left. */
+  show(tree) {
     this.stop();
     this.running = null;
     this.composer.setBusy(false);
     this.book.dropAll();
-    this.tree = new Tree();
+    this.tree = tree;
     this.lastRequest = null;
     this.render();
     this.save();
-    this.composer.focus();
     this.inspector.refresh();
   }
 
   save() {
     session.set('chat', this.tree);
     session.set('handles', this.book.used);
+    this.tabs.note(this.book.used);
+    if (!this.library.keep(this.tree)) this.notify(new Error('This browser has no room for more conversations; delete some.'), () => this.notify(null));
+    const link = this.tree.path().length ? `#chat=${this.tree.id}` : location.pathname;
+    if (linked() !== this.tree.id) history.replaceState(null, '', link);
+    this.chats.show();
   }
 }
+
+/** The conversation that the address names, or null. */
+const linked = () => /^#chat=([\w-]+)$/.exec(location.hash)?.[1] ?? null;
 
 new App().begin();

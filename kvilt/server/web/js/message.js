@@ -43,7 +43,7 @@ export class Message {
     set(this.element, 'aria-label', `${NAMES[node.role]}${which}`);
     set(this.element, 'aria-busy', node.state === 'streaming' ? 'true' : null);
     if (node.role === 'assistant') this.updateAnswer();
-    else if (!this.editing) this.body.replaceChildren(el('div', { class: 'said' }, node.text));
+    else if (!this.editing) this.body.replaceChildren(el('div', { class: 'said', dir: 'auto' }, node.text));
     if (!this.editing) this.updateBar(busy, at, of);
   }
 

@@ -3,7 +3,7 @@
 import { byId, el } from './dom.js';
 import { local } from './storage.js';
 
-const DEFAULTS = { temperature: 0.7, maxTokens: 512, system: '' };
+const DEFAULTS = { temperature: null, maxTokens: 512, system: '' }; // temperature null: as the model's author, or kvilt, has it
 const KEYS = [
   ['Enter', 'send'], ['Shift+Enter', 'new line'], ['Esc', 'stop, or leave'],
   ['↑ in an empty box', 'go to the messages'], ['↑ ↓', 'walk messages'], ['← →', 'walk branches'],
@@ -17,7 +17,7 @@ export function loaded() {
 }
 
 function checked({ temperature, maxTokens, system }) {
-  const t = Number(temperature);
+  const t = temperature === null || temperature === '' ? NaN : Number(temperature);
   const most = Math.floor(Number(maxTokens));
   return {
     temperature: Number.isFinite(t) ? Math.min(2, Math.max(0, t)) : DEFAULTS.temperature,
@@ -30,6 +30,7 @@ export class Settings {
   /** `keys` can be forgotten here; `onChange` hears of new values. */
   constructor(keys) {
     this.values = loaded();
+    this.sampling = {};
     this.keys = keys;
     this.dialog = byId('settings');
     this.build();
@@ -38,6 +39,7 @@ export class Settings {
   build() {
     const number = (id, props) => el('input', { id, type: 'number', ...props });
     this.temperature = el('input', { id: 'temperature', type: 'range', min: 0, max: 2, step: 0.05 });
+    this.usual = el('input', { id: 'usual', type: 'checkbox' });
     this.shownTemperature = el('output', { for: 'temperature' });
     this.maxTokens = number('max-tokens', { min: 1, step: 1, placeholder: 'as much as fits', inputmode: 'numeric' });
     this.system = el('textarea', { id: 'system', rows: 4, placeholder: "The model's own" });
@@ -47,11 +49,16 @@ export class Settings {
       el('h2', { id: 'settings-title' }, 'Settings'),
       field('System prompt', 'system', this.system),
       field('Temperature ', 'temperature', this.temperature, this.shownTemperature),
+      el('label', { class: 'check', for: 'usual' }, this.usual, 'Sample as the model asks for'),
       field('Max tokens of an answer', 'max-tokens', this.maxTokens),
       el('details', { class: 'shortcuts' }, el('summary', {}, 'Keyboard'),
         el('dl', {}, KEYS.flatMap(([key, does]) => [el('dt', {}, key), el('dd', {}, does)]))),
       el('div', { class: 'row' }, this.forget, el('button', { type: 'submit', class: 'plain main' }, 'Done'))));
-    this.temperature.addEventListener('input', () => this.shownTemperature.replaceChildren(this.temperature.value));
+    this.temperature.addEventListener('input', () => {
+      this.usual.checked = false;
+      this.showTemperature();
+    });
+    this.usual.addEventListener('change', () => this.showTemperature());
     this.dialog.addEventListener('close', () => this.take());
     this.dialog.addEventListener('click', (event) => event.target === this.dialog && this.dialog.close());
     this.dialog.querySelector('form').addEventListener('submit', (event) => {
@@ -60,10 +67,27 @@ export class Settings {
     });
   }
 
+  /** What the model's author, or kvilt, samples with: the fields of a request. */
+  setDefaults(sampling) {
+    this.sampling = sampling ?? {};
+  }
+
+  /** The fields of a request that say how tokens are drawn. */
+  get drawn() {
+    return this.values.temperature === null ? this.sampling : { temperature: this.values.temperature };
+  }
+
+  showTemperature() {
+    if (this.usual.checked) this.temperature.value = this.sampling.temperature ?? 1;
+    const how = Object.entries(this.sampling).map(([name, value]) => `${name.replaceAll('_', ' ')} ${value}`).join(', ');
+    this.shownTemperature.replaceChildren(this.usual.checked ? how || 'temperature 1' : this.temperature.value);
+  }
+
   open() {
     const { temperature, maxTokens, system } = this.values;
-    this.temperature.value = temperature;
-    this.shownTemperature.replaceChildren(this.temperature.value);
+    this.usual.checked = temperature === null;
+    if (temperature !== null) this.temperature.value = temperature;
+    this.showTemperature();
     this.maxTokens.value = maxTokens ?? '';
     this.system.value = system;
     this.forget.hidden = !this.keys.current();
@@ -71,7 +95,7 @@ export class Settings {
   }
 
   take() {
-    this.values = checked({ temperature: this.temperature.value, maxTokens: this.maxTokens.value, system: this.system.value });
+    this.values = checked({ temperature: this.usual.checked ? null : this.temperature.value, maxTokens: this.maxTokens.value, system: this.system.value });
     local.set('settings', this.values);
   }
 

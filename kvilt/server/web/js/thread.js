@@ -29,6 +29,10 @@ export class Thread {
     const elements = path.length ? wanted.map((view) => view.element) : [this.welcome()];
     const same = elements.length === this.holder.children.length && elements.every((one, i) => this.holder.children[i] === one);
     if (!same) this.place(elements);
+    if (!path.length) {
+      this.follows = true; // an empty page has no end to go to
+      this.toEnd.hidden = true;
+    }
     this.follow();
   }
 

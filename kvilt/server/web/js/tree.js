@@ -4,7 +4,8 @@ let made = 0;
 const newId = () => `m${Date.now().toString(36)}${(made += 1).toString(36)}`;
 
 export class Tree {
-  constructor() {
+  constructor(id = newId()) {
+    this.id = id;
     this.nodes = new Map();
     this.root = this.place({ id: 'root', parent: null, role: 'root', text: '' });
   }
@@ -64,12 +65,12 @@ export class Tree {
   }
 
   toJSON() {
-    return { nodes: [...this.nodes.values()] };
+    return { id: this.id, nodes: [...this.nodes.values()] };
   }
 
   /** A tree that was written before; an empty one where that cannot be read. */
   static from(saved) {
-    const tree = new Tree();
+    const tree = new Tree(saved?.id);
     try {
       if (!saved) return tree;
       for (const node of saved.nodes) {
