@@ -2,7 +2,9 @@
 
 import { ApiError } from './api.js';
 import { events } from './sse.js';
+import { drawnToken } from './tokens.js';
 
+const ALTERNATIVES = 5;
 const GONE = new Set(['kv_mismatch', 'kv_not_found', 'kv_expired']);
 
 /** The messages that lead to an answer, as the server takes them. */
@@ -11,26 +13,41 @@ export function conversation(path, settings) {
   return [...system, ...path.map(({ role, text }) => ({ role, content: text }))];
 }
 
-/** Fill `node` with the answer to `question`. Throws what went wrong; what arrived until then stays in the node. */
-export async function ask({ api, book, tree, model, settings, drawn }, question, node, onChange, signal) {
+/** Fill `nodes`, one for each sample, with answers to `question`; a node that has text already is continued.
+ *
+ * Throws what went wrong; what arrived until then stays in the nodes.
+ */
+export async function ask({ api, book, tree, model, settings, drawn }, question, nodes, onChange, signal) {
+  const [first] = nodes;
   const messages = conversation(tree.upTo(question), settings);
-  const parent = await book.before(question);
+  const parent = (await resumed(book, first)) ?? (await book.before(question));
   const body = {
-    messages,
+    messages: first.text ? [...messages, { role: 'assistant', content: first.text }] : messages,
+    ...(first.text ? { continue_final_message: true, add_generation_prompt: false } : {}),
     ...(model ? { model } : {}),
     ...drawn,
     ...(settings.maxTokens ? { max_tokens: settings.maxTokens } : {}),
+    ...(settings.probabilities ? { logprobs: true, top_logprobs: ALTERNATIVES } : {}),
+    ...(nodes.length > 1 ? { n: nodes.length } : {}),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     return_progress: true,
     kv_out: true,
   };
-  Object.assign(node, { clock: { asked: performance.now() }, miss: null, parentKv: null });
-  const stream = await open(api, book, body, parent, node, signal);
+  const asked = performance.now();
+  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null });
+  const stream = await open(api, book, body, parent, first, signal);
+  for (const node of nodes.slice(1)) Object.assign(node, { miss: first.miss, parentKv: first.parentKv });
   for await (const chunk of events(stream)) {
-    take(chunk, node, book);
+    take(chunk, nodes, book);
     onChange();
   }
+}
+
+/** The KV that an answer is continued from: another answer's, cut where they part. */
+async function resumed(book, node) {
+  if (!node.resume) return null;
+  return book.cut(node.resume.kv, node.resume.length).catch(() => null);
 }
 
 /** Begin with the parent's KV. A handle that does not fit is no reason to fail: the answer is computed without it. */
@@ -66,16 +83,25 @@ async function openShared(api, book, body, parent, length, node, signal) {
   }
 }
 
-function take(chunk, node, book) {
-  if (chunk.error) return fail(chunk.error, node);
-  if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
-  if (chunk.usage?.prompt_tokens) node.usage = chunk.usage;
-  for (const { delta, finish_reason: reason, kv } of chunk.choices ?? []) {
+function take(chunk, nodes, book) {
+  if (chunk.error) return fail(chunk.error, nodes[0]);
+  for (const node of nodes) {
+    if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
+    if (chunk.usage?.prompt_tokens) node.usage = nodes.length > 1 ? shareOf(chunk.usage, node) : chunk.usage;
+    node.clock.last = performance.now();
+  }
+  for (const { index, delta, finish_reason: reason, kv, logprobs } of chunk.choices ?? []) {
+    const node = nodes[index ?? 0];
+    if (logprobs?.content) node.tokens = [...(node.tokens ?? []), ...logprobs.content.map(drawnToken)];
     if (delta?.content || delta?.reasoning_content) heard(delta, node);
     if (reason) node.finish = reason;
     if (kv) node.kv = book.keep(kv);
   }
-  node.clock.last = performance.now();
+}
+
+/** The counts of several samples, as one of them sees them. */
+function shareOf(usage, node) {
+  return { ...usage, completion_tokens: node.tokens?.length ?? usage.completion_tokens };
 }
 
 function heard(delta, node) {

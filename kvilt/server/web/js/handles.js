@@ -53,7 +53,7 @@ export class HandleBook {
   async prompt(question) {
     if (question.promptKv) return question.promptKv;
     const answers = question.children.map((id) => this.tree().nodes.get(id));
-    const answer = answers.find((node) => node.kv && node.usage && node.usage.prompt_tokens <= node.kv.tokens);
+    const answer = answers.find((node) => node.kv && node.usage && !node.continued && node.usage.prompt_tokens <= node.kv.tokens);
     if (!answer) return null;
     try {
       question.promptKv = await this.cut(answer.kv.id, answer.usage.prompt_tokens);

@@ -4,6 +4,7 @@ import { advice } from './advice.js';
 import { Api } from './api.js';
 import { ask, conversation, speeds } from './ask.js';
 import { Chats } from './chats.js';
+import { compare } from './compare.js';
 import { Composer } from './composer.js';
 import { byId, el, icon, set } from './dom.js';
 import { Gauge } from './gauge.js';
@@ -18,6 +19,7 @@ import { session } from './storage.js';
 import { Tabs } from './tabs.js';
 import { themeButton } from './theme.js';
 import { Thread } from './thread.js';
+import { answerTokens, textOf } from './tokens.js';
 import { Tree } from './tree.js';
 
 class App {
@@ -36,7 +38,10 @@ class App {
     this.acts = {
       start: (text) => this.send(text),
       edit: (node, text) => this.branch(node, text),
-      regenerate: (node) => this.regenerate(node),
+      regenerate: (node, n) => this.regenerate(node, n),
+      fork: (node, index, token) => this.fork(node, index, token),
+      resume: (node, text) => this.resume(node, text),
+      compare: (node) => compare(this.tree, node, (chosen) => this.pick(chosen)),
       retry: (node) => this.retry(node),
       walk: (node, by) => this.walk(node, by),
     };
@@ -169,49 +174,87 @@ class App {
     this.composer.focus();
   }
 
-  regenerate(node) {
+  /** Answers beside this one, `n` of them at once; the first of them is shown. */
+  regenerate(node, n = 1) {
+    if (this.busy) return;
     const stood = this.thread.standing(node);
-    this.answer(this.tree.parent(node));
-    this.thread.stand(this.tree.last, stood);
+    const question = this.tree.parent(node);
+    const nodes = Array.from({ length: n }, () => this.tree.add(question, 'assistant', ''));
+    question.shown = question.children.indexOf(nodes[0].id);
+    this.answer(question, nodes);
+    this.thread.stand(nodes[0], stood);
+  }
+
+  /** A branch that has another token at a place of this answer, and goes on from there. */
+  fork(node, index, token) {
+    const before = answerTokens(node).tokens.slice(0, index);
+    const kept = [...before, { ...token, top: node.tokens[index].top }];
+    const length = (node.questionTokens ?? Infinity) + index;
+    this.continued(node, textOf(kept), kept, length);
+  }
+
+  /** A branch with a text of the user's, which the model goes on with. */
+  resume(node, text) {
+    this.continued(node, text, null, node.questionTokens);
+  }
+
+  continued(node, text, tokens, length) {
+    if (this.busy) return;
+    const question = this.tree.parent(node);
+    const resume = node.kv && length <= node.kv.tokens ? { kv: node.kv.id, length } : null;
+    const made = this.tree.add(question, 'assistant', text, { continued: true, tokens, resume, questionTokens: node.questionTokens });
+    this.answer(question, [made]);
+  }
+
+  pick(node) {
+    const parent = this.tree.parent(node);
+    parent.shown = parent.children.indexOf(node.id);
+    this.render();
+    this.save();
   }
 
   /** In the place of an answer that has nothing to keep, or else beside it. */
   retry(node) {
     if (node.text) return this.regenerate(node);
-    Object.assign(node, { text: '', reasoning: null, error: null, usage: null, progress: null, finish: null, speeds: null });
-    return this.answer(this.tree.parent(node), node);
+    Object.assign(node, { text: '', reasoning: null, error: null, usage: null, progress: null, finish: null, speeds: null, tokens: null });
+    return this.answer(this.tree.parent(node), [node]);
   }
 
-  async answer(question, node = this.tree.add(question, 'assistant', '')) {
+  async answer(question, nodes = [this.tree.add(question, 'assistant', '')]) {
     if (this.busy) return;
-    node.state = 'streaming';
+    for (const node of nodes) node.state = 'streaming';
     const { tree } = this;
-    const running = { node, control: new AbortController() };
+    const running = { nodes, control: new AbortController() };
     this.setRunning(running);
+    let ended = { state: 'done', error: null };
     try {
       const given = { api: this.api, book: this.book, tree, model: this.model?.id, settings: this.settings.values, drawn: this.settings.drawn };
-      await ask(given, question, node, () => this.changed(node), running.control.signal);
-      node.state = 'done';
+      await ask(given, question, nodes, () => this.changed(nodes), running.control.signal);
     } catch (error) {
       const stopped = running.control.signal.aborted;
-      node.state = stopped ? 'stopped' : 'failed';
-      node.error = stopped ? null : told(error);
+      ended = { state: stopped ? 'stopped' : 'failed', error: stopped ? null : told(error) };
     }
-    if (tree === this.tree) this.finished(question, node);
+    for (const node of nodes) Object.assign(node, ended);
+    if (tree === this.tree) this.finished(question, nodes);
   }
 
   /** At most once a frame, however fast tokens come. */
-  changed(node) {
+  changed(nodes) {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
-      if (node.state !== 'streaming') return;
-      this.thread.refresh(node);
-      this.gauge.show(node.usage, this.model?.max_model_len);
+      if (nodes[0].state !== 'streaming') return;
+      for (const node of nodes) this.thread.refresh(node);
+      this.gauge.show(nodes[0].usage, this.model?.max_model_len);
     });
   }
 
-  finished(question, node) {
-    node.speeds = speeds(node);
+  finished(question, nodes) {
+    const [node] = nodes;
+    for (const one of nodes) {
+      one.speeds = speeds(one);
+      one.resume = null;
+      if (!one.continued) one.questionTokens = one.usage?.prompt_tokens;
+    }
     if (node.usage) {
       const messages = conversation(this.tree.upTo(question), this.settings.values);
       this.lastRequest = { messages, usage: node.usage };

@@ -6,7 +6,9 @@ import { el, icon, iconButton, set } from './dom.js';
 import { copyText, update } from './markdown.js';
 import { missText } from './miss.js';
 import { count, rate, seconds, tokens } from './numbers.js';
+import { answerTokens, tokenView } from './tokens.js';
 
+const BRANCHES = 3; // at once
 const NAMES = { user: 'You', assistant: 'Answer' };
 
 export class Message {
@@ -49,13 +51,32 @@ export class Message {
 
   updateAnswer() {
     const { node } = this;
-    update(this.text, node.text);
+    if (!this.editing) this.updateText();
     this.thought.hidden = !node.reasoning;
     if (node.reasoning) update(this.thoughtText, node.reasoning);
     const isWaiting = node.state === 'streaming' && !node.text && !node.reasoning;
     this.waiting.hidden = !isWaiting;
     if (isWaiting) this.updateWaiting();
     this.updateTrouble();
+  }
+
+  /** The answer as Markdown, or as tokens where that was asked for. */
+  updateText() {
+    const { node } = this;
+    const known = this.asTokens && node.state !== 'streaming' ? answerTokens(node) : null;
+    if (!known) {
+      if (this.text.querySelector('.token-view')) this.text.replaceChildren();
+      update(this.text, node.text);
+    } else if (!this.text.querySelector('.token-view')) {
+      this.text.replaceChildren(tokenView(node, (index, token) => this.acts.fork(node, index, token)));
+      this.text.sources = null;
+    }
+  }
+
+  toggleTokens() {
+    this.asTokens = !this.asTokens;
+    this.signature = null;
+    this.update();
   }
 
   /** How far the prompt is read, or that nothing is known yet. */
@@ -120,10 +141,20 @@ export class Message {
   buttons(busy) {
     const { node, acts } = this;
     const copy = iconButton('copy', 'Copy', () => copyText(node.text, copy));
-    const change = node.role === 'user'
-      ? iconButton('edit', 'Edit as a new branch', () => this.edit(), { disabled: busy })
-      : iconButton('again', 'Regenerate as a new branch', () => acts.regenerate(node), { disabled: busy });
-    return node.text ? [copy, change] : [change];
+    if (node.role === 'user') {
+      const edit = iconButton('edit', 'Edit as a new branch', () => this.edit(), { disabled: busy });
+      return node.text ? [copy, edit] : [edit];
+    }
+    const again = iconButton('again', 'Regenerate as a new branch', () => acts.regenerate(node), { disabled: busy });
+    if (!node.text) return [again];
+    const pressed = { 'aria-pressed': this.asTokens ? 'true' : 'false' };
+    return [
+      copy, again,
+      iconButton('many', `Regenerate ${BRANCHES} branches at once`, () => acts.regenerate(node, BRANCHES), { disabled: busy }),
+      iconButton('edit', 'Edit the answer and continue it', () => this.edit(), { disabled: busy }),
+      answerTokens(node) ? iconButton('chance', 'Token probabilities', () => this.toggleTokens(), pressed) : null,
+      this.tree().placeOf(node).of > 1 ? iconButton('sides', 'Compare branches', () => acts.compare(node)) : null,
+    ].filter(Boolean);
   }
 
   /** Speed, time to the first token, and what of the prompt's KV was reused. */
@@ -162,11 +193,15 @@ export class Message {
       this.editing = false;
       this.signature = null;
       this.element.classList.remove('editing');
+      this.text?.replaceChildren();
       this.update();
       if (text === null) this.element.focus();
+      else if (this.node.role === 'assistant') this.acts.resume(this.node, text);
       else this.acts.edit(this.node, text);
     };
-    const save = () => end(box.value.trim() && box.value !== this.node.text ? box.value : null);
+    // An answer may be continued as it is; a question that did not change is no branch.
+    const changed = () => box.value.trim() && (box.value !== this.node.text || this.node.role === 'assistant');
+    const save = () => end(changed() ? box.value : null);
     box.addEventListener('keydown', (event) => {
       if (event.isComposing) return;
       if (event.key === 'Escape') end(null);
@@ -181,10 +216,13 @@ export class Message {
     };
     box.addEventListener('input', grow);
     this.element.classList.add('editing');
-    this.body.replaceChildren(box);
+    const answers = this.node.role === 'assistant';
+    if (answers) this.text.replaceChildren(box);
+    else this.body.replaceChildren(box);
+    this.text && (this.text.sources = null);
     this.bar.replaceChildren(
       el('button', { type: 'button', class: 'plain', on: { click: () => end(null) } }, 'Cancel'),
-      el('button', { type: 'button', class: 'plain main', on: { click: save } }, 'Send as a branch'));
+      el('button', { type: 'button', class: 'plain main', on: { click: save } }, answers ? 'Continue from here' : 'Send as a branch'));
     grow();
     box.focus();
     box.setSelectionRange(box.value.length, box.value.length);

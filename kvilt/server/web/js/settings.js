@@ -3,7 +3,7 @@
 import { byId, el } from './dom.js';
 import { local } from './storage.js';
 
-const DEFAULTS = { temperature: null, maxTokens: 512, system: '' }; // temperature null: as the model's author, or kvilt, has it
+const DEFAULTS = { temperature: null, maxTokens: 512, system: '', probabilities: true }; // temperature null: as the model's author, or kvilt, has it
 const KEYS = [
   ['Enter', 'send'], ['Shift+Enter', 'new line'], ['Esc', 'stop, or leave'],
   ['↑ in an empty box', 'go to the messages'], ['↑ ↓', 'walk messages'], ['← →', 'walk branches'],
@@ -16,13 +16,14 @@ export function loaded() {
   return checked({ ...DEFAULTS, ...saved });
 }
 
-function checked({ temperature, maxTokens, system }) {
+function checked({ temperature, maxTokens, system, probabilities }) {
   const t = temperature === null || temperature === '' ? NaN : Number(temperature);
   const most = Math.floor(Number(maxTokens));
   return {
     temperature: Number.isFinite(t) ? Math.min(2, Math.max(0, t)) : DEFAULTS.temperature,
     maxTokens: Number.isFinite(most) && most > 0 ? Math.min(most, 2 ** 31 - 1) : null, // none: as much as fits
     system: String(system ?? ''),
+    probabilities: probabilities !== false,
   };
 }
 
@@ -39,6 +40,7 @@ export class Settings {
   build() {
     const number = (id, props) => el('input', { id, type: 'number', ...props });
     this.temperature = el('input', { id: 'temperature', type: 'range', min: 0, max: 2, step: 0.05 });
+    this.probabilities = el('input', { id: 'probabilities', type: 'checkbox' });
     this.usual = el('input', { id: 'usual', type: 'checkbox' });
     this.shownTemperature = el('output', { for: 'temperature' });
     this.maxTokens = number('max-tokens', { min: 1, step: 1, placeholder: 'as much as fits', inputmode: 'numeric' });
@@ -50,6 +52,7 @@ export class Settings {
       field('System prompt', 'system', this.system),
       field('Temperature ', 'temperature', this.temperature, this.shownTemperature),
       el('label', { class: 'check', for: 'usual' }, this.usual, 'Sample as the model asks for'),
+      el('label', { class: 'check', for: 'probabilities' }, this.probabilities, 'Ask for the probabilities of tokens'),
       field('Max tokens of an answer', 'max-tokens', this.maxTokens),
       el('details', { class: 'shortcuts' }, el('summary', {}, 'Keyboard'),
         el('dl', {}, KEYS.flatMap(([key, does]) => [el('dt', {}, key), el('dd', {}, does)]))),
@@ -86,6 +89,7 @@ export class Settings {
   open() {
     const { temperature, maxTokens, system } = this.values;
     this.usual.checked = temperature === null;
+    this.probabilities.checked = this.values.probabilities;
     if (temperature !== null) this.temperature.value = temperature;
     this.showTemperature();
     this.maxTokens.value = maxTokens ?? '';
@@ -95,7 +99,7 @@ export class Settings {
   }
 
   take() {
-    this.values = checked({ temperature: this.usual.checked ? null : this.temperature.value, maxTokens: this.maxTokens.value, system: this.system.value });
+    this.values = checked({ temperature: this.usual.checked ? null : this.temperature.value, maxTokens: this.maxTokens.value, system: this.system.value, probabilities: this.probabilities.checked });
     local.set('settings', this.values);
   }
 
