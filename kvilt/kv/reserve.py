@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .row import CacheRow
+from .row_states import RowStates
 
 Steps = Sequence[range | None]
 
@@ -54,7 +55,12 @@ def _reserve_with_states(
 ) -> None:
     """Also take slots for the states that the next step writes; those of checkpoints only where there are some."""
     pool, held = rows[0].pool, [row.states for row in rows if row.states is not None]
-    slots = [states.needed(span, drafts) for states, span in zip(held, folds, strict=True)]
+    slots = _slots_needed(held, folds, drafts)
+    for passed in (RowStates.drop_dense, RowStates.drop_written):
+        if sum(must for must, *_ in slots) > pool.free_states():
+            for states, span in zip(held, folds, strict=True):
+                passed(states, span)
+            slots = _slots_needed(held, folds, drafts)
     if any(map(any, needs)) or any(must for must, *_ in slots):
         spare = pool.take([sum(need) for need in zip(*needs, strict=True)], owner, sum(must for must, *_ in slots))
         taken = spare[pool.layout.state_group]
@@ -65,3 +71,7 @@ def _reserve_with_states(
         more = min(liked, pool.free_states())
         if more := more + min(dense, max(0, pool.empty_states() - more)):
             states.spare += pool.take([0] * pool.layout.state_group, owner, more)[pool.layout.state_group]
+
+
+def _slots_needed(held: Sequence[RowStates], folds: Sequence[range], drafts: int) -> list[tuple[int, int, int]]:
+    return [states.needed(span, drafts) for states, span in zip(held, folds, strict=True)]

@@ -85,6 +85,21 @@ class RowStates:
         dense = len(self._pool.checkpoints.dense_inside(span))
         return must, max(0, -left), max(0, dense - max(0, left))
 
+    def drop_dense(self, span: range) -> None:
+        """Give back the dense checkpoints of earlier steps that no commit has chosen: a row needs their slots."""
+        regular = self._pool.checkpoints.is_regular
+        self._give_back(p for p in self.written if p < span.start and p not in self.wanted and not regular(p))
+
+    def drop_written(self, span: range) -> None:
+        """Give back all checkpoints of earlier steps that no commit has chosen."""
+        self._give_back(p for p in self.written if p < span.start)
+
+    def _give_back(self, positions: Iterable[int]) -> None:
+        """Keep one slot to write to, and let other rows have the rest."""
+        self._recycle(positions)
+        self._pool.drop(self._group, self.spare[1:])
+        del self.spare[1:]
+
     def fold(self, span: range, last: int) -> StateFold:
         """Choose slots for a step over these positions: for the state at its end, then after each of the `last`
         tokens, which may be drafts, then for checkpoints, as long as there are spare slots."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvilt.errors import BlobError, InputError
 from kvilt.kv.cache import KVCache
+from kvilt.kv.checkpoints import CheckpointSchedule
 from kvilt.kv.layout import KVLayout
 from kvilt.kv.pool import PagePool
 from kvilt.kv.row_states import ROW_STATES
@@ -91,6 +92,29 @@ def test_a_row_holds_a_bounded_number_of_states(scribe: Any, steps: list[int]) -
             assert len(states.committed) <= ROW_STATES - 1
             assert len(states.slots()) <= 2 * ROW_STATES
         scribe.check(cache, [row])
+
+
+@given(rows=st.integers(1, 4), more=st.integers(0, 12), steps=st.lists(st.integers(1, 24), min_size=1, max_size=6))
+@LAWS
+def test_checkpoints_of_a_long_prompt_give_way_to_its_rows(
+    scribe: Any, rows: int, more: int, steps: list[int]
+) -> None:
+    """A prompt that takes several steps before it is committed needs two slots a row, however many it passes."""
+    layout = scribe.recurrent()
+    schedule = CheckpointSchedule(EVERY, SIZE)
+    pool = PagePool(layout, 200, ReferenceOps(), lambda: scribe.identity, states=2 * rows + more, checkpoints=schedule)
+    count, done = sum(steps), 0
+    new = [scribe.cells(range(row, row + count)) for row in range(rows)]
+    with KVCache(pool, rows, count) as cache:
+        for step in steps:
+            span = range(done, done + step)
+            cache.reserve([count] * rows, [span] * rows)
+            scribe.write(cache, new, [span] * rows)
+            done += step
+        cache.commit([[token for token, _ in row] for row in new])
+        assert cache.resumes_at == cache.lengths == (count,) * rows
+        scribe.check(cache, new)
+    assert pool.free_states() == pool.state_slots
 
 
 def test_a_fork_shares_states_and_each_writes_its_own(scribe: Any) -> None:
