@@ -73,7 +73,7 @@ def test_logits_are_the_references(family: Family) -> None:
     truth = conversation(family.reference)
     if family.exact is not family.usual:
         assert float(distances(conversation(family.exact), truth).max()) < 2e-4
-    assert float(distances(conversation(family.usual), truth).median()) < 4e-2
+    assert float(distances(conversation(family.usual), truth).median()) < 5e-2
 
 
 def test_greedy_tokens_are_the_references(family: Family) -> None:
@@ -103,6 +103,21 @@ def test_a_graph_gives_what_the_decoder_gives(family: Family, rows: int) -> None
             assert float(distances(found.double(), truth.double()).median()) < near
             kv.commit([[i] for i in range(rows)])
     assert executor._replay._steps
+
+
+def test_a_graph_is_right_after_steps_of_other_sizes(family: Family) -> None:
+    """What one row does first must not move what graphs of more rows know by its address."""
+    executor = family.usual
+    with executor.create_kv_cache(3) as kv:
+        lines = prompts(8, 4, 9, 14)
+        executor.prefill(lines, kv)
+        truth = executor.step([[5], [6], [7]], kv)
+        with executor.create_kv_cache() as alone:
+            for token in (3, 4):
+                executor.step([token], alone)
+        kv.truncate([len(line) for line in lines])
+        again = executor.step([[5], [6], [7]], kv)
+        assert float(distances(again.double(), truth.double()).max()) < (5e-2 if family.name in RECURRENT else 1e-6)
 
 
 def test_kv_is_a_value(family: Family) -> None:

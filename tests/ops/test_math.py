@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -242,6 +243,23 @@ def test_a_norm_and_maps_of_what_it_makes(
     near(normed, truth)
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         near(out, truth @ weight.double().T + (0 if bias is None else bias.double()))
+
+
+@pytest.mark.parametrize("first", [1, 5])
+def test_maps_stay_where_the_first_step_finds_them(ops: Ops, random_of: Any, first: int) -> None:
+    """A captured step knows memory by its address, whatever number of rows other steps have."""
+    maps = [(ops.prepare(random_of(outputs, 70, seed=2)), random_of(outputs, seed=3)) for outputs in (9, 33)]
+    norm = (random_of(70), 1e-5)
+
+    def places() -> list[int]:
+        return [one.data_ptr() for one in chain.from_iterable(maps) if isinstance(one, Tensor)]
+
+    ops.linears(random_of(first, 70), maps, norm)
+    before = places()
+    for rows in (1, 5):
+        ops.linears(random_of(rows, 70), maps, norm)
+        ops.norm_linears(random_of(rows, 70), maps, norm)
+    assert places() == before and len(before) >= len(maps)
 
 
 @pytest.mark.parametrize("sizes", [((4, 16), (2, 16)), ((3, 12), (3, 12)), ((2, 8), (2, 16))], ids=str)

@@ -125,6 +125,7 @@ class TritonOps(ReferenceOps):
         dense = [weight for weight in weights if isinstance(weight, Tensor)]
         if len(dense) == len(weights) and len(x) == 1:
             return _of_one_row(x, dense, biases, norm)
+        _fused_biases(biases)
         parts = self._together(x if norm is None else self.rms_norm(x, *norm), weights)
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
@@ -312,8 +313,7 @@ def _of_one_row(
     normed: Tensor | None = None,
 ) -> list[Tensor]:
     """Maps of one row in one launch; some biases and not others are added apart."""
-    there = [bias for bias in biases if bias is not None]
-    fused = _fused(there) if len(there) == len(biases) else None
+    fused = _fused_biases(biases)
     made = products.gemv(x.contiguous(), _fused(weights), fused, None, norm, normed)
     parts = list(made.split([len(weight) for weight in weights], dim=1))
     if fused is not None:
@@ -333,6 +333,12 @@ def _fused(rows: Sequence[Tensor]) -> Tensor:
             start += len(one)
     outputs, first = sum(len(one) for one in rows), rows[0]
     return first.as_strided((outputs, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _fused_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Biases of one input as one, like `_fused`; None if some are missing."""
+    there = [bias for bias in biases if bias is not None]
+    return _fused(there) if there and len(there) == len(biases) else None
 
 
 def _fused_data(weights: Sequence[Tensor | PackedWeight]) -> Tensor | None:
