@@ -106,10 +106,17 @@ def packed_jobs(tokens: int, tiles: Sequence[Any], kind: str) -> list[Job]:
     gate_up, down = packed_maps(experts, 2, inner, hidden), packed_maps(experts, 1, hidden, inner)
     routed, x, opened = routes(tokens, experts, top_k), activations(tokens, hidden), activations(tokens * top_k, inner)
 
+    counters = torch.zeros(1 << 16, dtype=torch.int32, device=GPU)
+
+    def one(x: Tensor, r: Routed, maps: PackedMaps, readers: int, tile: PackedTile, activation: int) -> Tensor:
+        if activation < 0:
+            return packed_experts.one_down(x, r, maps, None, None, tile, counters)
+        return packed_experts.one_gate_up(x, r.chosen, maps, readers, tile, activation)
+
     def runs(x: Tensor, maps: PackedMaps, readers: int, activation: int) -> Callable[[Any], Runs]:
         def of_tile(tile: Any) -> Runs:
             if isinstance(tile, PackedTile):
-                return [lambda r=r: packed_experts.one(x, r.chosen, maps, readers, tile, activation) for r in routed]
+                return [lambda r=r: one(x, r, maps, readers, tile, activation) for r in routed]
             rows, own = tile
             tiles = [tile_map(r.chosen, experts, rows) for r in routed]
             return [lambda t=t: packed_experts.several(x, t, maps, readers, own, rows, activation) for t in tiles]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kv.layout import LayerSlot, Window
-from ..ops.contract import AttentionMask, NewKV
+from ..ops.contract import AttentionMask, NewKV, RmsNorm
 from .layers import AnyNorm, LayerContext, Linear, Norm
 from .spec import AttentionSpec, RopeSpec
 
@@ -41,11 +41,15 @@ class Attention:
         if self.k is None:
             return self._read(x, context, residual, norm)
         q, k, v, gate = self._projected(x, context, norm)
+        rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
+        together = rotation is not None and context.tap is None and not context.repairs
+        norms = self._head_norms() if together and spec.temperature is None else None
+        if norms is None and not spec.qk_norm_whole:
+            q, k = self._normed(q, k, context)
         if spec.temperature is not None:
             q = ops.scale_queries(q, paging.positions, spec.temperature)
-        rotation = context.rotations[spec.rope] if isinstance(spec.rope, RopeSpec) else None
-        if rotation is not None and context.tap is None and not context.repairs:
-            new = NewKV(k, v, rotation)
+        if rotation is not None and together:
+            new = NewKV(k, v, rotation, norms)
             mixed = ops.attention(q, store, self.place.layer, paging, self.mask(), new)
             return self._project(mixed, gate, context, residual)
         if rotation is None:
@@ -82,18 +86,24 @@ class Attention:
     def _projected(
         self, x: Tensor, context: LayerContext, norm: AnyNorm | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values [tokens, heads, dim], before rotation, and the gate of what heads read."""
+        """Queries, keys and values [tokens, heads, dim], and the gate of what heads read.
+
+        Queries and keys are not rotated yet, nor normalized where each head is by itself.
+        """
         maps = [one for one in (self.q, self.k, self.v, self.gate) if one is not None]
         parts = context.linears(x, maps, norm)
         gate = None if self.gate is None else parts.pop()
         q, k, v = parts if self.v is not None else (*parts, parts[1])
-        whole, dim = self.spec.qk_norm_whole, self.spec.head_dim
-        if whole:
+        if self.spec.qk_norm_whole:
             q, k = self._normed(q, k, context)
-        q, k, v = (part.view(len(x), -1, dim) for part in (q, k, v))
-        if self.v_norm is not None:
-            v = self.v_norm(v, context.ops)
-        return (q, k, v, gate) if whole else (*self._normed(q, k, context), v, gate)
+        q, k, v = (part.view(len(x), -1, self.spec.head_dim) for part in (q, k, v))
+        return q, k, v if self.v_norm is None else self.v_norm(v, context.ops), gate
+
+    def _head_norms(self) -> tuple[RmsNorm, RmsNorm] | None:
+        """The norms of single heads that attention may do by itself."""
+        if self.spec.qk_norm_whole or not isinstance(self.q_norm, Norm) or not isinstance(self.k_norm, Norm):
+            return None
+        return self.q_norm.pair, self.k_norm.pair
 
     def _normed(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:

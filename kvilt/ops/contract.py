@@ -276,7 +276,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Attention of `query` [tokens, heads, query_dim] over the pages of each token's row, by position.
 
-        With `new` the query is not rotated yet, and comes after `rotate_and_write` into the slots of `paging`.
+        With `new` the query is not rotated yet, nor normalized where `new` has norms, and comes after
+        `rotate_and_write` into the slots of `paging`.
         """
         ...
 

@@ -51,6 +51,7 @@ from .host_copies import DirectCopies
 from .kv_dtypes import FLOAT32, KVDtype
 from .lowrank import AdapterSlots, LowRank, LowRankTable, PlainTable, adapt
 from .mass import first_seen, key_mass, softmax_with_sinks
+from .new_kv import write_new
 from .streams import StreamOps, TorchStreams
 
 QUERY_BLOCK = 128  # bounds the score matrix of a long prefill: heads * 128 * keys floats
@@ -254,7 +255,7 @@ class ReferenceOps:
         new: NewKV | None = None,
     ) -> Tensor:
         if new is not None:
-            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+            query = write_new(self, query, store, layer, paging, new)
         pages = _own(store)
         out = torch.empty(
             (query.shape[0], query.shape[1], pages.values.shape[-1]), dtype=query.dtype, device=query.device

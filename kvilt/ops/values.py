@@ -189,6 +189,7 @@ class NewKV:
     keys: Tensor
     values: Tensor
     rotation: Rotation
+    norms: tuple[RmsNorm, RmsNorm] | None = None  # of queries and keys, before they are rotated
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 32, "mamba_d_head": 64, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_conv": 4,
         "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "residual_multiplier": 0.4,
     },
+    "gemma3n": {
+        "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 6, "sliding_window": 96, "laurel_rank": 16,
+        "final_logit_softcapping": 6.0, "activation_sparsity_pattern": [0.8, 0.0, 0.4, 0.0, 0.0, 0.0],
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
+        "rope_local_base_freq": 10000.0, "tie_word_embeddings": True, "altup_num_inputs": 3,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+    },
     "lfm2": {"architectures": ["Lfm2ForCausalLM"], "norm_eps": 1e-5, "layer_types": ["conv", "full_attention", "conv"]},
 }  # fmt: skip
 PACKED = ("gpt_oss_mxfp4",)

@@ -96,9 +96,7 @@ def test_a_row_holds_a_bounded_number_of_states(scribe: Any, steps: list[int]) -
 
 @given(rows=st.integers(1, 4), more=st.integers(0, 12), steps=st.lists(st.integers(1, 24), min_size=1, max_size=6))
 @LAWS
-def test_checkpoints_of_a_long_prompt_give_way_to_its_rows(
-    scribe: Any, rows: int, more: int, steps: list[int]
-) -> None:
+def test_checkpoints_of_a_long_prompt_give_way_to_its_rows(scribe: Any, rows: int, more: int, steps: list[int]) -> None:
     """A prompt that takes several steps before it is committed needs two slots a row, however many it passes."""
     layout = scribe.recurrent()
     schedule = CheckpointSchedule(EVERY, SIZE)

@@ -165,7 +165,7 @@ def packed(name: str, rows: int, columns: int, seed: int) -> QuantTensor:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4"])
-@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("tokens", [1, 3, 11])
 def test_packed_experts_are_their_weights(ops: Ops, random_of: Any, name: str, tokens: int) -> None:
     shapes = [(256, 256)] * 3
     weights: list[list[Weight]] = [[packed(name, *s, 3 * e + i) for i, s in enumerate(shapes)] for e in range(EXPERTS)]
@@ -173,8 +173,13 @@ def test_packed_experts_are_their_weights(ops: Ops, random_of: Any, name: str, t
     x, routed = random_of(tokens, 256), route(random_of(tokens, EXPERTS), Routing(2))
     plain = [[dequantize(w) for w in maps if isinstance(w, QuantTensor)] for maps in weights]
     truth = expected(x, routed, plain, [[None] * 3] * EXPERTS, "silu")
-    found = ops.experts(x, routed, stack, "silu").double()
-    assert float((found - truth).norm() / truth.norm()) < PACKED[ops.name]
+    residual, made, gate = random_of(tokens, 256, seed=7), random_of(tokens, 256, seed=8), random_of(tokens, 1)
+    for _ in range(2):  # what a launch leaves behind is what the next one needs
+        found = ops.experts(x, routed, stack, "silu").double()
+        assert float((found - truth).norm() / truth.norm()) < PACKED[ops.name]
+    whole = truth + residual + made * gate.sigmoid()
+    found = ops.experts(x, routed, stack, "silu", residual.clone(), (made, gate)).double()
+    assert float((found - whole).norm() / whole.norm()) < PACKED[ops.name]
 
 
 def test_sums_of_what_experts_made_have_the_same_bits(ops: Ops, random_of: Any) -> None:

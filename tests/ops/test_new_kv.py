@@ -39,6 +39,25 @@ def paging_of(positions: list[int], pages: int, page_tokens: int) -> Paging:
     return Paging(torch.tensor(tables), torch.tensor(slots), lengths, torch.tensor(positions))
 
 
+@pytest.mark.parametrize("name", ["all pairs", "neighbours are pairs", "some dimensions pass", "bfloat16", "float8"])
+def test_norms_of_heads_come_first(ops: Ops, new_pages: Any, random_of: Any, name: str) -> None:
+    shape, pairs, pairing, mask = CASES[name]
+    if ops.name == "native" and shape.dtype is FLOAT8:
+        return
+    paging, stores, slots = paging_of([3, 9, 1], 48, 4), [new_pages(shape, 48) for _ in range(2)], torch.arange(4 * 48)
+    for store in stores:
+        ops.write(store, 1, slots, *(random_of(4 * 48, 2, 16, seed=seed) for seed in (1, 2)))
+    query, keys, values = (random_of(3, heads, 16, seed=3 + heads) for heads in (4, 2, 2))
+    norms = ((random_of(16, seed=8) + 1, 1e-2), (random_of(16, seed=9) + 1, 1e-3))
+    rotation = ops.rotation(paging.positions, 0.7 ** torch.arange(pairs).float(), 1.1, pairing)
+    found = ops.attention(query, stores[0], 1, paging, mask, NewKV(keys, values, rotation, norms))
+    normed = [ops.rms_norm(x, *norm) for x, norm in zip((query, keys), norms, strict=True)]
+    truth = ops.attention(normed[0], stores[1], 1, paging, mask, NewKV(normed[1], values, rotation))
+    torch.testing.assert_close(found, truth, rtol=2e-5, atol=2e-5)
+    read = [ops.read_slots(store, slots).keys[1].float() for store in stores]
+    torch.testing.assert_close(*read, rtol=1e-5 if shape.dtype is FLOAT32 else 1e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("positions", [[0], [3, 9, 1], [2, 150]], ids=["first", "short", "split"])
 def test_it_is_a_write_and_then_attention(

@@ -41,6 +41,7 @@ from ..contract import (
 from ..host_copies import DirectCopies
 from ..kv_dtypes import FLOAT16
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
+from ..new_kv import write_new
 from . import experts as experts_of
 from . import lora, per_head, recurrent
 from . import pages as paged
@@ -303,7 +304,7 @@ class NativeOps:
         new: NewKV | None = None,
     ) -> Tensor:
         if new is not None:
-            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+            query = write_new(self, query, store, layer, paging, new)
         return paged.attention(self._runner, self.buffers, query, store, layer, paging, mask)
 
     def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: StatePlace) -> Tensor:

@@ -17,16 +17,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..contract import AttentionMask, NewKV, Paging
 from ..reference import ReferencePages
+from .key_tiles import first_seen, over_tiles
 from .overlap import await_inputs, fetch_ahead, launch_next, overlap
 from .softmax_shares import MAX_SHARES, leave_share, merged_shares, share_of_keys, with_sink
-from .unpack import even_odd
 from .vectors import turned
 
 MANY = 256  # programs that fill a card
 SHARED_BYTES = 160 << 10
 COUNTERS = 1 << 16  # tiles times key heads of a step that is split
 LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
-LOG2E = tl.constexpr(1.4426950408889634)
 LONG = 1024  # queries of a row from which on torch's own attention is faster
 
 
@@ -63,15 +62,16 @@ def attention(
         paging.tables, paging.positions, lengths.cu_seqlens, out, parts, sums, counters,
         lengths.rows, tokens, mask.scale, mask.window, mask.soft_cap,
         query.stride(0), query.stride(1), paging.tables.stride(0), layer * pages.key_scales.stride(0),
-        *((out,) * 5 + (0,) * 4 if new is None else _new_arguments(new, paging.slots)),
+        *((out,) * 7 + (0.0, 0.0) + (0,) * 4 if new is None else _new_arguments(new, paging.slots)),
         **_constants(pages, heads), NEW=new is not None, PAIRS=1 if new is None else new.rotation.cos.shape[1],
-        HALF=new is None or new.rotation.pairing == "half",
+        HALF=new is None or new.rotation.pairing == "half", NORM=new is not None and new.norms is not None,
         SCALED=bool(shape.scales), WINDOW=mask.window > 0, CHUNKED=mask.chunked, CAPPED=mask.soft_cap > 0,
         SINKS=mask.sinks is not None, SPLITS=splits, SINGLE=single, BLOCK_M=block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FLOATS=pages.keys.dtype.is_floating_point, ASSEMBLY=query.is_cuda,
         **_tile(block_m, tiles * shape.kv_heads, max(dim, shape.value_dim) * pages.keys.element_size(), narrow),
-        **overlap(query),
+        # A product that is fused into a sum has other bits, and whether it is depends on the number of splits.
+        enable_fp_fusion=mask.sinks is None, **overlap(query),
     )  # fmt: skip
     return out
 
@@ -79,8 +79,11 @@ def attention(
 def _new_arguments(new: NewKV, slots: Tensor) -> tuple[Any, ...]:
     """New keys and values as the kernel takes them, with the places they go to."""
     keys, values, rotation = new.keys, new.values, new.rotation
+    (query_gain, query_eps), (key_gain, key_eps) = ((keys, 0.0), (keys, 0.0)) if new.norms is None else new.norms
     strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
-    return keys, values, rotation.cos, rotation.sin, slots, *strides
+    return (
+        keys, values, rotation.cos, rotation.sin, slots, query_gain, key_gain, query_eps, key_eps, *strides,
+    )  # fmt: skip
 
 
 def _is_plain(query: Tensor, pages: ReferencePages, mask: AttentionMask) -> bool:
@@ -160,12 +163,6 @@ def _constants(pages: ReferencePages, heads: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _first_seen(position, window, CHUNKED: tl.constexpr):
-    """The oldest key that queries see."""
-    return position // window * window if CHUNKED else tl.maximum(position - window + 1, 0)
-
-
-@triton.jit
 def _row_of(cu_seqlens, tile, rows, BLOCK_Q: tl.constexpr):
     """The row of a tile: the last one whose first tile is not after it. Each row may leave one tile unused."""
     low, high = 0, rows
@@ -198,66 +195,6 @@ def _queries(q_at, known, scale, D: tl.constexpr, D_PAD: tl.constexpr, SCALED: t
 
 
 @triton.jit
-def _over_keys(
-    q, q_odd, q_scale, keys, values, key_scales, value_scales, table,
-    known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
-    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys and values into the running softmax; without masks where every query sees all of the tile."""
-    WORD: tl.constexpr = 2 if SCALED else 1
-    d, dv = tl.arange(0, D_PAD // WORD), tl.arange(0, DV_PAD // WORD)
-    key = start + tl.arange(0, BLOCK_N)
-    there = key < stop if MASKED else key >= 0
-    page = tl.load(table + key // PAGE, mask=there, other=0)
-    slot = (tl.maximum(page, 0) * PAGE + key % PAGE) * KV_HEADS + head
-    k_at, k_mask = keys + slot[None, :] * (D // WORD) + d[:, None], (d < D // WORD)[:, None]
-    k = tl.load(k_at, mask=there[None, :] & k_mask if MASKED else k_mask, other=0)
-    if SCALED:
-        k_even, k_odd = even_odd(k, FLOATS, ASSEMBLY)
-        scores = tl.dot(q, k_even.to(q.dtype), input_precision=PRECISION)
-        scores = tl.dot(q_odd, k_odd.to(q.dtype), scores, input_precision=PRECISION)
-        scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
-    else:
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
-    if CAPPED:
-        scores = soft_cap * (2 * tl.sigmoid(2 * scores * q_scale[:, None] / soft_cap) - 1)
-    useful = there
-    if MASKED:
-        seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
-        if WINDOW:
-            seen = seen & (key[None, :] >= _first_seen(at, window, CHUNKED)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        # What no query sees may never have been written: 0 * NaN would be NaN.
-        useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
-    higher = tl.maximum(best, tl.max(scores, 1))
-    calm = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key yet
-    # Scores are scaled as they become powers of two, in one instruction.
-    unit_of = tl.full([q.shape[0]], LOG2E, tl.float32) if CAPPED else q_scale * LOG2E
-    weights = tl.exp2(scores * unit_of[:, None] - (calm * unit_of)[:, None])
-    fading = tl.exp2((best - calm) * unit_of)
-    total = total * fading + tl.sum(weights, 1)
-    v_at, v_mask = values + slot[:, None] * (DV // WORD) + dv[None, :], (dv < DV // WORD)[None, :]
-    v = tl.load(v_at, mask=useful[:, None] & v_mask if MASKED else v_mask, other=0)
-    if SCALED:
-        # Scales are counted in the largest so far, so that weights stay within float16.
-        v_scale = tl.load(value_scales + slot, mask=useful, other=0.0)
-        larger = tl.maximum(unit, tl.max(v_scale, 0))
-        safe = tl.where(larger > 0, larger, 1.0)
-        inverse = 1.0 / safe
-        weights = (weights * (v_scale * inverse)[None, :]).to(q.dtype)
-        fading = fading * (unit * inverse)
-        v_even, v_odd = even_odd(v, FLOATS, ASSEMBLY)
-        mixed = tl.dot(weights, v_even.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
-        odd = tl.dot(weights, v_odd.to(q.dtype), odd * fading[:, None], input_precision=PRECISION)
-        unit = larger
-    else:
-        mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed * fading[:, None], input_precision=PRECISION)
-    return higher, total, mixed, odd, unit
-
-
-@triton.jit
 def _fetch_keys(
     keys, values, table, head, start, stop, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -273,13 +210,13 @@ def _fetch_keys(
 
 @triton.jit
 def _write_new(
-    new_keys, new_values, cos, sin, keys, values, place,
+    new_keys, new_values, cos, sin, keys, values, place, gain, eps,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PAIRS: tl.constexpr, HALF: tl.constexpr,
+    PAIRS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head's key, turned, and value of a token, into their place."""
+    """One head's key, normalized and turned, and value of a token, into their place."""
     one, d, dv = tl.zeros([1, 1], tl.int32), tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
-    k = turned(new_keys + one, cos + one, sin + one, one == 0, D, D_PAD, PAIRS, HALF)
+    k = turned(new_keys + one, cos + one, sin + one, one == 0, gain, eps, D, D_PAD, PAIRS, HALF, NORM)
     tl.store(keys + place * D + d, k.to(keys.dtype.element_ty), mask=d < D)
     v = tl.load(new_values + dv, mask=dv < DV, other=0.0)
     tl.store(values + place * DV + dv, v.to(values.dtype.element_ty), mask=dv < DV)
@@ -289,12 +226,13 @@ def _write_new(
 def _attention(
     query, keys, values, key_scales, value_scales, sinks, tables, positions, cu_seqlens, out, parts, sums, counters,
     rows, tokens, scale, window, soft_cap, stride_token, stride_head, stride_table, scale_offset,
-    new_keys, new_values, cos, sin, slots, key_token, key_head, value_token, value_head,
+    new_keys, new_values, cos, sin, slots, query_gain, key_gain, query_eps, key_eps,
+    key_token, key_head, value_token, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, NEW: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, FLOATS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     # Positions, tables and keys of earlier steps are in memory before a step begins, so they are read before the wait.
@@ -318,7 +256,7 @@ def _attention(
     stop = tl.load(positions + last) + 1
     begin = stop * 0
     if WINDOW:
-        begin = _first_seen(tl.load(positions + first), window, CHUNKED) // BLOCK_N * BLOCK_N
+        begin = first_seen(tl.load(positions + first), window, CHUNKED) // BLOCK_N * BLOCK_N
     begin, stop, shares = share_of_keys(begin, stop, split, SPLITS, BLOCK_N)
     if SPLITS > 1:
         if split >= shares:
@@ -331,7 +269,9 @@ def _attention(
     q_at = query + token[:, None] * stride_token + head_of[:, None] * stride_head
     if NEW:
         angle = token[:, None] * PAIRS
-        q = turned(q_at, cos + angle, sin + angle, known[:, None], D, D_PAD, PAIRS, HALF).to(query.dtype.element_ty)
+        q = turned(
+            q_at, cos + angle, sin + angle, known[:, None], query_gain, query_eps, D, D_PAD, PAIRS, HALF, NORM
+        ).to(query.dtype.element_ty)
         q_odd, q_scale = q, tl.zeros([BLOCK_M], tl.float32) + scale
     else:
         q, q_odd, q_scale = _queries(q_at, known, scale, D, D_PAD, SCALED)
@@ -339,7 +279,7 @@ def _attention(
         _write_new(
             new_keys + row * key_token + head * key_head, new_values + row * value_token + head * value_head,
             cos + row * PAIRS, sin + row * PAIRS, keys, values, tl.load(slots + row) * KV_HEADS + head,
-            D, DV, D_PAD, DV_PAD, PAIRS, HALF,
+            key_gain, key_eps, D, DV, D_PAD, DV_PAD, PAIRS, HALF, NORM,
         )  # fmt: skip
         tl.debug_barrier()
 
@@ -353,20 +293,18 @@ def _attention(
     if not WINDOW:
         plain = tl.minimum(tl.maximum(tl.load(positions + first) + 1, begin), stop)
         plain = begin + (plain - begin) // BLOCK_N * BLOCK_N
-    for start in range(begin, plain, BLOCK_N):
-        best, total, mixed, odd, unit = _over_keys(
-            q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
-            known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-            ASSEMBLY, False,
-        )  # fmt: skip
-    for start in range(plain, stop, BLOCK_N):
-        best, total, mixed, odd, unit = _over_keys(
-            q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
-            known, at, head, start, stop, window, soft_cap, best, total, mixed, odd, unit,
-            KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
-            ASSEMBLY, True,
-        )  # fmt: skip
+    best, total, mixed, odd, unit = over_tiles(
+        q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
+        known, at, head, begin, plain, stop, window, soft_cap, best, total, mixed, odd, unit,
+        KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
+        ASSEMBLY, SINGLE, False,
+    )  # fmt: skip
+    best, total, mixed, odd, unit = over_tiles(
+        q, q_odd, q_scale, keys, values, key_scales + scale_offset, value_scales + scale_offset, table,
+        known, at, head, plain, stop, stop, window, soft_cap, best, total, mixed, odd, unit,
+        KV_HEADS, PAGE, D, DV, D_PAD, DV_PAD, SCALED, WINDOW, CHUNKED, CAPPED, BLOCK_N, PRECISION, FLOATS,
+        ASSEMBLY, SINGLE, True,
+    )  # fmt: skip
     if SCALED:
         mixed = tl.reshape(tl.join(mixed, odd), (BLOCK_M, DV_PAD)) * unit
     if not CAPPED:

@@ -39,6 +39,7 @@ from ..contract import (
 from ..kv_dtypes import BFLOAT16, FLOAT32
 from ..lowrank import AdapterSlots, LowRank, LowRankTable
 from ..native.threads import one_torch_thread
+from ..new_kv import write_new
 from ..reference import ReferenceOps, ReferencePages
 from . import attention as paged
 from . import experts as experts_of
@@ -189,7 +190,8 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         if stack.handle is None:
             return super().experts(x, routed, stack, activation, residual, shared, weigh_inputs)
-        return experts_of.experts(x, routed, stack.handle, activation, residual, shared, weigh_inputs)
+        held, counters = stack.handle, self._counters
+        return experts_of.experts(x, routed, held, activation, residual, shared, weigh_inputs, counters)
 
     def sum_experts(
         self, made: Tensor, routed: Routed, residual: Tensor | None = None, shared: SharedExpert | None = None
@@ -259,7 +261,7 @@ class TritonOps(ReferenceOps):
         pages = _own(store)
         apart = paging.lengths.max_query > 1 or pages.shape.scales or pages.shape.latent  # no kernel does both
         if new is not None and apart:
-            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+            query = write_new(self, query, store, layer, paging, new)
             new = None
         if pages.shape.latent:
             return invariant_attention.attention(query, pages, layer, paging, mask, self._counters)

@@ -28,6 +28,7 @@ from ..contract import (
     RmsNorm,
 )
 from ..lowrank import AdapterSlots, LowRankTable
+from ..new_kv import write_new
 from . import invariant_attention, lora, vectors
 from .backend import TritonOps, _fused, _fused_data, _own
 from .invariant_products import REVISION, SlabProducts, packed_product
@@ -105,5 +106,5 @@ class DeterministicTritonOps(TritonOps):
         new: NewKV | None = None,
     ) -> Tensor:
         if new is not None:
-            query = self.rotate_and_write(store, layer, paging.slots, query, new.keys, new.values, new.rotation)
+            query = write_new(self, query, store, layer, paging, new)
         return invariant_attention.attention(query, _own(store), layer, paging, mask, self._counters)

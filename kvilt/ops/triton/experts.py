@@ -104,14 +104,20 @@ def experts(
     activation: Activation,
     residual: Tensor | None,
     shared: SharedExpert | None,
-    weigh_inputs: bool = False,
+    weigh_inputs: bool,
+    counters: Tensor,
 ) -> Tensor:
-    """The weighted sums over each token's experts."""
+    """The weighted sums over each token's experts; `counters` are zero before and after."""
     (tokens, top_k), readers = routed.chosen.shape, routed.chosen.shape[1]  # experts that read one row of x
     if weigh_inputs:
         x = weighed(x.repeat_interleave(top_k, dim=0), routed.weights.flatten())
         routed, readers = routed.unweighted(), 1
     x = x.contiguous()
+    if isinstance(held, PackedExperts) and tokens <= FEW:
+        first, second = packed_experts.ONE_TILES
+        kind = _ACTIVATIONS[activation]
+        opened = packed_experts.one_gate_up(x, routed.chosen, held.gate_up, readers, first, kind)
+        return packed_experts.one_down(opened, routed, held.down, residual, shared, second, counters)
     if isinstance(held, PackedExperts):
         made = _packed(x, routed.chosen, held, activation, readers)
     elif tokens <= FEW:
@@ -136,9 +142,6 @@ def _dense(x: Tensor, chosen: Tensor, held: ExpertTensors, activation: Activatio
 def _packed(x: Tensor, chosen: Tensor, held: PackedExperts, activation: Activation, readers: int) -> Tensor:
     """The same by packed weights."""
     gate_up, down, kind, pairs = held.gate_up, held.down, _ACTIVATIONS[activation], chosen.numel()
-    if len(chosen) <= FEW:
-        opened = packed_experts.one(x, chosen, gate_up, readers, packed_experts.ONE_TILES[0], kind)
-        return packed_experts.one(opened, chosen, down, 1, packed_experts.ONE_TILES[1])
     if pairs > gate_up.experts * PACKED_PAIRS:
         return _expanded(x, chosen, held, activation, readers)
     rows = 16 if pairs <= gate_up.experts * FEW_PAIRS else 32

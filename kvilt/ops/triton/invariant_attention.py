@@ -23,14 +23,14 @@ from torch import Tensor
 
 from ..contract import AttentionMask, Paging
 from ..reference import ReferencePages
-from .attention import _constants, _first_seen, _row_of
+from .attention import _constants, _row_of
+from .key_tiles import LOG2E, first_seen
 from .overlap import await_inputs, launch_next, overlap
 
 LATENT_HEADS = 16  # of a program, where all heads share their keys: a tile of a tensor core
 SEGMENT = 256  # keys that have a softmax of their own; a multiple of every tile
 PROGRAMS = 264  # that fill a card
 SHARED_BYTES = 160 << 10
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def attention(
@@ -139,7 +139,7 @@ def _over_keys(
     if MASKED:
         seen = known[:, None] & there[None, :] & (key[None, :] <= at[:, None])
         if WINDOW:
-            seen = seen & (key[None, :] >= _first_seen(at, window, CHUNKED)[:, None])
+            seen = seen & (key[None, :] >= first_seen(at, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         # What no query sees may never have been written: 0 * NaN would be NaN.
         useful = there & (tl.max(seen.to(tl.int32), 0) > 0)
@@ -204,7 +204,7 @@ def _attention(
     stop, oldest = tl.load(positions + last).to(tl.int32) + 1, tl.load(positions + first).to(tl.int32)
     begin, shares = stop * 0, stop * 0 + 1
     if WINDOW:
-        begin = _first_seen(oldest, window, CHUNKED) // BLOCK_N * BLOCK_N
+        begin = first_seen(oldest, window, CHUNKED) // BLOCK_N * BLOCK_N
     leftmost, end = begin // SEGMENT, tl.cdiv(stop, SEGMENT)
     if SHARED:
         each = tl.cdiv(end - leftmost, tl.num_programs(2))

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expert_products import or_else, tile_pairs
+from ..contract import Routed, SharedExpert
+from .expert_products import added, or_else, tile_pairs
 from .expert_tiles import TileMap
 from .grouped_products import chunk_constants, planes_of, row_products, tile_products
 from .overlap import await_inputs, launch_next, overlap
@@ -52,18 +53,46 @@ class PackedMaps:
             yield first, expanded(part, self.layout, dtype).view(-1, self.rows, self.layout.columns)
 
 
-def one(x: Tensor, chosen: Tensor, maps: PackedMaps, readers: int, tile: PackedTile, kind: int = -1) -> Tensor:
-    """What each pair's expert makes of its row [pairs, outputs]; `readers` pairs read one row of `x`.
+def one_gate_up(x: Tensor, chosen: Tensor, maps: PackedMaps, readers: int, tile: PackedTile, kind: int) -> Tensor:
+    """What each pair's expert makes of its row [pairs, inner]; `readers` pairs read one row of `x`.
 
-    `kind` is that of the activation, or -1 for a plain product.
+    `kind` is that of the activation.
     """
     pairs, layout, outputs = chosen.numel(), maps.layout, maps.outputs
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     span = 8 * layout.group
-    _one[(triton.cdiv(outputs, tile.outputs), pairs)](
+    _one_gate_up[(triton.cdiv(outputs, tile.outputs), pairs)](
         x, *planes_of(maps.data, layout), or_else(maps.bias, x), out, chosen, outputs, maps.rows, layout.columns,
         layout.padded, readers, BIAS=maps.bias is not None, ROWS=8, **_constants(x, layout, kind),
         **tile.options(layout.padded, span, span), **overlap(x),
+    )  # fmt: skip
+    return out
+
+
+def one_down(
+    x: Tensor,
+    routed: Routed,
+    maps: PackedMaps,
+    residual: Tensor | None,
+    shared: SharedExpert | None,
+    tile: PackedTile,
+    counters: Tensor,
+) -> Tensor:
+    """The weighted sums of each token's experts, whose inner states are `x` [pairs, inner]: [tokens, hidden].
+
+    A program for each pair and tile of outputs; the last one of a token's tile adds. `counters` are zero before and
+    after.
+    """
+    (tokens, top_k), layout, outputs = routed.chosen.shape, maps.layout, maps.outputs
+    out = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    parts = torch.empty((tokens * top_k, outputs), dtype=torch.float32, device=x.device)
+    (own, gate), span = (None, None) if shared is None else shared, 8 * layout.group
+    _one_down[(triton.cdiv(outputs, tile.outputs), tokens * top_k)](
+        x, *planes_of(maps.data, layout), or_else(maps.bias, x), routed.chosen, routed.weights, or_else(residual, out),
+        or_else(own, out), or_else(gate, out), parts, counters, out, outputs, maps.rows, layout.columns, layout.padded,
+        TOP_K=top_k, BIAS=maps.bias is not None, RESIDUAL=residual is not None, SHARED=own is not None,
+        GATE=gate is not None, ROWS=8, **_constants(x, layout, -1), **tile.options(layout.padded, span, span),
+        **overlap(x),
     )  # fmt: skip
     return out
 
@@ -90,7 +119,7 @@ def _constants(x: Tensor, layout: GroupedLayout, kind: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _one(
+def _one_gate_up(
     x, words, scales, stride_words, stride_scales, first_scale, bias, out, chosen, outputs, height, columns, padded,
     readers,
     CUT: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
@@ -110,11 +139,43 @@ def _one(
     )  # fmt: skip
     if BIAS:
         made += tl.load(bias + first + n, mask=n < outputs, other=0.0).to(tl.float32)
-        if KIND >= 0:
-            other += tl.load(bias + first + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
-    if KIND >= 0:
-        made = gated(made, other, KIND)
-    tl.store(out + pair * outputs + n, made, mask=n < outputs)
+        other += tl.load(bias + first + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
+    tl.store(out + pair * outputs + n, gated(made, other, KIND), mask=n < outputs)
+
+
+@triton.jit
+def _one_down(
+    x, words, scales, stride_words, stride_scales, first_scale, bias, chosen, weights, residual, shared, gate, parts,
+    counters, out, outputs, height, columns, padded,
+    TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, CUT: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr, BASE: tl.constexpr, MINIMUMS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    pair, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token, there = pair // TOP_K, n < outputs
+    await_inputs(PDL)
+    first = tl.load(chosen + pair).to(tl.int64) * height
+    made, _ = row_products(
+        x + pair * columns, words + first * stride_words, scales + first_scale + first * stride_scales,
+        stride_words, stride_scales, n, outputs, columns, padded,
+        CUT, BITS, FLOATS, GROUP, SLOTS, WORDS, SCALE_WORDS, BASE, MINIMUMS, KIND, OUTPUTS, ROWS, CHUNKS, STAGES,
+        ASSEMBLY, PRECISION,
+    )  # fmt: skip
+    if BIAS:
+        made += tl.load(bias + first + n, mask=there, other=0.0).to(tl.float32)
+    tl.store(parts + pair * outputs + n, made * tl.load(weights + pair), mask=there)
+    tl.debug_barrier()
+    counter = counters + token * tl.num_programs(0) + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel") < TOP_K - 1:
+        return
+    tl.store(counter, 0)
+    total = added(residual, shared, gate, token, n, there, outputs, RESIDUAL, SHARED, GATE)
+    for place in tl.static_range(TOP_K):  # in ascending order, whichever program came last
+        total += tl.load(parts + (token * TOP_K + place) * outputs + n, mask=there, other=0.0, volatile=True)
+    tl.store(out + token * outputs + n, total, mask=there)
 
 
 @triton.jit

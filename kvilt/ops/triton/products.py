@@ -36,7 +36,8 @@ class Tile:
 
 # Measured on an H200, with weights of an 8B model: bench/gpu.py.
 PLAIN, NORMED_OR_WIDE, GATED = Tile(4, 1024, warps=8), Tile(8, 512), Tile(4, 512)
-MANY_OUTPUTS = 1 << 15
+NARROW = Tile(1, 4096)  # of a router: a program for each output
+FEW_OUTPUTS, MANY_OUTPUTS = 1 << 9, 1 << 15
 
 
 def gemv(
@@ -53,7 +54,7 @@ def gemv(
     """
     outputs, columns = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    tile = PLAIN if norm is None and outputs < MANY_OUTPUTS else NORMED_OR_WIDE
+    tile = PLAIN if norm is None and outputs < MANY_OUTPUTS else NORMED_OR_WIDE if outputs > FEW_OUTPUTS else NARROW
     programs = triton.cdiv(outputs, tile.rows)
     _gemv[(programs,)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, *_norm_of(x, norm),

@@ -237,9 +237,10 @@ def turned_pairs(
 
 @triton.jit
 def turned(
-    source, cos, sin, inside, D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr
+    source, cos, sin, inside, gain, eps,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Vectors at `source` [n, 1], turned by the angles at `cos` and `sin` [n, 1]: float32 [n, D_PAD]."""
+    """Vectors at `source` [n, 1], normalized and turned by the angles at `cos` and `sin` [n, 1]: float32 [n, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
     turns = inside & (d < 2 * PAIRS)
     if HALF:
@@ -248,6 +249,10 @@ def turned(
         first, pair, partner = d % 2 == 0, d // 2, tl.where(d % 2 == 0, d + 1, d - 1)
     x = tl.load(source + d, mask=inside & (d < D), other=0.0).to(tl.float32)
     y = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * scale * tl.load(gain + d, mask=d < D, other=0.0)
+        y = y * scale * tl.load(gain + partner, mask=d < 2 * PAIRS, other=0.0)
     c, s = tl.load(cos + pair, mask=turns, other=1.0), tl.load(sin + pair, mask=turns, other=0.0)
     return x * c + tl.where(first, -y, y) * s
 
