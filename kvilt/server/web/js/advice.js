@@ -14,9 +14,13 @@ const BY_CODE = {
   unknown_host: 'Open the page under a name that the server knows.',
 };
 
+/** Something that the user can mend, said in full. */
+export class Told extends Error {}
+
 /** `{what, next}` of an error. */
 export function advice(error) {
   if (error instanceof Dropped) return { what: error.message, next: 'What arrived is kept. Try again to get a whole answer.' };
+  if (error instanceof Told) return { what: error.message, next: '' };
   const known = BY_CODE[error.code];
   if (known) return { what: sentence(error.message), next: known };
   if (error.status >= 500) return { what: sentence(error.message), next: logged(error) };

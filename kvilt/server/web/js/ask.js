@@ -5,6 +5,7 @@ import { events } from './sse.js';
 import { drawnToken } from './tokens.js';
 
 const ALTERNATIVES = 5;
+const MOST_ALTERNATIVES = 20; // of blended answers, which may be checked
 const GONE = new Set(['kv_mismatch', 'kv_not_found', 'kv_expired']);
 
 /** The messages that lead to an answer, as the server takes them. */
@@ -17,11 +18,30 @@ export function conversation(path, settings) {
  *
  * Throws what went wrong; what arrived until then stays in the nodes.
  */
-export async function ask({ api, book, tree, model, settings, drawn }, question, nodes, onChange, signal) {
+export async function ask({ api, book, tree, documents, ...how }, question, nodes, onChange, signal) {
+  const [first] = nodes;
+  const body = requestBody({ tree, ...how }, question, nodes);
+  // Documents stand in a prompt of their own: their KV is blended, not forked.
+  const parent = documents ? null : ((await resumed(book, first)) ?? (await book.before(question)));
+  const asked = performance.now();
+  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null });
+  if (documents) {
+    Object.assign(body, documents, { seed: Math.floor(Math.random() * 2 ** 31), kv_out: false, ...(body.logprobs ? { top_logprobs: MOST_ALTERNATIVES } : {}) });
+    for (const node of nodes) node.blended = { ...documents.blend, documents: documents.documents.length, seed: body.seed };
+  }
+  const stream = await open(api, book, body, parent, first, signal);
+  for (const node of nodes.slice(1)) Object.assign(node, { miss: first.miss, parentKv: first.parentKv });
+  for await (const chunk of events(stream)) {
+    take(chunk, nodes, book);
+    onChange();
+  }
+}
+
+/** What is sent for answers to a question. */
+export function requestBody({ tree, model, settings, drawn }, question, nodes) {
   const [first] = nodes;
   const messages = conversation(tree.upTo(question), settings);
-  const parent = (await resumed(book, first)) ?? (await book.before(question));
-  const body = {
+  return {
     messages: first.text ? [...messages, { role: 'assistant', content: first.text }] : messages,
     ...(first.text ? { continue_final_message: true, add_generation_prompt: false } : {}),
     ...(model ? { model } : {}),
@@ -34,14 +54,6 @@ export async function ask({ api, book, tree, model, settings, drawn }, question,
     return_progress: true,
     kv_out: true,
   };
-  const asked = performance.now();
-  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null });
-  const stream = await open(api, book, body, parent, first, signal);
-  for (const node of nodes.slice(1)) Object.assign(node, { miss: first.miss, parentKv: first.parentKv });
-  for await (const chunk of events(stream)) {
-    take(chunk, nodes, book);
-    onChange();
-  }
 }
 
 /** The KV that an answer is continued from: another answer's, cut where they part. */

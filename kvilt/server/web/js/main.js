@@ -1,11 +1,13 @@
 // Puts the page together: one conversation, one answer at a time.
 
-import { advice } from './advice.js';
+import { advice, Told } from './advice.js';
 import { Api } from './api.js';
-import { ask, conversation, speeds } from './ask.js';
+import { ask, conversation, requestBody, speeds } from './ask.js';
+import { checkAnswer } from './check.js';
 import { Chats } from './chats.js';
 import { compare } from './compare.js';
 import { Composer } from './composer.js';
+import { Documents } from './documents.js';
 import { byId, el, icon, set } from './dom.js';
 import { Gauge } from './gauge.js';
 import { HandleBook } from './handles.js';
@@ -19,7 +21,7 @@ import { session } from './storage.js';
 import { Tabs } from './tabs.js';
 import { themeButton } from './theme.js';
 import { Thread } from './thread.js';
-import { answerTokens, textOf } from './tokens.js';
+import { answerTokens, drawnToken, textOf } from './tokens.js';
 import { Tree } from './tree.js';
 
 class App {
@@ -41,6 +43,7 @@ class App {
       regenerate: (node, n) => this.regenerate(node, n),
       fork: (node, index, token) => this.fork(node, index, token),
       resume: (node, text) => this.resume(node, text),
+      check: (node) => this.check(node),
       compare: (node) => compare(this.tree, node, (chosen) => this.pick(chosen)),
       retry: (node) => this.retry(node),
       walk: (node, by) => this.walk(node, by),
@@ -49,6 +52,7 @@ class App {
     this.composer = new Composer({ send: (text) => this.send(text), stop: () => this.stop() });
     this.gauge = new Gauge(byId('gauge'));
     this.settings = new Settings(this.keys);
+    this.documents = new Documents(this.api, tree, () => this.save(), (error) => this.notify(error));
     this.chats = new Chats(this.library, {
       open: (id) => this.openChat(id),
       current: () => this.tree.id,
@@ -146,6 +150,7 @@ class App {
   }
 
   render() {
+    this.documents.render();
     this.thread.render(this.busy);
     const answered = this.tree.path().findLast((node) => node.usage);
     this.gauge.show(answered?.usage, this.model?.max_model_len);
@@ -157,7 +162,7 @@ class App {
     box.hidden = error === null;
     if (error === null) return;
     const { what, next } = advice(error);
-    const again = el('button', { type: 'button', class: 'plain', on: { click: retry } }, 'Try again');
+    const again = el('button', { type: 'button', class: 'plain', on: { click: retry ?? (() => this.notify(null)) } }, retry ? 'Try again' : 'Close');
     box.replaceChildren(el('p', {}, el('strong', {}, what), ' ', next), again);
   }
 
@@ -220,6 +225,28 @@ class App {
     return this.answer(this.tree.parent(node), [node]);
   }
 
+  /** What a request is made of, besides the question. */
+  given() {
+    return { api: this.api, book: this.book, tree: this.tree, model: this.model?.id, settings: this.settings.values, drawn: this.settings.drawn };
+  }
+
+  /** Compute the prompt of a blended answer as a whole, and say how far the two are apart. */
+  async check(node) {
+    if (this.busy || !this.documents.fields()) return;
+    const running = { nodes: [], control: new AbortController() };
+    this.setRunning(running);
+    try {
+      const { seed, ratio, strategy } = node.blended;
+      const body = requestBody(this.given(), this.tree.parent(node), [{ text: '' }]);
+      Object.assign(body, this.documents.fields(), { seed, blend: { ratio, strategy }, kv_out: false, logprobs: true, top_logprobs: 20 });
+      node.checked = await checkAnswer(this.api, body, node, drawnToken, running.control.signal);
+    } catch (error) {
+      if (!running.control.signal.aborted) this.notify(error);
+    }
+    this.setRunning(null);
+    this.save();
+  }
+
   async answer(question, nodes = [this.tree.add(question, 'assistant', '')]) {
     if (this.busy) return;
     for (const node of nodes) node.state = 'streaming';
@@ -228,8 +255,7 @@ class App {
     this.setRunning(running);
     let ended = { state: 'done', error: null };
     try {
-      const given = { api: this.api, book: this.book, tree, model: this.model?.id, settings: this.settings.values, drawn: this.settings.drawn };
-      await ask(given, question, nodes, () => this.changed(nodes), running.control.signal);
+      await ask({ ...this.given(), documents: this.documents.fields() }, question, nodes, () => this.changed(nodes), running.control.signal);
     } catch (error) {
       const stopped = running.control.signal.aborted;
       ended = { state: stopped ? 'stopped' : 'failed', error: stopped ? null : told(error) };
@@ -254,6 +280,7 @@ class App {
       one.speeds = speeds(one);
       one.resume = null;
       if (!one.continued) one.questionTokens = one.usage?.prompt_tokens;
+      if (one.blended && this.documents.tokensPerS) one.blended.wholeS = (one.usage?.prompt_tokens ?? 0) / this.documents.tokensPerS;
     }
     if (node.usage) {
       const messages = conversation(this.tree.upTo(question), this.settings.values);
@@ -308,7 +335,7 @@ class App {
     session.set('chat', this.tree);
     session.set('handles', this.book.used);
     this.tabs.note(this.book.used);
-    if (!this.library.keep(this.tree)) this.notify(new Error('This browser has no room for more conversations; delete some.'), () => this.notify(null));
+    if (!this.library.keep(this.tree)) this.notify(new Told('This browser has no room for more conversations. Delete some, or export them first.'));
     const link = this.tree.path().length ? `#chat=${this.tree.id}` : location.pathname;
     if (linked() !== this.tree.id) history.replaceState(null, '', link);
     this.chats.show();

@@ -2,6 +2,7 @@
 
 import { advice } from './advice.js';
 import { speeds } from './ask.js';
+import { checkNote } from './check.js';
 import { el, icon, iconButton, set } from './dom.js';
 import { copyText, update } from './markdown.js';
 import { missText } from './miss.js';
@@ -32,7 +33,8 @@ export class Message {
       this.text = el('div', { class: 'md' });
       this.waiting = el('div', { class: 'waiting', hidden: true });
       this.trouble = el('div', { class: 'trouble', role: 'alert', hidden: true });
-      this.body.append(this.thought, this.text, this.waiting, this.trouble);
+      this.checked = el('div', { hidden: true });
+      this.body.append(this.thought, this.text, this.waiting, this.checked, this.trouble);
     }
     this.update();
   }
@@ -58,6 +60,8 @@ export class Message {
     this.waiting.hidden = !isWaiting;
     if (isWaiting) this.updateWaiting();
     this.updateTrouble();
+    this.checked.hidden = !node.checked;
+    if (node.checked) this.checked.replaceChildren(checkNote(node));
   }
 
   /** The answer as Markdown, or as tokens where that was asked for. */
@@ -153,6 +157,7 @@ export class Message {
       iconButton('many', `Regenerate ${BRANCHES} branches at once`, () => acts.regenerate(node, BRANCHES), { disabled: busy }),
       iconButton('edit', 'Edit the answer and continue it', () => this.edit(), { disabled: busy }),
       answerTokens(node) ? iconButton('chance', 'Token probabilities', () => this.toggleTokens(), pressed) : null,
+      node.blended ? iconButton('check', 'Check this answer', () => acts.check(node), { disabled: busy }) : null,
       this.tree().placeOf(node).of > 1 ? iconButton('sides', 'Compare branches', () => acts.compare(node)) : null,
     ].filter(Boolean);
   }
@@ -164,6 +169,7 @@ export class Message {
     const said = [
       perSecond === null ? null : el('span', { title: 'Speed after the first token' }, rate(perSecond)),
       firstS === null ? null : el('span', { title: 'Time to the first token' }, `first token ${seconds(firstS)}`),
+      ...this.blended(),
       this.reuse(),
       node.state === 'stopped' ? el('span', {}, 'stopped') : null,
       node.finish === 'length' ? el('span', { title: 'The limit of tokens was reached' }, 'cut at max tokens') : null,
@@ -171,7 +177,17 @@ export class Message {
     return el('span', { class: 'facts' }, said.filter(Boolean));
   }
 
+  /** What blending did, and what a whole prefill would take by the speed at which documents were computed. */
+  blended() {
+    const { blended, usage } = this.node;
+    if (!blended || !usage?.kvilt) return [];
+    const { blended_reused: reused, blended_recomputed: again } = usage.kvilt;
+    const whole = blended.wholeS ? el('span', { title: 'By the speed at which the documents were computed' }, `about ${seconds(blended.wholeS)} as a whole`) : null;
+    return [whole, el('span', { title: `${blended.strategy}, ratio ${blended.ratio}` }, `${count(reused)} of ${tokens(reused + again)} of documents reused`)];
+  }
+
   reuse() {
+    if (this.node.blended) return null;
     const { usage, parentKv, miss } = this.node;
     if (!usage) return null;
     const cached = usage.prompt_tokens_details.cached_tokens;

@@ -2,6 +2,7 @@
 
 import { el } from './dom.js';
 
+const SHOWN = 5;
 const CERTAIN = [[0.9, 4], [0.5, 3], [0.2, 2], [0, 1]];
 
 /** What the stream says of a token, in short. */
@@ -67,7 +68,7 @@ function cell(token, index) {
 }
 
 function alternatives(token, index, fork) {
-  const rows = token.top.map((one) => {
+  const rows = token.top.slice(0, SHOWN).map((one) => {
     const taken = one.t === token.t;
     const bar = el('span', { class: 'likely' });
     bar.style.width = `${Math.max(2, 100 * Math.exp(one.p))}%`;

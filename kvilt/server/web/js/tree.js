@@ -65,7 +65,8 @@ export class Tree {
   }
 
   toJSON() {
-    return { id: this.id, nodes: [...this.nodes.values()] };
+    const given = this.documents?.length ? { documents: this.documents, blend: this.blend } : {};
+    return { id: this.id, nodes: [...this.nodes.values()], ...given };
   }
 
   /** A tree that was written before; an empty one where that cannot be read. */
@@ -77,6 +78,7 @@ export class Tree {
         const state = node.state === 'streaming' ? 'dropped' : node.state;
         tree.place({ ...node, state });
       }
+      if (Array.isArray(saved.documents)) Object.assign(tree, { documents: saved.documents, blend: saved.blend });
       tree.root = tree.nodes.get('root');
       tree.path();
       return tree;
