@@ -403,6 +403,7 @@ class KernelRunner:
         self,
         logits: F32Address,
         bias: F32Address,  # 0: none
+        factors: F32Address,  # 0: none
         tokens: int,
         experts: int,
         scores: RouterScores,

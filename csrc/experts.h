@@ -27,8 +27,9 @@ struct Routing {
 };
 
 struct RouteArgs {
-  const float* logits;  // [tokens][experts]
-  const float* bias;    // [experts]: added to the scores that choose, not to the weights; or null
+  const float* logits;   // [tokens][experts]
+  const float* bias;     // [experts]: added to the scores that choose, not to the weights; or null
+  const float* factors;  // [experts]: of the weights, at last; or null
   int64_t tokens, experts;
   Routing how;
   int32_t* chosen;  // [tokens][top_k], ascending

@@ -31,14 +31,14 @@ struct ExpertStack {
   }
 };
 
-void route(KernelRunner& r, Address logits, Address bias, int64_t tokens, int64_t experts, RouterScores scores,
-           int64_t top_k, bool normalized, float epsilon, float floor, float scale, int64_t groups, int64_t top_groups,
-           bool top_two, Address chosen, Address weights) {
+void route(KernelRunner& r, Address logits, Address bias, Address factors, int64_t tokens, int64_t experts,
+           RouterScores scores, int64_t top_k, bool normalized, float epsilon, float floor, float scale, int64_t groups,
+           int64_t top_groups, bool top_two, Address chosen, Address weights) {
   const bool possible = tokens >= 0 && top_k >= 1 && groups >= 1 && top_groups >= 1 && top_groups <= groups &&
                         experts % groups == 0 && top_k <= experts / groups * top_groups;
   check(possible, "so many experts cannot be chosen");
   const Routing how{scores, top_k, normalized, epsilon, floor, scale, groups, top_groups, top_two};
-  const RouteArgs args{at<const float>(logits), at<const float>(bias), tokens, experts, how,
+  const RouteArgs args{at<const float>(logits), at<const float>(bias), at<const float>(factors), tokens, experts, how,
                        at<int32_t>(chosen),     at<float>(weights)};
   r.run_and_record([=, &r] { r.route(args); });
 }

@@ -82,7 +82,10 @@ void route_token(const RouteArgs& a, int64_t token, Room& room) {
   int32_t* chosen = a.chosen + token * a.how.top_k;
   choose(choice, a.experts, a.how.top_k, room.taken, chosen);
   std::sort(chosen, chosen + a.how.top_k);
-  weigh(a.how, room, chosen, a.weights + token * a.how.top_k);
+  float* weights = a.weights + token * a.how.top_k;
+  weigh(a.how, room, chosen, weights);
+  if (!a.factors) return;
+  for (int64_t i = 0; i < a.how.top_k; ++i) weights[i] *= a.factors[chosen[i]];
 }
 
 constexpr int64_t kWorthSharing = 4096;  // scores: fewer take less time than waking a thread

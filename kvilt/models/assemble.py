@@ -19,7 +19,7 @@ from .altup import HALF, AltUpLayer
 from .attention import Attention
 from .decoder import Decoder, Layer, Mixer
 from .expert_slices import ExpertSlice, expert_slices
-from .experts import Experts, FeedForward
+from .experts import DenseBeside, Experts, FeedForward
 from .families.family import CheckpointDialect, expert_part
 from .families.registry import recognise
 from .fused_slice import FusedSlice
@@ -362,7 +362,16 @@ def _experts(loader: _Loader, prefix: str, spec: ExpertsSpec) -> Experts:
         loader.vector(bias, torch.float32).view(-1) if spec.router.selection_bias else None,
         None if shared is None else _dense(loader, f"{prefix}shared.", shared.block),
         loader.linear(f"{prefix}shared_gate") if shared is not None and shared.gated else None,
+        None if spec.dense is None else _beside(loader, prefix, spec.dense),
     )
+
+
+def _beside(loader: _Loader, prefix: str, dense: FeedForwardSpec) -> DenseBeside:
+    norms = [loader.norm(f"{prefix}{name}") for name in ("dense_norm", "experts_norm", "experts_out_norm")]
+    # What a router reads is divided by the root of its size.
+    router_norm = _scaled(loader.norm(f"{prefix}router_norm"), loader.spec.hidden_size**-0.5)
+    factors = loader.vector(f"{prefix}expert_factors", torch.float32).view(-1)
+    return DenseBeside(_dense(loader, prefix, dense), *norms, router_norm, factors)
 
 
 def _plain(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForward:

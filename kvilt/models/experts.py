@@ -11,10 +11,22 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ..ops.contract import ExpertStack, Routed
+from ..ops.contract import ExpertStack, Routed, SharedExpert
 from ..ops.routing import weighed
 from .layers import AnyNorm, DenseFeedForward, LayerContext, Linear, PlainFeedForward
 from .spec import ExpertsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBeside:
+    """A dense block that reads what experts read. Both have norms of their own around them; the router has one."""
+
+    block: DenseFeedForward
+    out_norm: AnyNorm  # of what the dense block makes
+    experts_norm: AnyNorm
+    experts_out_norm: AnyNorm
+    router_norm: AnyNorm
+    factors: Tensor  # float32 [experts], of their weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +40,42 @@ class Experts:
     selection_bias: Tensor | None = None  # float32 [experts], moves the choice and not the weights
     shared: DenseFeedForward | None = None
     shared_gate: Linear | None = None  # to one logit
+    beside: DenseBeside | None = None
 
     def __call__(
         self, x: Tensor, context: LayerContext, residual: Tensor | None = None, norm: AnyNorm | None = None
     ) -> Tensor:
         """The experts of `x`, which is normalized first, plus `residual`."""
-        ops, weigh_inputs = context.ops, self.spec.router.weigh_inputs
+        if self.beside is not None:
+            return self._with_dense(self.beside, x, context, residual, norm)
+        ops = context.ops
         maps = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         x, (logits, *gates) = context.normed_linears(x, maps, norm)
         routed = ops.route(logits, self.spec.routing, self.selection_bias)
         shared = None if self.shared is None else (self.shared(x, context), gates[0] if gates else None)
+        return self._sum(x, routed, context, residual, shared)
+
+    def _with_dense(
+        self, beside: DenseBeside, x: Tensor, context: LayerContext, residual: Tensor | None, norm: AnyNorm | None
+    ) -> Tensor:
+        """What the dense block makes of `x`, normalized by `norm`, and what experts make of it by theirs."""
+        ops = context.ops
+        dense = beside.out_norm(beside.block(x, context, None, norm), ops)
+        _, (logits,) = context.normed_linears(x, (self.router,), beside.router_norm)
+        routed = ops.route(logits, self.spec.routing, self.selection_bias, beside.factors)
+        made = self._sum(beside.experts_norm(x, ops), routed, context, None, None)
+        both = ops.add(dense, beside.experts_out_norm(made, ops))
+        return both if residual is None else ops.add(residual, both)
+
+    def _sum(
+        self,
+        x: Tensor,
+        routed: Routed,
+        context: LayerContext,
+        residual: Tensor | None,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        ops, weigh_inputs = context.ops, self.spec.router.weigh_inputs
         if self._adapted(context):
             made = self._one_by_one(x, routed, context)
             return ops.sum_experts(made, routed.unweighted() if weigh_inputs else routed, residual, shared)

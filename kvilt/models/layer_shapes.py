@@ -76,6 +76,9 @@ def _router_shapes(spec: ExpertsSpec, width: int) -> dict[str, tuple[int, ...]]:
         shapes["router_bias"] = (spec.experts,)
     if spec.router.selection_bias:
         shapes["selection_bias"] = (spec.experts,)
+    if spec.dense is not None:
+        shapes |= dict.fromkeys(("router_norm", "dense_norm", "experts_norm", "experts_out_norm"), (width,))
+        shapes |= {"expert_factors": (spec.experts,), **_feed_forward_shapes(spec.dense, width)}
     if spec.shared is not None:
         shapes |= {f"shared.{name}": shape for name, shape in _feed_forward_shapes(spec.shared.block, width).items()}
         shapes |= {"shared_gate": (1, width)} if spec.shared.gated else {}

@@ -6,7 +6,7 @@ Never holds devices, storage dtypes or file names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -227,11 +227,10 @@ class ExpertsSpec:
     # Part of what a spec shows of itself only where they are not plain, since the identity of saved KV is made of that.
     router: RouterSpec = field(default=RouterSpec(), repr=False)
     shared: SharedExpertSpec | None = field(default=None, repr=False)
+    # A dense block beside them. Both, and the router, have norms of their own, and each expert a factor (Gemma 4).
+    dense: FeedForwardSpec | None = field(default=None, repr=False)
 
-    def __repr__(self) -> str:
-        shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
-        shown += [f"router={self.router!r}"] if self.router != RouterSpec() else []
-        return f"ExpertsSpec({', '.join([*shown, f'shared={self.shared!r}'] if self.shared else shown)})"
+    __repr__ = spec_repr
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.experts:

@@ -181,8 +181,13 @@ class Ops(Protocol):
         """Bring prepared maps of experts into the form that `experts` takes, once, at load."""
         ...
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        """The experts that logits [tokens, experts] choose; `bias` [experts] moves the choice and not the weights."""
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    ) -> Routed:
+        """The experts that logits [tokens, experts] choose; `bias` [experts] moves the choice and not the weights.
+
+        The weight of each expert is multiplied by its own of `factors` [experts], at last.
+        """
         ...
 
     def experts(

@@ -163,8 +163,10 @@ class ReferenceOps:
     def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
         return ExpertStack(tuple(experts))
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return routing_module.route(logits, routing, bias)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    ) -> Routed:
+        return routing_module.route(logits, routing, bias, factors)
 
     def experts(
         self,

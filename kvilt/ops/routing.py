@@ -62,8 +62,11 @@ class ExpertStack:
     asks_the_host: bool = True  # the host reads which experts were chosen before they can run
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-    """The experts that logits [tokens, experts] choose; `bias` [experts] moves the choice and not the weights."""
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None) -> Routed:
+    """The experts that logits [tokens, experts] choose; `bias` [experts] moves the choice and not the weights.
+
+    Each expert's weight is multiplied by its own of `factors` [experts], at last.
+    """
     logits = logits.float()
     scores = _scores(logits, routing)
     choice = scores if bias is None else scores + bias
@@ -77,7 +80,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Route
         weights = weights.sigmoid()
     if routing.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon).clamp(min=routing.floor)
-    return Routed(chosen.int(), weights * routing.scale)
+    weights = weights * routing.scale
+    return Routed(chosen.int(), weights if factors is None else weights * factors[chosen])
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:

@@ -153,6 +153,12 @@ def _gemma4(**changes: Any) -> Callable[[], PreTrainedModel]:
     return lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SMALL | SPECIALS | own | heads | changes))
 
 
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 E_FIELDS: dict[str, Any] = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -547,6 +553,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4": _gemma4(),
     "gemma4-nested": _gemma4_nested,
     "gemma4-own-values": _gemma4(attention_k_eq_v=False, final_logit_softcapping=6.0),
+    "gemma4-experts": _gemma4(**GEMMA4_EXPERTS),
     "gemma4-e": _gemma4_e(),
     "gemma4-e-wide": _gemma4_e(use_double_wide_mlp=True, attention_bias=True, num_kv_shared_layers=4),
     "gemma3n": lambda: Gemma3nForCausalLM(_gemma3n_text()),
@@ -617,6 +624,9 @@ SLOW = {
 }
 
 
+RANDOM_FROM_ONE = ("bias", "output_scale", "router.scale", "per_expert_scale")
+
+
 def random_model(name: str) -> PreTrainedModel:
     """A model of that family with random weights, the same ones every time."""
     torch.manual_seed(sum(name.encode()))
@@ -624,7 +634,7 @@ def random_model(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             # Not the trivial values they start with.
-            if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith(("bias", "output_scale")):
+            if "norm" in tensor_name or ".ln_" in tensor_name or tensor_name.endswith(RANDOM_FROM_ONE):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
         for tensor_name, tensor in model.named_buffers():
             if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -16,12 +16,12 @@ from safetensors.numpy import load_file, save_file
 from test_gguf_dialects import close
 from transformers import PreTrainedModel
 
-from kvilt.errors import Unsupported, WeightError
+from kvilt.errors import WeightError
 from kvilt.models.assemble import read_spec
 from kvilt.models.spec import ProportionalScaling, RopeSpec
 from kvilt.weights.source import open_checkpoint
 
-GGUF_MODELS = ("gemma3n", "gemma4", "gemma4-e", "gemma4-own-values")
+GGUF_MODELS = ("gemma3n", "gemma4", "gemma4-e", "gemma4-own-values", "gemma4-experts")
 Change = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
 
 
@@ -63,8 +63,8 @@ def named(state: dict[str, torch.Tensor], arch: gguf.MODEL_ARCH, layers: int) ->
 
 
 def suffix(name: str) -> str:
-    """What the converter adds to the names of single numbers and of scales."""
-    return ".weight" if name.endswith(("_scale", "layer_scalar")) else ""
+    """What the converter adds to the names of single numbers, of scales, and of the maps of all experts."""
+    return ".weight" if name.endswith(("_scale", "layer_scalar", "gate_up_proj", "down_proj")) else ""
 
 
 def gemma3n(writer: gguf.GGUFWriter, model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -103,14 +103,34 @@ def gemma4(writer: gguf.GGUFWriter, model: PreTrainedModel) -> dict[str, np.ndar
     writer.add_rope_dimension_count_swa(narrow.head_dim)
     turning = int(wide.head_dim * rope["full_attention"]["partial_rotary_factor"] / 2)
     freqs = np.array([1.0] * turning + [1e30] * (wide.head_dim // 2 - turning), dtype=np.float32)
-    own = named(model.state_dict(), gguf.MODEL_ARCH.GEMMA4, config.num_hidden_layers)
-    return own | {"rope_freqs.weight": freqs}
+    state, scales = model.state_dict(), {}
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        for i in range(config.num_hidden_layers):
+            for theirs, part in (("scale", "ffn_gate_inp"), ("per_expert_scale", "ffn_down_exps")):
+                scales[f"blk.{i}.{part}.scale"] = state.pop(f"model.layers.{i}.router.{theirs}").numpy()
+    own = named(state, gguf.MODEL_ARCH.GEMMA4, config.num_hidden_layers)
+    return own | scales | {"rope_freqs.weight": freqs}
 
 
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_a_gguf_gives_the_logits_of_the_checkpoint_it_was_made_from(name: str, tmp_path: Path, shows: Shows) -> None:
     model, path = write(name, tmp_path)
     shows("gguf", type(model).__name__, f"{name} {'gemma3n' if '3n' in name else 'gemma4'}")
+    close(path, model)
+
+
+def gate_and_up_apart(_writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    for name in [name for name in tensors if "gate_up_exps" in name]:
+        both = tensors.pop(name)
+        for part, own in zip(("gate", "up"), np.split(both, 2, axis=1), strict=True):
+            tensors[name.replace("gate_up", part)] = own
+
+
+def test_experts_may_have_two_tensors_for_gate_and_up(tmp_path: Path) -> None:
+    model, path = write("gemma4-experts", tmp_path, gate_and_up_apart)
     close(path, model)
 
 
@@ -125,8 +145,8 @@ def test_wide_blocks_of_layers_that_share_kv(tmp_path: Path) -> None:
     assert [layer.attention.shared_with for layer in spec.layers] == [None, None, 0, 1, 0, 1]
 
 
-def experts(_writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
-    tensors["blk.0.ffn_gate_inp.weight"] = np.zeros((4, 32), dtype=np.float32)
+def too_few_experts(writer: gguf.GGUFWriter, _tensors: dict[str, np.ndarray]) -> None:
+    writer.add_expert_used_count(9)
 
 
 def no_pattern(writer: gguf.GGUFWriter, _tensors: dict[str, np.ndarray]) -> None:
@@ -140,7 +160,7 @@ def all_shared(writer: gguf.GGUFWriter, _tensors: dict[str, np.ndarray]) -> None
 @pytest.mark.parametrize(
     ("name", "change", "error", "said"),
     [
-        ("gemma4", experts, Unsupported, "experts"),
+        ("gemma4-experts", too_few_experts, WeightError, "num_experts_per_tok"),
         ("gemma4", no_pattern, WeightError, "sliding_window_pattern"),
         ("gemma4-e", all_shared, WeightError, "shared_kv_layers"),
         ("gemma3n", all_shared, WeightError, "shared_kv_layers"),

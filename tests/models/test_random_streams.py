@@ -33,6 +33,9 @@ def shared(draw: st.DrawFn) -> dict[str, Any]:
     )
 
 
+GEMMA4_FLAGS = ("use_double_wide_mlp", "attention_k_eq_v", "attention_bias", "enable_moe_block")
+
+
 @settings(max_examples=examples(50) // 2)
 @given(shared(), st.data(), BACKENDS)
 def test_gemma3n(config: dict[str, Any], data: st.DataObject, backend: str) -> None:
@@ -51,7 +54,8 @@ def test_gemma3n(config: dict[str, Any], data: st.DataObject, backend: str) -> N
 
 
 @settings(max_examples=examples(50) // 2)
-@given(shared(), st.fixed_dictionaries(flags("use_double_wide_mlp", "attention_k_eq_v", "attention_bias")), BACKENDS)
-def test_gemma4(config: dict[str, Any], own: dict[str, Any], backend: str) -> None:
-    wide = {"global_head_dim": 2 * config["head_dim"]}
+@given(shared(), st.fixed_dictionaries(flags(*GEMMA4_FLAGS)), st.integers(1, 6), st.integers(1, 3), BACKENDS)
+def test_gemma4(config: dict[str, Any], own: dict[str, Any], experts: int, top_k: int, backend: str) -> None:
+    wide = {"global_head_dim": 2 * config["head_dim"], "moe_intermediate_size": 20}
+    wide |= {"num_experts": experts, "top_k_experts": min(top_k, experts)}
     agrees_or_is_refused(lambda: Gemma4ForCausalLM(Gemma4TextConfig(**config | own | wide)), backend)

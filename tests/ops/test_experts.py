@@ -71,6 +71,10 @@ def test_a_router_chooses_as_its_words_say(ops: Ops, near: Any, random_of: Any, 
     assert found.chosen.tolist() == chosen
     assert found.chosen.dtype == torch.int32
     near(found.weights, weights)
+    factors = random_of(EXPERTS, seed=2)
+    again = ops.route(logits.to(ops.dtype), routing, bias, factors)
+    assert again.chosen.tolist() == chosen
+    near(again.weights, weights * factors[found.chosen.long()])
 
 
 @pytest.mark.parametrize("routing", [Routing(3), Routing(2, "sigmoid", groups=3, top_groups=1, group_score="two_best")])

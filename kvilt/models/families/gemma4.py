@@ -1,7 +1,7 @@
 """Gemma 4 (text): windowed and full layers with heads of their own sizes, values that are keys, scaled layers.
 
-E2B and E4B also have inputs of each layer's own, and layers that read the KV of others. Experts (26B-A4B) are refused
-by name.
+E2B and E4B also have inputs of each layer's own, and layers that read the KV of others. 26B-A4B has experts beside the
+dense block of each layer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from ...errors import Unsupported, WeightError
 from ...kv.layout import Full, Window
 from ...weights.source import Checkpoint
-from ..spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, ProportionalScaling, RopeSpec
+from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, ProportionalScaling, RopeSpec
 from ..stream_spec import PerLayerSpec
 from . import gemma_gguf
-from .family import CheckpointDialect, Family
+from .expert_fields import MAX_EXPERTS
+from .family import CheckpointDialect, Family, StackedTensor
 from .fields import Fields, even_dims, hf_rope, layer_kinds, whole_heads
 from .gemma import HF_NAMES as GEMMA_NAMES
 from .gemma3n import HF_NAMES as GEMMA3N_NAMES
@@ -40,11 +41,23 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         **GEMMA_NAMES,
         **{ours: name for ours, name in GEMMA3N_NAMES.items() if ours.startswith("layer_")},
         "output_scale": "model.layers.{i}.layer_scalar",
+        "router": "model.layers.{i}.router.proj.weight",
+        "router_norm": "model.layers.{i}.router.scale",
+        "expert_factors": "model.layers.{i}.router.per_expert_scale",
+        "dense_norm": "model.layers.{i}.post_feedforward_layernorm_1.weight",
+        "experts_norm": "model.layers.{i}.pre_feedforward_layernorm_2.weight",
+        "experts_out_norm": "model.layers.{i}.post_feedforward_layernorm_2.weight",
     }
 )
 NESTED_NAMES: Mapping[str, str] = MappingProxyType(
     {ours: name.replace("model.", "model.language_model.", 1) for ours, name in HF_NAMES.items()}
 )
+
+
+def _stacks(layers: str) -> Mapping[str, StackedTensor]:
+    both = f"{layers}.{{i}}.experts.gate_up_proj"
+    opening = {f"experts.{name}": StackedTensor(both, share, 2) for share, name in enumerate(("gate", "up"))}
+    return MappingProxyType(opening | {"experts.down": StackedTensor(f"{layers}.{{i}}.experts.down_proj")})
 
 
 def from_hf(checkpoint: Checkpoint) -> ModelSpec:
@@ -77,10 +90,15 @@ def from_hf(checkpoint: Checkpoint) -> ModelSpec:
     )
 
 
-def _block(config: Fields, shared: bool) -> FeedForwardSpec:
+def _block(config: Fields, shared: bool) -> FeedForwardSpec | ExpertsSpec:
     wide = 2 if shared and config.flag("use_double_wide_mlp") else 1
     activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
-    return FeedForwardSpec(wide * config.integer("intermediate_size"), activation)
+    dense = FeedForwardSpec(wide * config.integer("intermediate_size"), activation)
+    if not config.flag("enable_moe_block"):
+        return dense
+    expert = FeedForwardSpec(config.integer("moe_intermediate_size"), activation)
+    experts = config.integer("num_experts", high=MAX_EXPERTS)
+    return ExpertsSpec(experts, config.integer("top_k_experts"), expert, dense=dense)
 
 
 def _per_layer(config: Fields) -> PerLayerSpec | None:
@@ -98,8 +116,6 @@ def from_nested(checkpoint: Checkpoint) -> ModelSpec:
 
 def _refuse(config: Fields) -> None:
     """What would mean other logits."""
-    if config.flag("enable_moe_block"):
-        raise Unsupported("Gemma 4 with enable_moe_block (26B-A4B) is not supported; the dense models are")
     if config.values.get("use_bidirectional_attention") not in (None, "vision"):
         raise Unsupported("use_bidirectional_attention is for encoders; kvilt runs causal attention")
 
@@ -169,8 +185,16 @@ _NESTED, _IGNORED = ("Gemma4ForConditionalGeneration",), HF_IGNORED + UNUSED_KV
 GEMMA4 = Family(
     "gemma4",
     (
-        CheckpointDialect("gguf", ("gemma4",), gemma_gguf.gemma4, gemma_gguf.NAMES, gemma_gguf.IGNORED),
-        CheckpointDialect("hf", ("Gemma4ForCausalLM",), from_hf, HF_NAMES, _IGNORED),
-        CheckpointDialect("hf", _NESTED, from_nested, NESTED_NAMES, _IGNORED + OTHER_SENSES),
+        gemma_gguf.gemma4_dialect("blk.0.ffn_gate_exps.weight", gemma_gguf.APART),
+        gemma_gguf.gemma4_dialect("", gemma_gguf.TOGETHER),
+        CheckpointDialect("hf", ("Gemma4ForCausalLM",), from_hf, HF_NAMES, _IGNORED, stacks=_stacks("model.layers")),
+        CheckpointDialect(
+            "hf",
+            _NESTED,
+            from_nested,
+            NESTED_NAMES,
+            _IGNORED + OTHER_SENSES,
+            stacks=_stacks("model.language_model.layers"),
+        ),
     ),
 )

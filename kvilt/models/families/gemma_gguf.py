@@ -22,6 +22,8 @@ from ..spec import (
     Scaling,
 )
 from ..stream_spec import AltUpSpec, PerLayerSpec
+from .expert_fields import GGUF_STACKS, MAX_EXPERTS, gguf_experts
+from .family import CheckpointDialect, StackedTensor
 from .fields import Fields, even_dims, gguf_scaling, whole_heads
 from .gemma import GGUF_NAMES as GEMMA_NAMES
 from .plain import GGUF_IGNORED, gguf_fields, gguf_vocab_size
@@ -50,8 +52,24 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "laurel_left": "blk.{i}.laurel_l.weight",
         "laurel_right": "blk.{i}.laurel_r.weight",
         "laurel_norm": "blk.{i}.laurel_post_norm.weight",
+        "router": "blk.{i}.ffn_gate_inp.weight",
+        "router_norm": "blk.{i}.ffn_gate_inp.scale",
+        "expert_factors": "blk.{i}.ffn_down_exps.scale",
+        "dense_norm": "blk.{i}.post_ffw_norm_1.weight",
+        "experts_norm": "blk.{i}.pre_ffw_norm_2.weight",
+        "experts_out_norm": "blk.{i}.post_ffw_norm_2.weight",
     }
 )
+_BOTH = "blk.{i}.ffn_gate_up_exps.weight"
+# Gate and up of all experts are one tensor, or two.
+TOGETHER = MappingProxyType(
+    {
+        "experts.gate": StackedTensor(_BOTH, 0, 2),
+        "experts.up": StackedTensor(_BOTH, 1, 2),
+        "experts.down": GGUF_STACKS["experts.down"],
+    }
+)
+APART = MappingProxyType({name: stack for name, stack in GGUF_STACKS.items() if not name.endswith("_bias")})
 # Keys and values of layers that read those of others may be there.
 IGNORED = (*GGUF_IGNORED, "*.attn_k.weight", "*.attn_v.weight", "*.attn_k_norm.weight")
 
@@ -79,10 +97,13 @@ def gemma3n(checkpoint: Checkpoint) -> ModelSpec:
     )
 
 
+def gemma4_dialect(when: str, stacks: Mapping[str, StackedTensor]) -> CheckpointDialect:
+    """Of files that have the tensor `when`."""
+    return CheckpointDialect("gguf", ("gemma4",), gemma4, NAMES, IGNORED, stacks=stacks, when=when)
+
+
 def gemma4(checkpoint: Checkpoint) -> ModelSpec:
     fields, names = gguf_fields(checkpoint), checkpoint.tensors.names()
-    if any(name.endswith("ffn_gate_inp.weight") for name in names):
-        raise Unsupported("Gemma 4 with experts (26B-A4B) is not supported; the dense models, E2B and E4B are")
     layers = fields.integer("block_count", high=1 << 12)
     kinds = _kinds(fields, layers)
     wide = fields.integer("attention.key_length", high=1 << 12)
@@ -99,7 +120,16 @@ def gemma4(checkpoint: Checkpoint) -> ModelSpec:
         joined = kind == "full_attention" and NAMES["v"].format(i=i) not in names
         each.append(_attention(fields, i, kind, ropes[kind], joined))
     per_layer = PerLayerSpec(width, _rows(checkpoint)) if width else None
-    return _model(checkpoint, "gemma4", each, kinds, [None] * layers, per_layer, None)
+    spec = _model(checkpoint, "gemma4", each, kinds, [None] * layers, per_layer, None)
+    if not fields.count("expert_count", 0, high=MAX_EXPERTS):
+        return spec
+    experts = gguf_experts(fields, normalized=True)
+    expert = replace(experts.expert, activation="gelu_tanh")
+    blocks = [replace(experts, expert=expert, dense=layer.feed_forward) for layer in spec.layers]
+    return replace(
+        spec,
+        layers=tuple(replace(one, feed_forward=block) for one, block in zip(spec.layers, blocks, strict=True)),
+    )
 
 
 def _model(

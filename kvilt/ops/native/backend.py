@@ -191,8 +191,10 @@ class NativeOps:
     def stack_experts(self, experts: Sequence[ExpertMaps]) -> ExpertStack:
         return experts_of.stack(experts)
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return experts_of.route(self._runner, self.buffers, logits, routing, bias)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    ) -> Routed:
+        return experts_of.route(self._runner, self.buffers, logits, routing, bias, factors)
 
     def experts(
         self,

@@ -38,7 +38,12 @@ def stack(experts: Sequence[ExpertMaps]) -> ExpertStack:
 
 
 def route(
-    runner: KernelRunner, buffers: Buffers, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    runner: KernelRunner,
+    buffers: Buffers,
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Routed:
     """The experts that logits [tokens, experts] choose."""
     import _kvilt_native as module
@@ -46,13 +51,14 @@ def route(
     check_dims("logits", logits, 2)
     tokens, experts = logits.shape
     logits = checked("logits", logits.contiguous(), logits.shape)
-    if bias is not None:
-        checked("bias", bias, (experts,))
+    for name, own in (("bias", bias), ("factors", factors)):
+        if own is not None:
+            checked(name, own, (experts,))
     chosen = buffers.empty(tokens, routing.top_k).view(torch.int32)
     weights = buffers.empty(tokens, routing.top_k)
     runner.route(
-        f32(logits), f32(bias), tokens, experts, module.RouterScores[routing.scores], routing.top_k, routing.normalized,
-        routing.epsilon, routing.floor, routing.scale, routing.groups, routing.top_groups,
+        f32(logits), f32(bias), f32(factors), tokens, experts, module.RouterScores[routing.scores], routing.top_k,
+        routing.normalized, routing.epsilon, routing.floor, routing.scale, routing.groups, routing.top_groups,
         routing.group_score == "two_best", i32(chosen), f32(weights),
     )  # fmt: skip
     return Routed(chosen, weights)

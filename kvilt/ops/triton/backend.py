@@ -175,8 +175,10 @@ class TritonOps(ReferenceOps):
         tensors = experts_of.gather(experts, self.dtype)
         return ExpertStack(tuple(experts), tensors, asks_the_host=tensors is None)
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return router.route(logits, routing, bias)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    ) -> Routed:
+        return router.route(logits, routing, bias, factors)
 
     def experts(
         self,

@@ -14,14 +14,15 @@ from .overlap import await_inputs, launch_next, overlap
 _SCORES: dict[RouterScores, int] = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2, "chosen_sigmoid": 3}
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None, factors: Tensor | None = None) -> Routed:
     """As `ops.routing.route`."""
     tokens, experts = logits.shape
     chosen = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
     _route[(tokens,)](
-        logits, chosen if bias is None else bias, chosen, weights, logits.stride(0), routing.epsilon, routing.floor,
-        routing.scale, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts), TOP_K=routing.top_k,
+        logits, chosen if bias is None else bias, chosen if factors is None else factors, chosen, weights,
+        logits.stride(0), routing.epsilon, routing.floor, routing.scale, FACTORS=factors is not None, EXPERTS=experts,
+        BLOCK=triton.next_power_of_2(experts), TOP_K=routing.top_k,
         SCORES=_SCORES[routing.scores], BIAS=bias is not None, NORMALIZED=routing.normalized, GROUPS=routing.groups,
         GROUP_BLOCK=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
         TWO_BEST=routing.group_score == "two_best", num_warps=1, **overlap(logits),
@@ -68,10 +69,10 @@ def _in_best_groups(
 
 @triton.jit
 def _route(
-    logits, bias, chosen, weights, stride, epsilon, floor, scale,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr,
-    NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TWO_BEST: tl.constexpr, PDL: tl.constexpr,
+    logits, bias, factors, chosen, weights, stride, epsilon, floor, scale,
+    FACTORS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, SCORES: tl.constexpr,
+    BIAS: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     await_inputs(PDL)
@@ -99,6 +100,8 @@ def _route(
         scores = tl.sigmoid(scores)
     if NORMALIZED:
         scores = scores / tl.maximum(tl.sum(tl.where(taken, scores, 0.0), 0) + epsilon, floor)
+    if FACTORS:
+        scores = scores * tl.load(factors + e, mask=there, other=0.0)
     place = token * TOP_K + tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(chosen + place, e, mask=taken)
     tl.store(weights + place, scores * scale, mask=taken)
