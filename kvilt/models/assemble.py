@@ -367,11 +367,16 @@ def _experts(loader: _Loader, prefix: str, spec: ExpertsSpec) -> Experts:
 
 
 def _beside(loader: _Loader, prefix: str, dense: FeedForwardSpec) -> DenseBeside:
-    norms = [loader.norm(f"{prefix}{name}") for name in ("dense_norm", "experts_norm", "experts_out_norm")]
     # What a router reads is divided by the root of its size.
     router_norm = _scaled(loader.norm(f"{prefix}router_norm"), loader.spec.hidden_size**-0.5)
-    factors = loader.vector(f"{prefix}expert_factors", torch.float32).view(-1)
-    return DenseBeside(_dense(loader, prefix, dense), *norms, router_norm, factors)
+    return DenseBeside(
+        _dense(loader, prefix, dense),
+        loader.norm(f"{prefix}dense_norm"),
+        loader.norm(f"{prefix}experts_norm"),
+        loader.norm(f"{prefix}experts_out_norm"),
+        router_norm,
+        loader.vector(f"{prefix}expert_factors", torch.float32).view(-1),
+    )
 
 
 def _plain(loader: _Loader, prefix: str, spec: FeedForwardSpec) -> PlainFeedForward:

@@ -12,6 +12,7 @@ from ...kv.layout import Full, Window
 from ...weights.source import Checkpoint
 from ..spec import (
     AttentionSpec,
+    ExpertsSpec,
     FactorScaling,
     FeedForwardSpec,
     LayerSpec,
@@ -124,12 +125,14 @@ def gemma4(checkpoint: Checkpoint) -> ModelSpec:
     if not fields.count("expert_count", 0, high=MAX_EXPERTS):
         return spec
     experts = gguf_experts(fields, normalized=True)
-    expert = replace(experts.expert, activation="gelu_tanh")
-    blocks = [replace(experts, expert=expert, dense=layer.feed_forward) for layer in spec.layers]
-    return replace(
-        spec,
-        layers=tuple(replace(one, feed_forward=block) for one, block in zip(spec.layers, blocks, strict=True)),
-    )
+    experts = replace(experts, expert=replace(experts.expert, activation="gelu_tanh"))
+    return replace(spec, layers=tuple(_with_experts(layer, experts) for layer in spec.layers))
+
+
+def _with_experts(layer: LayerSpec, experts: ExpertsSpec) -> LayerSpec:
+    """The experts beside the layer's dense block."""
+    assert isinstance(layer.feed_forward, FeedForwardSpec)
+    return replace(layer, feed_forward=replace(experts, dense=layer.feed_forward))
 
 
 def _model(
