@@ -114,3 +114,59 @@ def test_the_verbs_are_buttons(fresh: Running, visiting: Visiting) -> None:
     fresh.http().delete(f"/v1/kv/{next(iter(handles(fresh)))}")
     page.locator(".handle").get_by_label(re.compile("^Pin")).click()
     expect(page.locator("#inspector [role=alert]")).to_contain_text("handle")
+
+
+def test_the_pool_is_a_map_and_the_prefixes_are_drawn(fresh: Running, visiting: Visiting) -> None:
+    visit = visiting(fresh)
+    visit.script("12", "34")
+    page = visit.open().page
+    page.get_by_label("KV inspector", exact=True).first.click()
+    visit.say(QUESTION)
+    visit.answered("12")
+    state = fresh.http().get("/v1/kv/state").json()
+    cells = page.locator(".pool-map i")
+    expect(page.locator(".pool-map [class^=hue]").first).to_have_attribute("title", re.compile("tokens 0–"))
+    assert 0 < cells.count() <= 620
+    assert state["pages"]["used"] > 0
+    expect(page.locator(".pool-map")).to_have_attribute("aria-label", re.compile(r"Map of [\d,]+ pages"))
+    expect(page.locator(".drawing .node-box")).not_to_have_count(0)
+    box = page.locator(".drawing .node-box").first
+    assert "32 tokens: " in (box.get_attribute("title") or "")
+
+
+def test_handles_are_saved_restored_and_changed(
+    start: Start, executor: Executor, visiting: Visiting, tmp_path: Any
+) -> None:
+    executor.prefixes.clear()
+    with start(kv_dir=tmp_path) as server:
+        visit = visiting(server)
+        visit.script("12")
+        page = visit.open().page
+        visit.say(QUESTION)
+        visit.answered("12")
+        (only,) = handles(server)
+        page.get_by_label("KV inspector", exact=True).first.click()
+        page.get_by_label(f"Save {only[:8]}").click()
+        page.get_by_label("Name of the file").fill("mine")
+        page.get_by_role("button", name="Save", exact=True).click()
+        page.get_by_label("Restore mine").click()
+        expect(page.locator("[data-handle]")).to_have_count(2)
+        page.get_by_label(f"Replace tokens of {only[:8]}").click()
+        page.get_by_label("First token").fill("2")
+        page.get_by_label("Token behind the last").fill("4")
+        page.get_by_role("button", name="Replace", exact=True).click()
+        expect(page.locator("[data-handle]")).to_have_count(3)
+        tokens = handles(server)[only]["tokens"]
+        expect(page.locator("[data-handle]", has_text=f"{tokens - 2} tokens")).to_have_count(1)
+        page.get_by_label("Delete mine").click()
+        expect(page.get_by_label("Restore mine")).to_have_count(0)
+
+
+def test_what_quality_checks_found_is_shown(fresh: Running, visiting: Visiting) -> None:
+    visit = visiting(fresh)
+    page = visit.open().page
+    found = {"strategy": "query", "ratio": 0.15, "falls_back": False, "count": 9, "mean_kl": 0.073, "agreement": 0.89}
+    page.route("**/v1/kv/certificates", lambda route: route.fulfill(json={"object": "list", "data": [found]}))
+    page.get_by_label("KV inspector", exact=True).first.click()
+    expect(page.locator("#inspector")).to_contain_text("query 15 %")
+    expect(page.locator("#inspector")).to_contain_text("mean KL 0.073, first token agrees in 89 %")

@@ -129,8 +129,8 @@ def test_an_edited_first_message_reuses_what_it_shares(server: Running, visiting
     page.locator(".rewrite").fill("Tell me a number that you love.")
     page.get_by_text("Send as a branch").click()
     visit.answered("34")
-    reused = int(visit.facts().split(" of ")[0].split()[-1])
-    assert reused >= len("Tell me a number that you l"), "a token of the tiny model is a byte"
+    reused, total = (int(part.split()[at]) for part, at in zip(visit.facts().split(" of ")[-2:], (-1, 0), strict=True))
+    assert reused > total - 12, "all but the last word and the end of the template"
 
 
 def test_the_page_samples_as_the_terminal_does(server: Running, visiting: Visiting) -> None:

@@ -2,7 +2,8 @@
 
 import { advice } from './advice.js';
 import { byId, el, iconButton, set } from './dom.js';
-import { forest, handleRow, pool, running } from './inspector_rows.js';
+import { poolMap, prefixDrawing } from './inspector_map.js';
+import { certificateRows, forest, handleRow, pool, running, savedRows } from './inspector_rows.js';
 import { missNote } from './miss.js';
 import { count } from './numbers.js';
 import { strip } from './strip.js';
@@ -30,7 +31,9 @@ export class Inspector {
       this.note,
       ...part('Last prompt', 'prompt'), ...part('Page pool', 'pool'),
       (this.runningTitle = el('h3', {}, 'In progress')), (this.running = el('div', { class: 'part' })),
-      ...part('Prefixes and handles', 'tree_'));
+      ...part('Prefixes and handles', 'tree_'),
+      (this.savedTitle = el('h3', { hidden: true }, 'Saved')), (this.saved = el('div', { class: 'part' })),
+      (this.certificatesTitle = el('h3', { hidden: true }, 'Quality of blended prompts')), (this.certificates = el('div', { class: 'part' })));
     this.stripOf = null;
   }
 
@@ -41,6 +44,7 @@ export class Inspector {
   open() {
     this.panel.hidden = false;
     set(this.button, 'aria-expanded', 'true');
+    this.restShown = false;
     this.refresh();
     this.timer = setInterval(() => document.hidden || this.refresh(), EVERY_MS);
   }
@@ -59,6 +63,7 @@ export class Inspector {
     try {
       await this.showStrip();
       this.show(await this.api.call('GET', 'v1/kv/state'));
+      await this.showRest();
       this.note.hidden = true;
     } catch (error) {
       this.complain(error);
@@ -89,9 +94,23 @@ export class Inspector {
     showEnd(this.prompt.querySelector('.cells'));
   }
 
+  /** What changes seldom: asked for when the panel opens and after each verb. */
+  async showRest() {
+    if (this.restShown) return;
+    this.restShown = true;
+    const [saved, certificates] = await Promise.all(['v1/kv/saved', 'v1/kv/certificates'].map((path) => this.api.call('GET', path).catch(() => ({ data: [] }))));
+    this.savedTitle.hidden = !saved.data.length;
+    this.saved.replaceChildren(...savedRows(saved.data, {
+      restore: (one) => this.act('POST', 'v1/kv/restore', { name: one.name }),
+      unsave: (one) => this.act('DELETE', `v1/kv/saved/${encodeURIComponent(one.name)}`),
+    }));
+    this.certificatesTitle.hidden = !certificates.data.length;
+    this.certificates.replaceChildren(...certificateRows(certificates.data));
+  }
+
   show(state) {
     this.state = state;
-    this.pool.replaceChildren(...pool(state.pages));
+    this.pool.replaceChildren(...pool(state.pages), poolMap(state));
     this.running.replaceChildren(...running(state.samples));
     this.runningTitle.hidden = state.samples.length === 0;
     // Built again only where something changed, and not while the user interacts with it.
@@ -101,6 +120,7 @@ export class Inspector {
     this.keepingFocus(() => {
       const empty = state.prefixes.length + state.handles.length === 0;
       this.tree_.replaceChildren(empty ? el('p', { class: 'empty' }, 'Nothing is held for this key.') : forest(state, (one) => this.handle(one)));
+      if (state.prefixes.length) this.tree_.prepend(prefixDrawing(state.prefixes));
     });
   }
 
@@ -117,6 +137,8 @@ export class Inspector {
     return handleRow(one, this.whose(one.id), {
       fork: () => this.act('POST', `v1/kv/${one.id}/fork`, {}),
       pin: () => this.act('POST', `v1/kv/${one.id}/pin`, { ttl_s: PIN_S }),
+      save: (_, name) => this.act('POST', `v1/kv/${one.id}/save`, { name }),
+      replace: (_, start, stop, text) => this.act('POST', `v1/kv/${one.id}/replace`, { start, stop, text }),
       truncate: (_, length) => this.truncate(one, length),
       remove: () => this.remove(one),
     });
@@ -146,6 +168,7 @@ export class Inspector {
     try {
       await this.api.call(method, path, body);
       this.seen = null;
+      this.restShown = false;
       await this.refresh();
     } catch (error) {
       this.complain(error);

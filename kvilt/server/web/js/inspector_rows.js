@@ -63,24 +63,23 @@ export function handleRow(one, whose, acts) {
       el('span', { class: 'verbs' },
         iconButton('fork', `Fork ${one.id.slice(0, 8)}`, () => acts.fork(one)),
         iconButton('cut', `Truncate ${one.id.slice(0, 8)}`, () => cutting(row, one, acts)),
+        iconButton('edit', `Replace tokens of ${one.id.slice(0, 8)}`, () => replacing(row, one, acts)),
+        iconButton('save', `Save ${one.id.slice(0, 8)}`, () => saving(row, one, acts)),
         iconButton('pin', `Pin ${one.id.slice(0, 8)} for an hour`, () => acts.pin(one)),
         iconButton('bin', `Delete ${one.id.slice(0, 8)}`, () => acts.remove(one)))),
     el('p', {}, facts.join(' · ')));
   return row;
 }
 
-/** Ask where to cut, in the row itself. */
-function cutting(row, one, acts) {
+/** Ask in the row itself: a form with these parts, whose submission is told to `done`. */
+function asking(row, parts, done) {
   if (row.querySelector('form')) return;
-  const input = el('input', { type: 'number', min: 1, max: one.tokens, required: true, 'aria-label': 'Tokens to keep' });
-  input.value = one.tokens;
-  const form = el('form', { class: 'cutting' }, 'Keep', input, 'tokens',
-    el('button', { type: 'submit', class: 'plain main' }, 'Cut'),
+  const form = el('form', { class: 'cutting' }, parts,
     el('button', { type: 'button', class: 'plain', on: { click: () => form.remove() } }, 'Cancel'));
   form.addEventListener('submit', (event) => {
     event.preventDefault();
     form.remove();
-    acts.truncate(one, input.valueAsNumber);
+    done();
   });
   form.addEventListener('keydown', (event) => {
     if (event.key !== 'Escape') return;
@@ -88,6 +87,49 @@ function cutting(row, one, acts) {
     form.remove();
   });
   row.append(form);
+  const input = form.querySelector('input');
   input.focus();
   input.select();
+}
+
+const go = (label) => el('button', { type: 'submit', class: 'plain main' }, label);
+
+function numberBox(label, value, max) {
+  const input = el('input', { type: 'number', min: 0, max, required: true, 'aria-label': label });
+  input.value = value;
+  return input;
+}
+
+function cutting(row, one, acts) {
+  const input = numberBox('Tokens to keep', one.tokens, one.tokens);
+  input.min = 1;
+  asking(row, ['Keep', input, 'tokens', go('Cut')], () => acts.truncate(one, input.valueAsNumber));
+}
+
+function saving(row, one, acts) {
+  const input = el('input', { type: 'text', required: true, pattern: '[A-Za-z0-9][A-Za-z0-9._\\-]*', 'aria-label': 'Name of the file' });
+  input.value = `kv-${one.id.slice(0, 8)}`;
+  asking(row, ['As', input, go('Save')], () => acts.save(one, input.value));
+}
+
+function replacing(row, one, acts) {
+  const [start, stop] = [numberBox('First token', 0, one.tokens), numberBox('Token behind the last', one.tokens, one.tokens)];
+  const text = el('input', { type: 'text', 'aria-label': 'Text in their place' });
+  asking(row, ['Tokens', start, 'to', stop, 'become', text, go('Replace')], () => acts.replace(one, start.valueAsNumber, stop.valueAsNumber, text.value));
+}
+
+/** KV that was saved, with what restores it. */
+export function savedRows(saved, acts) {
+  return saved.map((one) => el('div', { class: 'entry handle' }, el('div', { class: 'entry-head' },
+    el('span', { class: 'name mono' }, one.name), el('span', { class: 'tag' }, bytes(one.bytes)),
+    el('span', { class: 'verbs' },
+      iconButton('again', `Restore ${one.name}`, () => acts.restore(one)), iconButton('bin', `Delete ${one.name}`, () => acts.unsave(one))))));
+}
+
+/** What the quality checks of blended prompts found. */
+export function certificateRows(certificates) {
+  return certificates.map((one) => el('div', { class: 'entry' },
+    el('div', { class: 'entry-head' }, el('span', { class: 'name' }, `${one.strategy} ${Math.round(one.ratio * 100)} %`),
+      one.falls_back ? el('span', { class: 'tag' }, 'computed whole') : null, el('span', { class: 'tag' }, `${count(one.count)} compared`)),
+    one.mean_kl === null ? null : el('p', {}, `mean KL ${one.mean_kl.toFixed(3)}${one.agreement === null ? '' : `, first token agrees in ${Math.round(100 * one.agreement)} %`}`)));
 }
