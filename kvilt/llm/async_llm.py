@@ -68,7 +68,9 @@ class AsyncLLM(Model):
 
     def _start(self, metrics: Metrics) -> None:
         executor, store = self.executor, self._store
-        notes = store.notes(executor.pool.identity().model) if store is not None and store.folder is not None else None
+        model = executor.pool.identity().model
+        kept = store if store is not None and store.folder is not None else None
+        notes, session_notes = (None, None) if kept is None else (kept.notes(model), kept.session_notes(model))
         self._handles = Handles(executor, self.config, metrics, notes=notes, on_expired=self.past_prompts.expire)
         self.engine = self._new_engine(metrics, self._handles.evict_one)
         self._notifier = Notifier()
@@ -76,7 +78,8 @@ class AsyncLLM(Model):
         self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
         self._driver = Driver(self.engine, executor, self.config, self._notifier.deliver, self._hung)
         self.offload = Offload()
-        self.sessions = Sessions(executor, self._handles, self.config, on_expired=self.past_prompts.expire)
+        expire = self.past_prompts.expire
+        self.sessions = Sessions(executor, self._handles, self.config, on_expired=expire, notes=session_notes)
         self.exchange = SessionExchange(executor, self._handles, self.sessions, self.decoded, self.config)
         self._prompts = PromptPreparer(self, self.sessions, self._handles)
         given = (self.prompt_ids, self.chat_ids, self._compute, self._kv_of, self.adapter, self.offload)
@@ -269,7 +272,7 @@ class AsyncLLM(Model):
         if self._driver.healthy:
             # Before handles free their KV: pages in use are stored first.
             await self.offload.run(OWNER, self.engine.close)
-        self.sessions.close()
+        await self.offload.run(OWNER, self.sessions.close)
         await self.offload.run(OWNER, self._handles.close)
         self.documents.close()
         if self._driver.healthy:

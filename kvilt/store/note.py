@@ -1,9 +1,9 @@
-"""The bytes of a note: what is known of a named handle besides its KV.
+"""The bytes of a note: what is known of a named handle, or of a session, besides its KV.
 
-    magic 8 | format u32 | header length u32 | header (JSON) | tokens | seal 32
+    magic 8 | format u32 | header length u32 | header (JSON) | tokens, or the bytes of a session | seal 32
 
 The seal covers all before it; with a secret it is an HMAC, and a reader that has one accepts no other. Refuses to know
-folders, and what handles are for.
+folders, and what handles and sessions are for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from ..errors import BlobError
 
 MAGIC = b"KVILTNOT"
+SESSION_MAGIC = b"KVILTSNO"
 FORMAT = 1
 SEAL_BYTES = 32
 NAME = re.compile(r"[0-9a-f]{32}")
@@ -41,6 +42,18 @@ class HandleNote:
     used_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SessionNote:
+    """A session without its KV. Times are wall-clock times."""
+
+    name: str
+    owner: str  # a tenant, hashed
+    expires_s: float
+    ttl_s: float
+    used_s: float
+    data: bytes  # its tree of turns, as the engine packs a session
+
+
 def pack_note(note: HandleNote, model: str, secret: bytes | None) -> list[bytes]:
     """A note as bytes, in pieces that follow each other."""
     fields = {
@@ -53,22 +66,25 @@ def pack_note(note: HandleNote, model: str, secret: bytes | None) -> list[bytes]
         "used_s": note.used_s,
         "count": len(note.tokens),
     }
-    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    body = _PREFIX.pack(MAGIC, FORMAT, len(header)) + header + note.tokens.tobytes()
-    return [body, _seal(body, secret)]
+    return _packed(MAGIC, fields, note.tokens.tobytes(), secret)
+
+
+def pack_session_note(note: SessionNote, model: str, secret: bytes | None) -> list[bytes]:
+    """The note of a session as bytes, in pieces that follow each other."""
+    fields = {
+        "name": note.name,
+        "owner": note.owner,
+        "model": model,
+        "expires_s": note.expires_s,
+        "ttl_s": note.ttl_s,
+        "used_s": note.used_s,
+    }
+    return _packed(SESSION_MAGIC, fields, note.data, secret)
 
 
 def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> HandleNote:
     """The note of a handle, if every byte is as it was written for this model."""
-    fields, at = _header(data)
-    body, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-    if at > len(body):
-        raise BlobError("size", "the note is cut short")
-    if not hmac.compare_digest(seal, _seal(body, secret)):
-        raise BlobError("seal", "the note was damaged, or written with another secret")
-    for field, expected in (("name", name), ("model", model)):
-        if fields.get(field) != expected:
-            raise BlobError(field, "the note is of something else")
+    fields, body, at = _verified(data, MAGIC, name, model, secret)
     tokens: array[int] = array("q")
     if (len(body) - at) % _TOKEN_BYTES:
         raise BlobError("tokens", "these bytes are not tokens")
@@ -87,9 +103,23 @@ def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> Handl
     )
 
 
+def read_session_note(data: bytes, name: str, model: str, secret: bytes | None) -> SessionNote:
+    """The note of a session, if every byte is as it was written for this model."""
+    fields, body, at = _verified(data, SESSION_MAGIC, name, model, secret)
+    return SessionNote(
+        name=name,
+        owner=_text(fields, "owner"),
+        expires_s=_time(fields, "expires_s"),
+        ttl_s=_time(fields, "ttl_s"),
+        used_s=_time(fields, "used_s"),
+        data=body[at:],
+    )
+
+
 def peek_expiry(data: bytes) -> float:
     """The expiry time that an unverified note claims."""
-    return _time(_header(data)[0], "expires_s")
+    magic = SESSION_MAGIC if data.startswith(SESSION_MAGIC) else MAGIC
+    return _time(_header(data, magic)[0], "expires_s")
 
 
 def scope_of(model: str, secret: bytes | None) -> str:
@@ -100,13 +130,35 @@ def scope_of(model: str, secret: bytes | None) -> str:
     return state.hexdigest()
 
 
-def _header(data: bytes) -> tuple[dict[str, Any], int]:
-    """The fields of a note, and where its tokens begin."""
+def _packed(magic: bytes, fields: dict[str, Any], payload: bytes, secret: bytes | None) -> list[bytes]:
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    body = _PREFIX.pack(magic, FORMAT, len(header)) + header + payload
+    return [body, _seal(body, secret)]
+
+
+def _verified(
+    data: bytes, magic: bytes, name: str, model: str, secret: bytes | None
+) -> tuple[dict[str, Any], bytes, int]:
+    """The fields of a note, all before its seal, and where its payload begins there."""
+    fields, at = _header(data, magic)
+    body, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    if at > len(body):
+        raise BlobError("size", "the note is cut short")
+    if not hmac.compare_digest(seal, _seal(body, secret)):
+        raise BlobError("seal", "the note was damaged, or written with another secret")
+    for field, expected in (("name", name), ("model", model)):
+        if fields.get(field) != expected:
+            raise BlobError(field, "the note is of something else")
+    return fields, body, at
+
+
+def _header(data: bytes, expected: bytes) -> tuple[dict[str, Any], int]:
+    """The fields of a note, and where its payload begins."""
     if len(data) < _PREFIX.size + SEAL_BYTES:
         raise BlobError("size", f"{len(data)} bytes are too few for a note")
     magic, version, size = _PREFIX.unpack_from(data)
-    if magic != MAGIC:
-        raise BlobError("magic", "these bytes are not a note")
+    if magic != expected:
+        raise BlobError("magic", "these bytes are not a note of this kind")
     if version != FORMAT:
         raise BlobError("version", f"format {version} is not read here, only {FORMAT}")
     try:

@@ -1,7 +1,7 @@
-"""Notes of handles in a folder beside a disk's records: one small file for each, written in the background.
+"""Notes of handles and sessions in a folder beside a disk's records: a small file for each, written in the background.
 
 A change of a handle does not wait for the disk: the handle's name is marked, and a thread later writes its note, or
-removes the file if the handle is gone. Refuses to know KV, and who may see a handle.
+removes the file if the handle is gone; sessions likewise. Refuses to know KV, and which callers may see a handle.
 """
 
 from __future__ import annotations
@@ -11,22 +11,44 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ..errors import BlobError, StoreError
 from ..metrics import Metrics
 from .counters import DROPPED, REFUSED, WRITTEN
 from .files import FileSystem, explained
-from .note import NAME, HandleNote, pack_note, peek_expiry, read_note, scope_of
+from .note import (
+    NAME,
+    HandleNote,
+    SessionNote,
+    pack_note,
+    pack_session_note,
+    peek_expiry,
+    read_note,
+    read_session_note,
+    scope_of,
+)
 
 _log = logging.getLogger(__name__)
-_SUFFIX = ".note"
 _TIER = "notes"  # as metrics call it
 _LONGEST_S = 30.0
+NoteT = TypeVar("NoteT", HandleNote, SessionNote)
 
 
-class HandleNotes:
-    """The notes of one model's handles. Every method may be called from any thread."""
+@dataclass(frozen=True, slots=True)
+class NoteFormat(Generic[NoteT]):
+    """What a folder of notes holds, and how it is written."""
+
+    of: str  # for messages
+    suffix: str
+    pack: Callable[[NoteT, str, bytes | None], list[bytes]]
+    read: Callable[[bytes, str, str, bytes | None], NoteT]
+
+
+class NoteFolder(Generic[NoteT]):
+    """The notes of one model's handles, or of its sessions. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -57,7 +79,7 @@ class HandleNotes:
         self._clock = clock
         self._scope = scope_of(model, secret)
         self._sizes: dict[str, int] = {}  # of files, by their names
-        self._known: Callable[[str], HandleNote | None] = lambda _: None
+        self._known: Callable[[str], NoteT | None] = lambda _: None
         self._change = threading.Condition()
         self._marked: dict[str, None] = {}  # names of handles whose files are out of date
         self._writing = False
@@ -65,9 +87,13 @@ class HandleNotes:
         self._closed = self._abandoned = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def _format(self) -> NoteFormat[NoteT]:
+        raise NotImplementedError
+
     # At the start.
 
-    def read(self) -> list[HandleNote]:
+    def read(self) -> list[NoteT]:
         """Every note of this model, the longest unused first; what is damaged is counted and removed."""
         found = [note for path in self._listed() if (note := self._read(path)) is not None]
         return sorted(found, key=lambda note: note.used_s)
@@ -75,7 +101,7 @@ class HandleNotes:
     def _listed(self) -> Iterator[Path]:
         try:
             with os.scandir(self._folder) as entries:
-                names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIX))
+                names = sorted(entry.name for entry in entries if entry.name.endswith(self._format.suffix))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -83,14 +109,14 @@ class HandleNotes:
             return
         yield from (self._folder / name for name in names)
 
-    def _read(self, path: Path) -> HandleNote | None:
-        scope, _, name = path.name.removesuffix(_SUFFIX).partition(".")
+    def _read(self, path: Path) -> NoteT | None:
+        scope, _, name = path.name.removesuffix(self._format.suffix).partition(".")
         own = scope == self._scope and NAME.fullmatch(name) is not None
         try:
             if (data := self._data(path)) is None:
                 return None
             if own:
-                return read_note(data, name, self._model, self._secret)
+                return self._format.read(data, name, self._model, self._secret)
             if peek_expiry(data) <= self._clock():  # another model's, which may never be loaded again
                 self._remove(path)
         except BlobError as error:
@@ -114,7 +140,7 @@ class HandleNotes:
             os.close(fd)
 
     def _refuse(self, reason: str, error: Exception) -> None:
-        _log.warning("a note of a handle cannot be used: %s", error)
+        _log.warning("a note of a %s cannot be used: %s", self._format.of, error)
         self._metrics.add(REFUSED, tier=_TIER, reason=reason)
 
     def _remove(self, path: Path) -> None:
@@ -122,12 +148,12 @@ class HandleNotes:
             self._files.unlink(path)
             self._sizes.pop(path.name, None)
         except StoreError as error:
-            _log.info("a note of a handle cannot be removed: %s", error)
+            _log.info("a note of a %s cannot be removed: %s", self._format.of, error)
 
     # From then on.
 
-    def attach(self, known: Callable[[str], HandleNote | None]) -> None:
-        """Set the function that returns the note to write for a handle, or None if the handle is gone."""
+    def attach(self, known: Callable[[str], NoteT | None]) -> None:
+        """Set the function that returns the note to write for a name, or None if what it named is gone."""
         self._known = known
 
     def mark(self, name: str) -> None:
@@ -185,21 +211,21 @@ class HandleNotes:
                 return True
             self._write(name, note)
         except StoreError as error:
-            _log.info("a note of a handle was not written: %s", error)
+            _log.info("a note of a %s was not written: %s", self._format.of, error)
             self._metrics.add(DROPPED, tier=_TIER, reason=error.reason)
             return error.reason == "too_large"
         except Exception:  # a thread that ends would write nothing ever after
-            _log.exception("notes of handles failed in an unexpected way")
+            _log.exception("notes failed in an unexpected way")
             self._metrics.add(DROPPED, tier=_TIER, reason="error")
         return True
 
-    def _write(self, name: str, note: HandleNote | None) -> None:
-        path = self._folder / f"{self._scope}.{name}{_SUFFIX}"
+    def _write(self, name: str, note: NoteT | None) -> None:
+        path = self._folder / f"{self._scope}.{name}{self._format.suffix}"
         if note is None:
             self._files.unlink(path)
             self._sizes.pop(path.name, None)
             return
-        pieces = pack_note(note, self._model, self._secret)
+        pieces = self._format.pack(note, self._model, self._secret)
         size, others = sum(map(len, pieces)), sum(self._sizes.values()) - self._sizes.get(path.name, 0)
         try:
             if others + size > self._most:
@@ -210,3 +236,23 @@ class HandleNotes:
             raise
         self._sizes[path.name] = size
         self._metrics.add(WRITTEN, tier=_TIER)
+
+
+_OF_HANDLES = NoteFormat("handle", ".note", pack_note, read_note)
+_OF_SESSIONS = NoteFormat("session", ".session", pack_session_note, read_session_note)
+
+
+class HandleNotes(NoteFolder[HandleNote]):
+    """The notes of one model's handles."""
+
+    @property
+    def _format(self) -> NoteFormat[HandleNote]:
+        return _OF_HANDLES
+
+
+class SessionNotes(NoteFolder[SessionNote]):
+    """The notes of one model's sessions."""
+
+    @property
+    def _format(self) -> NoteFormat[SessionNote]:
+        return _OF_SESSIONS

@@ -32,14 +32,15 @@ from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, 
 from .layer import LayerKV, check_layers, owned
 from .loading import Loading, LookupContext
 from .memory import MemoryEntry, MemoryTier
-from .notes import HandleNotes
+from .notes import HandleNotes, SessionNotes
 from .record import RecordInfo, pack, read_header, read_tokens
 from .row_layers import empty_layer, layer_slice, per_layer, row_layers, state_tokens
 from .tier import Budget, Tier, TierUsage
 
 _MIN_SECRET_BYTES = 16
-_NOTES_SHARE = 16  # one part in so many of a disk's budget, besides it, is for notes of handles
+_NOTES_SHARE = 16  # one part in so many of a disk's budget, besides it, is for notes of handles; one for sessions
 T = TypeVar("T")
+NotesT = TypeVar("NotesT", HandleNotes, SessionNotes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +283,17 @@ class Store:
 
         None where no tier has one.
         """
+        return self._notes(HandleNotes, model)
+
+    def session_notes(self, model: str) -> SessionNotes | None:
+        """Notes of a model's sessions, likewise."""
+        return self._notes(SessionNotes, model)
+
+    def _notes(self, kind: Callable[..., NotesT], model: str) -> NotesT | None:
         if (found := self._foldered()) is None:
             return None
         (folder, budget), limits = found, self._limits
-        return HandleNotes(
+        return kind(
             folder,
             model,
             self.metrics,

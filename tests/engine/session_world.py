@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from small import Ear
 
@@ -19,6 +20,9 @@ from kvilt.engine.sessions.session import SessionOptions
 from kvilt.engine.sessions.sessions import Sessions
 from kvilt.executor.protocol import Executor
 from kvilt.sampling.params import SamplingParams
+from kvilt.store.disk import Disk
+from kvilt.store.store import Store, StoreLimits
+from kvilt.store.tier import Budget
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 
@@ -35,20 +39,38 @@ class Said:
 
 @dataclass
 class World:
-    """One process: an engine with its handles and sessions."""
+    """One process after the other: an engine with its handles and sessions, and a store if there is a folder for it."""
 
     executor: Executor
-    config: EngineConfig = field(default_factory=lambda: EngineConfig(step_tokens=64, max_rows=8, handle_ttl_s=100.0))
+    config: EngineConfig = field(
+        default_factory=lambda: EngineConfig(step_tokens=64, max_rows=8, handle_ttl_s=100.0, stored_prefix_tokens=32)
+    )
     now: float = 0.0
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        past, clock = PastPrompts(lambda: self.now), lambda: self.now
-        self.handles = Handles(self.executor, self.config, clock=clock, on_expired=past.expire)
-        self.engine = Engine(self.executor, self.config, reclaim=self.handles.evict_one, past_prompts=past)
-        self.sessions = Sessions(self.executor, self.handles, self.config, clock, past.expire)
+        began = self.now  # a clock that counts from the start of a process says nothing to the next
+
+        def clock() -> float:
+            return self.now - began
+
+        def calendar() -> float:
+            return self.now
+
+        past, model = PastPrompts(clock), self.executor.pool.identity().model
+        limits = StoreLimits(close_s=60, lookup_s=60, layer_s=60)
+        self.store = None if self.folder is None else Store(None, [Disk(self.folder, Budget(1 << 24))], limits=limits)
+        notes = None if self.store is None else self.store.session_notes(model)
+        noted = None if self.store is None else self.store.notes(model)
+        self.handles = Handles(
+            self.executor, self.config, clock=clock, notes=noted, calendar=calendar, on_expired=past.expire
+        )
+        reclaim = self.handles.evict_one
+        self.engine = Engine(self.executor, self.config, reclaim=reclaim, past_prompts=past, store=self.store)
+        self.sessions = Sessions(self.executor, self.handles, self.config, clock, past.expire, notes, calendar)
         text = self.exchange_text
         self.exchange = SessionExchange(self.executor, self.handles, self.sessions, text, self.config, clock)
 
@@ -57,14 +79,17 @@ class World:
         return " ".join(map(str, ids))
 
     def restart(self) -> None:
-        """A new process: no KV and no session is left."""
+        """A new process: no KV is left, and without a store no session."""
         self.close()
         self.executor.prefixes.clear()
         self.start()
 
     def close(self) -> None:
+        self.engine.close()
         self.sessions.close()
         self.handles.close()
+        if self.store is not None:
+            self.store.close()
 
     def ask(self, prompt: Sequence[int], session: SessionOptions | str, tenant: str = "") -> Said:
         """One turn."""

@@ -42,6 +42,7 @@ def executor(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def server(executor: Executor, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with default settings, for tests that leave it as it was."""
+    executor.prefixes.clear()  # it may hold prompts of other modules, and tests count what is found again
     with running(executor, tokenizer, kv_dir=tmp_path_factory.mktemp("kv")) as one:
         yield one
 

@@ -142,7 +142,7 @@ def test_usage_in_streams(server: Running) -> None:
 
 
 def test_what_was_computed_is_found_again_and_counted(server: Running) -> None:
-    long = [{"role": "user", "content": "Once upon a time there was a king. " * 10}]
+    long = [{"role": "user", "content": "This chat is found again, and no other test says the same. " * 8}]
     counts = [
         server.openai().chat.completions.create(model="tiny", messages=long, max_tokens=2, temperature=0).usage
         for _ in range(2)

@@ -165,7 +165,7 @@ def test_a_killed_server_can_be_started_again(model: Path, tmp_path: Path, folde
         assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}, headers=headers).status_code == 200
 
 
-def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_handles_and_sessions_are_known_again_after_a_restart(model: Path, tmp_path: Path) -> None:
     """After a kill and after a signal: same ids, tokens and answers, for the same key; what was deleted stays so."""
     options = (
         "--model",
@@ -190,6 +190,10 @@ def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) ->
             gone = http.post(f"/v1/kv/{made['id']}/fork", json={}).json()
             assert http.post(f"/v1/kv/{kept['id']}/pin", json={"ttl_s": 9000}).json()["pinned"]
             assert http.delete(f"/v1/kv/{gone['id']}").status_code == 200  # all before it is on the disk, too
+            for name in ("agent", "left"):
+                assert http.post("/v1/completions", json={**asked, "session": name}).status_code == 200
+            tree = http.get("/v1/sessions/agent").json()["turns"]
+            assert http.delete("/v1/sessions/left").status_code == 200
         server.own.kill()
         assert server.wait() == -signal.SIGKILL
     for _ in range(2):
@@ -199,6 +203,10 @@ def test_handles_are_known_again_after_a_restart(model: Path, tmp_path: Path) ->
                 made["id"]: (made["tokens"], False),
                 kept["id"]: (kept["tokens"], True),
             }
+            assert [one["name"] for one in http.get("/v1/sessions", headers=mine).json()["data"]] == ["agent"]
+            turns = http.get("/v1/sessions/agent", headers=mine).json()["turns"]
+            assert turns == [{**turn, "resident": False} for turn in tree]
+            assert http.get("/v1/sessions", headers=other).json()["data"] == []
             assert http.get(f"/v1/kv/{gone['id']}", headers=mine).status_code == 404
             assert http.get(f"/v1/kv/{made['id']}", headers=other).status_code == 404
             assert 0 < http.get(f"/v1/kv/{made['id']}", headers=mine).json()["expires_in_s"] <= 5000

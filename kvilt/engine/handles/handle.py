@@ -27,6 +27,7 @@ class Handle:
     used_s: float
     maker: str = BASE
     pinned_until_s: float = -math.inf
+    noted: bool = True  # the next process knows it too
 
     @property
     def owner(self) -> str:

@@ -101,25 +101,26 @@ class Handles:
         """Pages that one owner's handles may hold."""
         return max(1, int(self._executor.pool.pages * self._config.handle_share))
 
-    def keep(self, tenant: str, kv: KVCache, ttl_s: float | None = None) -> HandleInfo:
+    def keep(self, tenant: str, kv: KVCache, ttl_s: float | None = None, noted: bool = True) -> HandleInfo:
         """Name what a cache of one row holds. Takes the cache over, also if this raises.
 
-        Only for KV that this executor computed from these tokens for this tenant, or that was restored.
+        Only for KV that this executor computed from these tokens for this tenant, or that was restored. The next
+        process does not know handles that are not `noted`.
         """
         try:
             if kv.batch_size != 1 or any(not isinstance(token, int) for token in kv.tokens()):
                 raise InputError("a handle names one row of tokens; rows of embeddings cannot be computed again")
-            return self._add(tenant, kv.row(0).ids[:], kv, ttl_s, kv.maker)
+            return self._add(tenant, kv.row(0).ids[:], kv, ttl_s, kv.maker, noted)
         except BaseException:
             kv.close()
             raise
 
-    def fork(self, tenant: str, handle: str, ttl_s: float | None = None) -> HandleInfo:
+    def fork(self, tenant: str, handle: str, ttl_s: float | None = None, noted: bool = True) -> HandleInfo:
         """A second handle on the same content; costs page ids."""
         with self._lock:
             found = self._find(tenant, handle)
             kv = None if found.kv is None else found.kv.fork()
-            return self._add(tenant, found.ids[:], kv, ttl_s, found.maker)
+            return self._add(tenant, found.ids[:], kv, ttl_s, found.maker, noted)
 
     def restore(self, tenant: str, path: str | os.PathLike[str], ttl_s: float | None = None) -> HandleInfo:
         """A handle from a file that `save` wrote for the same tenant and model.
@@ -191,7 +192,7 @@ class Handles:
             if length <= maker_parts(found.maker)[1]:
                 found.maker = BASE
             self._cut(found, length)
-            self._mark(handle)
+            self._mark(handle, found)
             return self._info(handle, found)
 
     def pin(self, tenant: str, handle: str, ttl_s: float) -> HandleInfo:
@@ -200,7 +201,7 @@ class Handles:
             found = self._find(tenant, handle)
             found.pinned_until_s = self._clock() + check_seconds(ttl_s)
             found.expires_s = max(found.expires_s, found.pinned_until_s)
-            self._mark(handle)
+            self._mark(handle, found)
             return self._info(handle, found)
 
     def extend(self, tenant: str, handle: str, ttl_s: float) -> None:
@@ -209,7 +210,7 @@ class Handles:
             found = self._find(tenant, handle)
             found.expires_s = max(found.expires_s, self._clock() + check_seconds(ttl_s))
             self._handles.move_to_end(handle)
-            self._mark(handle)
+            self._mark(handle, found)
 
     def fill(self, tenant: str, handle: str, kv: KVCache) -> None:
         """KV that was computed again. Takes the cache over; what does not fit the handle any more is dropped."""
@@ -284,13 +285,15 @@ class Handles:
 
     # Inside.
 
-    def _add(self, tenant: str, ids: array[int], kv: KVCache | None, ttl_s: float | None, maker: str) -> HandleInfo:
+    def _add(
+        self, tenant: str, ids: array[int], kv: KVCache | None, ttl_s: float | None, maker: str, noted: bool = True
+    ) -> HandleInfo:
         with self._lock:
             try:
                 life_s = self._config.handle_ttl_s if ttl_s is None else check_seconds(ttl_s)
                 self.check_room(tenant, len(ids))
                 now_s = self._clock()
-                found = Handle(tenant_of(tenant), ids, kv, now_s + life_s, now_s, maker)
+                found = Handle(tenant_of(tenant), ids, kv, now_s + life_s, now_s, maker, noted=noted)
                 self._enforce_share(found)
             except BaseException:
                 if kv is not None:
@@ -299,7 +302,7 @@ class Handles:
             handle = new_id()
             self._handles[handle] = found
             self._count()
-            self._mark(handle)
+            self._mark(handle, found)
             return self._info(handle, found)
 
     def _enforce_share(self, newest: Handle) -> None:
@@ -330,9 +333,10 @@ class Handles:
             self._expired.popitem(last=False)
 
     def _drop(self, handle: str) -> None:
-        self._handles.pop(handle).free_kv()
+        gone = self._handles.pop(handle)
+        gone.free_kv()
         self._count()
-        self._mark(handle)
+        self._mark(handle, gone)
 
     def _cut(self, one: Handle, length: int) -> None:
         if one.kv is None:
@@ -391,8 +395,8 @@ class Handles:
             found = self._handles.get(handle)
             return None if found is None else found.note(handle, self._clock(), self._calendar())
 
-    def _mark(self, handle: str) -> None:
-        if self._notes is not None:
+    def _mark(self, handle: str, one: Handle) -> None:
+        if self._notes is not None and one.noted:
             self._notes.mark(handle)
 
 

@@ -19,8 +19,8 @@ from ...kv.cache import KVCache
 from ...kv.codec import pack, unpack
 from ...kv.owner import owner_of
 from ..handles.handles import Handles
-from .file import SessionFile, pack_session, unpack_session
-from .session import Session, SessionInfo
+from .file import SessionFile, check_session, pack_session, unpack_session
+from .session import Session, SessionInfo, SessionKey
 from .sessions import Sessions, check_name
 from .tree import Turn
 
@@ -80,11 +80,13 @@ class SessionExchange:
     def load(self, tenant: str, data: bytes, name: str | None = None, ttl_s: float | None = None) -> SessionImport:
         """Add the session in these bytes, under its own name or another, in place of one of that name."""
         file = unpack_session(data)
-        self._check(file)
+        check_session(file, self._executor.pool)
         if name is not None:
             check_name(name)
         life_s = self._config.handle_ttl_s if ttl_s is None else ttl_s
-        session = Session(name or file.name, tenant, self._clock() + life_s, life_s, file.exact, file.tree)
+        chosen = name or file.name
+        key = SessionKey.of(tenant, chosen)
+        session = Session(chosen, key, tenant, self._clock() + life_s, life_s, file.exact, file.tree)
         used, why = 0, ""
         for turn in session.tree:
             if (kv := file.kv.get(turn.id)) is not None:
@@ -94,14 +96,6 @@ class SessionExchange:
         if not file.kv:
             return SessionImport(info, "none")
         return SessionImport(info, "used") if used == len(file.kv) else SessionImport(info, "recomputed", why)
-
-    def _check(self, file: SessionFile) -> None:
-        own = self._executor.pool.identity()
-        if file.identity.model != own.model:
-            raise BlobError("identity.model", "this session belongs to another model, whose tokens mean something else")
-        limit = self._executor.pool.token_limit
-        if any(turn.tokens and int(turn.ids.max()) >= limit for turn in file.tree):
-            raise BlobError("turns.tokens", f"a token id is past this model's vocabulary of {limit}")
 
     def _restore(self, session: Session, turn: Turn, data: bytes) -> str:
         """Keep the KV of a turn; returns why it cannot be used, or nothing."""
@@ -117,7 +111,7 @@ class SessionExchange:
         except (BlobError, PoolExhausted) as error:
             return str(error)
         with suppress(HandleLimit):
-            turn.handle = self._handles.keep(session.tenant, kv, session.ttl_s).id
+            turn.handle = self._handles.keep(session.tenant, kv, session.ttl_s, noted=False).id
             turn.imported = True
             return ""
         return "the key has as many handles, or pages in them, as it may have"

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from ...errors import BlobError
 from ...kv.identity import Identity
+from ...kv.pool import PagePool
 from ..misses.past_prompts import shared_tokens, token_array
 from .session import MAX_NAME
 from .tree import MAX_TURNS, Turn, TurnTree
@@ -94,6 +95,15 @@ def unpack_session(data: bytes) -> SessionFile:
     numbered = fields.get("numbered")
     tree.numbered = max(len(tree), numbered if _is_count(numbered) and numbered <= 1 << 40 else 0)
     return SessionFile(name, exact, identity, tree, kv)
+
+
+def check_session(file: SessionFile, pool: PagePool) -> None:
+    """Raise unless a session belongs to the model of a pool."""
+    if file.identity.model != pool.identity().model:
+        raise BlobError("identity.model", "this session belongs to another model, whose tokens mean something else")
+    limit = pool.token_limit
+    if any(turn.tokens and int(turn.ids.max()) >= limit for turn in file.tree):
+        raise BlobError("turns.tokens", f"a token id is past this model's vocabulary of {limit}")
 
 
 def _open(data: bytes) -> tuple[dict[str, Any], memoryview]:

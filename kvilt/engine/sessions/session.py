@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from ...blend.moved_spans import MovedSpan
 from ...kv.cache import KVCache
+from ...kv.owner import owner_of
+from ...store.address import tenant_of
 from .tree import TurnTree
 
 MAX_NAME = 256  # characters
@@ -23,12 +25,31 @@ class SessionOptions:
     exact: bool | None = None  # False: KV that was moved and repaired may be used; None: as before, or True
 
 
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """A tenant, hashed as in notes so that it is the same after a restart, and the id of one of its sessions."""
+
+    tenant: str
+    id: str
+
+    @classmethod
+    def of(cls, tenant: str, name: str) -> SessionKey:
+        """The key of a tenant's session of this name."""
+        return cls(tenant_of(tenant), session_id(name))
+
+    @property
+    def owner(self) -> str:
+        """The API key, hashed, that quotas count for."""
+        return owner_of(self.tenant)
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """A tree of turns. Times are of this process's clock."""
 
     name: str
-    tenant: str
+    key: SessionKey
+    tenant: str  # as the caller's requests name it; empty after a restart, until the next one: no turn has a handle
     expires_s: float
     ttl_s: float
     exact: bool = True
@@ -37,7 +58,7 @@ class Session:
     @property
     def id(self) -> str:
         """An id that is safe in paths."""
-        return session_id(self.name)
+        return self.key.id
 
 
 def session_id(name: str) -> str:

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ...batch import Adapted, Adapter
 from ...blend.moved_spans import MovedSpan, moved_spans
@@ -21,12 +20,13 @@ from ...executor.kv_maker import check_maker
 from ...executor.protocol import Executor
 from ...kv.cache import KVCache
 from ...kv.layout import Window
-from ...kv.owner import owner_of
 from ...kv.row import EXACT, made_by
 from ...store.address import tenant_of
+from ...store.notes import SessionNotes
 from ..handles.handles import Handles, check_seconds
 from ..misses.past_prompts import token_array
-from .session import MAX_NAME, MovedLoan, Session, SessionInfo, SessionLoan, SessionOptions, TurnInfo, session_id
+from .noted import NotedSessions
+from .session import MAX_NAME, MovedLoan, Session, SessionInfo, SessionKey, SessionLoan, SessionOptions, TurnInfo
 from .tree import SharedTurn, Turn
 
 MAX_SESSIONS = 256  # of an owner; the least recently used are forgotten first
@@ -34,12 +34,6 @@ MAX_TOKENS = 1 << 23  # of an owner's sessions together
 _MOVED = 3  # turns whose text is looked for at other places
 _WORTH = 64  # tokens that moving must spare
 _TRIED = 8  # turns whose KV is looked at for one prompt
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    tenant: str
-    id: str
 
 
 class Sessions:
@@ -52,20 +46,31 @@ class Sessions:
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_expired: Callable[[str, Sequence[int]], None] | None = None,
+        notes: SessionNotes | None = None,
+        calendar: Callable[[], float] = time.time,
     ) -> None:
-        """`on_expired` is called with the hashed tenant and the tokens of each last turn of an expired session."""
+        """`on_expired` is called with the hashed tenant and the tokens of each last turn of an expired session.
+
+        `notes` keep sessions across restarts, without KV; `calendar` dates them.
+        """
         self._executor = executor
         self._handles = handles
         self._config = config or EngineConfig()
         self._clock = clock
         self._on_expired = on_expired
         self._lock = threading.RLock()
-        self._sessions: OrderedDict[_Key, Session] = OrderedDict()  # the least recently used first
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()  # the least recently used first
         groups = executor.layout.groups
         # The last turn then holds all that earlier ones hold; windows and states are kept at the end of each turn.
         self._last_holds_all = executor.layout.recurrent is None and not any(
             isinstance(group.reach, Window) for group in groups
         )
+        self._noted = None if notes is None else NotedSessions(notes, executor.pool, clock, calendar)
+        if self._noted is not None:
+            self._sessions.update((session.key, session) for session in self._noted.read(self._sessions, self._lock))
+            self._sweep()
+            for owner in dict.fromkeys(key.owner for key in self._sessions):
+                self._bound(owner)
 
     # For requests.
 
@@ -131,7 +136,7 @@ class Sessions:
         None where the session must be, or where no more than the `reached` tokens would be spared.
         """
         with self._lock:
-            session = self._sessions.get(_Key(tenant, session_id(options.name)))
+            session = self._sessions.get(SessionKey.of(tenant, options.name))
             if session is None or session.exact or not self._last_holds_all:
                 return None
             maker = made_by(self._executor.adapters.identity(adapter), 0)
@@ -168,7 +173,8 @@ class Sessions:
             while (excess := session.tree.excess()) is not None:
                 self._release(session, [excess])
                 session.tree.remove(excess)
-            self._bound(owner_of(tenant))
+            self._bound(session.key.owner)
+            self._mark(session)
 
     def _hold(self, session: Session, turn: Turn, kv: KVCache) -> None:
         """Keep the KV of a turn in a handle, if the owner may have one more; its oldest turns give way."""
@@ -177,19 +183,18 @@ class Sessions:
                 self._handles.check_room(session.tenant, kv.num_entries)
                 break
             except HandleLimit as limit:
-                if limit.what != "handles" or not self._give_way(session.tenant, turn):
+                if limit.what != "handles" or not self._give_way(session.key.owner, turn):
                     kv.close()
                     return
         with suppress(HandleLimit):  # another caller was quicker
-            turn.handle = self._handles.keep(session.tenant, kv, session.ttl_s).id
+            turn.handle = self._handles.keep(session.tenant, kv, session.ttl_s, noted=False).id
 
-    def _give_way(self, tenant: str, newest: Turn) -> bool:
+    def _give_way(self, owner: str, newest: Turn) -> bool:
         """Release the handle of the least recently used turn of an owner; False where there is none."""
-        owner = owner_of(tenant)
         held = [
             (turn.used_s, session, turn)
             for key, session in self._sessions.items()
-            if owner_of(key.tenant) == owner
+            if key.owner == owner
             for turn in session.tree
             if turn.handle is not None and turn is not newest
         ]
@@ -205,7 +210,8 @@ class Sessions:
         """All sessions of a tenant, the least recently used first."""
         with self._lock:
             self._sweep()
-            return [self._info(session) for key, session in self._sessions.items() if key.tenant == tenant]
+            hashed = tenant_of(tenant)
+            return [self._info(session) for key, session in self._sessions.items() if key.tenant == hashed]
 
     def info(self, tenant: str, name: str) -> SessionInfo:
         """The state of a session, by its name or its id."""
@@ -221,7 +227,7 @@ class Sessions:
             old = self.find(tenant, name)
             if turn is not None and turn not in old.tree.turns:
                 raise InputError(f"session {name[:64]!r} has no turn {turn[:64]!r}")
-            if _Key(tenant, session_id(new)) in self._sessions:
+            if SessionKey.of(tenant, new) in self._sessions:
                 raise ParamError("name", f"there is a session {new[:64]!r} already; delete it, or choose another name")
             made = self._new(tenant, SessionOptions(new, old.ttl_s if ttl_s is None else ttl_s, exact=old.exact))
             made.tree = old.tree.copy(turn)
@@ -229,8 +235,9 @@ class Sessions:
                 handle = old.tree.turns[twin.id].handle
                 if handle is not None:
                     with suppress(HandleError, HandleLimit):
-                        twin.handle = self._handles.fork(tenant, handle, made.ttl_s).id
-            self._bound(owner_of(tenant))
+                        twin.handle = self._handles.fork(tenant, handle, made.ttl_s, noted=False).id
+            self._bound(made.key.owner)
+            self._mark(made)
             return self._info(made)
 
     def delete(self, tenant: str, name: str) -> None:
@@ -238,11 +245,16 @@ class Sessions:
         with self._lock:
             self._drop(self.find(tenant, name))
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all notes are written; False where that takes longer, or they cannot be written."""
+        return self._noted is None or self._noted.flush(timeout_s)
+
     def find(self, tenant: str, name: str) -> Session:
         """A session by its name or its id; raises where the tenant has none."""
         self._sweep()
-        for key in (_Key(tenant, session_id(name)), _Key(tenant, name)):
+        for key in (SessionKey.of(tenant, name), SessionKey(tenant_of(tenant), name)):
             if (found := self._sessions.get(key)) is not None:
+                found.tenant = tenant
                 return found
         raise SessionUnknown(name)
 
@@ -250,14 +262,17 @@ class Sessions:
         """Add a session that was read from a file, in place of one of the same name."""
         with self._lock:
             self._sweep()
-            if (old := self._sessions.get(_Key(session.tenant, session.id))) is not None:
+            if (old := self._sessions.get(session.key)) is not None:
                 self._drop(old)
-            self._sessions[_Key(session.tenant, session.id)] = session
-            self._bound(owner_of(session.tenant))
+            self._sessions[session.key] = session
+            self._bound(session.key.owner)
+            self._mark(session)
             return self._info(session)
 
     def close(self) -> None:
-        """Forget all sessions; handles are closed by their owner."""
+        """Forget all sessions; their notes stay, and handles are closed by their owner."""
+        if self._noted is not None:
+            self._noted.close()
         with self._lock:
             self._sessions.clear()
 
@@ -269,11 +284,12 @@ class Sessions:
     def _touch(self, tenant: str, options: SessionOptions) -> Session | None:
         """A session that is used now, with what the request says of it."""
         self._sweep()
-        key = _Key(tenant, session_id(options.name))
+        key = SessionKey.of(tenant, options.name)
         session = self._sessions.get(key)
         if session is None:
             return None
         self._sessions.move_to_end(key)
+        session.tenant = tenant
         session.ttl_s = session.ttl_s if options.ttl_s is None else options.ttl_s
         session.exact = session.exact if options.exact is None else options.exact
         session.expires_s = self._clock() + session.ttl_s
@@ -294,8 +310,9 @@ class Sessions:
 
     def _new(self, tenant: str, options: SessionOptions) -> Session:
         ttl_s = self._config.handle_ttl_s if options.ttl_s is None else options.ttl_s
-        session = Session(options.name, tenant, self._clock() + ttl_s, ttl_s, options.exact is not False)
-        self._sessions[_Key(tenant, session.id)] = session
+        key = SessionKey.of(tenant, options.name)
+        session = Session(options.name, key, tenant, self._clock() + ttl_s, ttl_s, options.exact is not False)
+        self._sessions[key] = session
         return session
 
     def _is_here(self, session: Session, turn: Turn) -> bool:
@@ -317,19 +334,24 @@ class Sessions:
 
     def _drop(self, session: Session) -> None:
         self._release(session)
-        del self._sessions[_Key(session.tenant, session.id)]
+        del self._sessions[session.key]
+        self._mark(session)
+
+    def _mark(self, session: Session) -> None:
+        if self._noted is not None:
+            self._noted.mark(session)
 
     def _sweep(self) -> None:
         now_s = self._clock()
         for session in [one for one in self._sessions.values() if one.expires_s <= now_s]:
             if self._on_expired is not None:
                 for turn in session.tree.leaves():
-                    self._on_expired(tenant_of(session.tenant), turn.ids.tolist())
+                    self._on_expired(session.key.tenant, turn.ids.tolist())
             self._drop(session)
 
     def _bound(self, owner: str) -> None:
         """Forget the least recently used sessions of an owner that has too many, or too many tokens in them."""
-        mine = [session for key, session in self._sessions.items() if owner_of(key.tenant) == owner]
+        mine = [session for key, session in self._sessions.items() if key.owner == owner]
         tokens = sum(turn.tokens for session in mine for turn in session.tree)
         while len(mine) > 1 and (len(mine) > MAX_SESSIONS or tokens > MAX_TOKENS):
             oldest = mine.pop(0)

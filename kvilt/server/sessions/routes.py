@@ -17,6 +17,7 @@ from .fields import IMPORT_PATH, Lifetime, SessionName
 from .schema import ForkSessionRequest, SessionList, SessionObject
 
 router = APIRouter(route_class=StrictRoute, tags=["sessions"])
+_DELETE_WAIT_S = 2.0  # for the disk, so that a deleted session stays deleted if the process is killed right after
 _LOOK = error_responses(400, 404)
 _ONE: dict[int | str, dict[str, Any]] = {200: {"model": SessionObject}, **BODY_ERRORS}
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -60,8 +61,10 @@ async def info(name: str, service: ServiceDep, caller: SaltedCallerDep) -> Respo
 
 @router.delete("/v1/sessions/{name}", response_model=None, responses={200: {"model": Deleted}, **_LOOK})
 async def delete(name: str, service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """Forget a session and its KV."""
-    service.llm.sessions.delete(caller.tenant, name)
+    """Forget a session, its KV, and its note where there is a store."""
+    sessions = service.llm.sessions
+    sessions.delete(caller.tenant, name)
+    await service.llm.offload.run(FILES, sessions.flush, _DELETE_WAIT_S, owner=owner_of(caller.tenant))
     return json_response({"id": name, "deleted": True})
 
 
