@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_agent import EVENTS, Agent
 from session_world import World
-from small import load_hybrid, load_mixed, load_small
+from small import CONTEXT, load_hybrid, load_mixed, load_small
+from tiny import VOCAB
 
 from kvilt.config import EngineConfig
 from kvilt.engine.sessions import sessions as module
@@ -24,8 +25,10 @@ from kvilt.engine.sessions.file import pack_session, unpack_session
 from kvilt.engine.sessions.session import SessionOptions, session_id
 from kvilt.engine.sessions.tree import MAX_TURNS, TurnTree
 from kvilt.errors import BlobError, InputError, ParamError, SessionUnknown
+from kvilt.executor.executor import ModelExecutor
 from kvilt.executor.protocol import Executor
 from kvilt.kv.file import write_whole
+from kvilt.kv.pool import PagePool
 
 TEXT = [i * 7 % 61 for i in range(300)]
 
@@ -303,17 +306,35 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_given: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    kept = tmp_path / "kept.kvs"
+    kept.write_bytes(b"an earlier one")
     monkeypatch.setattr("os.write", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(tmp_path / "a.kvs", b"data")
-    assert list(tmp_path.iterdir()) == []
+    for path in (tmp_path / "a.kvs", kept):
+        with pytest.raises(OSError, match="No space"):
+            write_whole(path, b"data")
+    assert list(tmp_path.iterdir()) == [kept]
+    assert kept.read_bytes() == b"an earlier one"
 
 
-def test_bytes_do_not_remember_pages(executor: Executor) -> None:
-    """So a file of one page size is read by an engine with another."""
-    groups = executor.layout.groups
-    halves = [replace(group, shape=replace(group.shape, page_tokens=16)) for group in groups]
-    assert replace(executor.layout, groups=tuple(halves)).describe() == executor.layout.describe()
+def other_pages(executor: ModelExecutor, page_tokens: int) -> ModelExecutor:
+    """The same model over pages of another size."""
+    old, layout = executor.pool, executor.layout
+    groups = tuple(replace(one, shape=replace(one.shape, page_tokens=page_tokens)) for one in layout.groups)
+    states = 0 if layout.recurrent is None else 60
+    pool = PagePool(replace(layout, groups=groups), 120, old.ops, old.identity, token_limit=VOCAB, states=states)
+    return ModelExecutor(executor._decoder, pool, CONTEXT)
+
+
+def test_a_file_of_another_page_size_is_used(world: World) -> None:
+    assert isinstance(world.executor, ModelExecutor)
+    first = world.ask(TEXT[:100], "a")
+    data = world.exchange.export("", "a")
+    other = World(other_pages(world.executor, 16))
+    assert other.exchange.load("", data).kv == "used"
+    prompt = [*TEXT[:100], *first.tokens[:2], 9]
+    said = other.ask(prompt, "a")
+    assert said.reused == 102 and said.tokens == other.cold(prompt) == world.cold(prompt)
+    other.close()
 
 
 # Any tree of turns.

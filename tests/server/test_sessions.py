@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,28 @@ def test_the_command_line(server: Running, tmp_path: Path) -> None:
         assert run.invoke(app, ["session", *wrong, "--url", server.url]).exit_code == 2
     gone = run.invoke(app, ["session", "list", "--url", "http://127.0.0.1:9"])
     assert gone.exit_code == 1 and "does not answer" in gone.output
+
+
+def test_an_export_to_a_full_disk_is_refused_in_a_sentence(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    ask(server, "chat", messages("hi"), "a")
+    monkeypatch.setattr("kvilt.cli.session.write_whole", full)
+    path = tmp_path / "out.kvs"
+    done = CliRunner().invoke(app, ["session", "export", "a", str(path), "--url", server.url])
+    assert done.exit_code == 1 and done.output == f"kvilt: No space left on device ({path})\n"
+
+
+def test_a_file_of_a_newer_version_is_refused_by_name(server: Running) -> None:
+    ask(server, "chat", messages("hi"), "a")
+    data = httpx.get(f"{server.url}/v1/sessions/a/export", timeout=60).content
+    newer = data[:8] + (2).to_bytes(4, "little") + data[12:]
+    kind = {"Content-Type": "application/octet-stream"}
+    refused = httpx.post(f"{server.url}/v1/sessions/import", content=newer, headers=kind, timeout=60)
+    assert refused.status_code == 400 and "newer kvilt" in refused.json()["error"]["message"]
 
 
 def test_a_span_of_a_handle_is_replaced(server: Running) -> None:
