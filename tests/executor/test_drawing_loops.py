@@ -52,8 +52,11 @@ def drawn(executor: ModelExecutor, params: list[SamplingParams], steps: int) -> 
     return tokens
 
 
+SLOW_KINDS = [("whole",), ("filtered", "whole"), ("greedy", "typical")]  # the interpreter takes ten seconds for each
+
+
 @pytest.mark.parametrize(
-    "kinds", [("whole",), ("filtered", "whole"), ("greedy", "typical"), ("filtered", "greedy")], ids="-".join
+    "kinds", [*(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_KINDS), ("filtered", "greedy")], ids="-".join
 )
 def test_a_loop_draws_what_single_steps_draw(executor: ModelExecutor, kinds: tuple[str, ...]) -> None:
     params, before = [DRAWS[kind] for kind in kinds], len(executor._replay._loops)
