@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..kv.pool import PagePool
 from ..kv.row import CacheRow
 from ..kv.row_states import RowStates, StateFold, check_fold
+from .build_step import row_starts, step_input
 from .row import (
     WHOLE,
     Embeds,
@@ -36,7 +37,7 @@ from .row import (
     Source,
     token_count,
 )
-from .step_input import StepInput, row_starts, step_input
+from .step_input import StepInput
 
 
 @dataclass(frozen=True, slots=True)
