@@ -1,6 +1,8 @@
 // One answer: what is sent for it, and what its stream adds to the message. Refuses to know how a message looks.
 
 import { ApiError } from './api.js';
+import { addCalls, nodeMessages } from './calls.js';
+import { readJson } from './schema.js';
 import { events } from './sse.js';
 import { drawnToken } from './tokens.js';
 
@@ -11,7 +13,7 @@ const GONE = new Set(['kv_mismatch', 'kv_not_found', 'kv_expired']);
 /** The messages that lead to an answer, as the server takes them. */
 export function conversation(path, settings) {
   const system = settings.system.trim() ? [{ role: 'system', content: settings.system }] : [];
-  return [...system, ...path.map(({ role, text }) => ({ role, content: text }))];
+  return [...system, ...path.flatMap(nodeMessages)];
 }
 
 /** Fill `nodes`, one for each sample, with answers to `question`; a node that has text already is continued.
@@ -24,7 +26,7 @@ export async function ask({ api, book, tree, documents, ...how }, question, node
   // Documents stand in a prompt of their own: their KV is blended, not forked.
   const parent = documents ? null : ((await resumed(book, first)) ?? (await book.before(question)));
   const asked = performance.now();
-  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null });
+  for (const node of nodes) Object.assign(node, { clock: { asked }, miss: null, parentKv: null, calls: null, schema: readJson(how.settings.schema).value ?? null });
   if (documents) {
     Object.assign(body, documents, { seed: Math.floor(Math.random() * 2 ** 31), kv_out: false, ...(body.logprobs ? { top_logprobs: MOST_ALTERNATIVES } : {}) });
     for (const node of nodes) node.blended = { ...documents.blend, documents: documents.documents.length, seed: body.seed };
@@ -49,10 +51,20 @@ export function requestBody({ tree, model, settings, drawn }, question, nodes) {
     ...(settings.maxTokens ? { max_tokens: settings.maxTokens } : {}),
     ...(settings.probabilities ? { logprobs: true, top_logprobs: ALTERNATIVES } : {}),
     ...(nodes.length > 1 ? { n: nodes.length } : {}),
+    ...given(settings),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     return_progress: true,
     kv_out: true,
+  };
+}
+
+/** The tools and the schema of the settings. A text that is no JSON is left out; the settings say so. */
+function given({ tools, schema }) {
+  const [listed, wanted] = [readJson(tools).value, readJson(schema).value];
+  return {
+    ...(listed ? { tools: [listed].flat().map((one) => (one.function ? one : { type: 'function', function: one })) } : {}),
+    ...(wanted ? { response_format: { type: 'json_schema', json_schema: { name: 'answer', schema: wanted } } } : {}),
   };
 }
 
@@ -106,6 +118,7 @@ function take(chunk, nodes, book) {
     const node = nodes[index ?? 0];
     if (logprobs?.content) node.tokens = [...(node.tokens ?? []), ...logprobs.content.map(drawnToken)];
     if (delta?.content || delta?.reasoning_content) heard(delta, node);
+    if (delta?.tool_calls) addCalls(node, delta.tool_calls);
     if (reason) node.finish = reason;
     if (kv) node.kv = book.keep(kv);
   }

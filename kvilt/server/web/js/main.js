@@ -44,6 +44,7 @@ class App {
       fork: (node, index, token) => this.fork(node, index, token),
       resume: (node, text) => this.resume(node, text),
       check: (node) => this.check(node),
+      results: (node, results) => this.answer(this.tree.add(node, 'tool', '', { results })),
       compare: (node) => compare(this.tree, node, (chosen) => this.pick(chosen)),
       retry: (node) => this.retry(node),
       walk: (node, by) => this.walk(node, by),

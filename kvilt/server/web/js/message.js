@@ -2,15 +2,17 @@
 
 import { advice } from './advice.js';
 import { speeds } from './ask.js';
+import { callCards } from './calls.js';
 import { checkNote } from './check.js';
 import { el, icon, iconButton, set } from './dom.js';
 import { copyText, update } from './markdown.js';
 import { missText } from './miss.js';
 import { count, rate, seconds, tokens } from './numbers.js';
+import { schemaState } from './schema.js';
 import { answerTokens, tokenView } from './tokens.js';
 
 const BRANCHES = 3; // at once
-const NAMES = { user: 'You', assistant: 'Answer' };
+const NAMES = { user: 'You', assistant: 'Answer', tool: 'Results of tools' };
 
 export class Message {
   /** `acts` has edit, regenerate, retry and walk; `tree` returns the conversation. */
@@ -34,7 +36,8 @@ export class Message {
       this.waiting = el('div', { class: 'waiting', hidden: true });
       this.trouble = el('div', { class: 'trouble', role: 'alert', hidden: true });
       this.checked = el('div', { hidden: true });
-      this.body.append(this.thought, this.text, this.waiting, this.checked, this.trouble);
+      this.calls = el('div', { hidden: true });
+      this.body.append(this.thought, this.text, this.calls, this.waiting, this.checked, this.trouble);
     }
     this.update();
   }
@@ -47,6 +50,7 @@ export class Message {
     set(this.element, 'aria-label', `${NAMES[node.role]}${which}`);
     set(this.element, 'aria-busy', node.state === 'streaming' ? 'true' : null);
     if (node.role === 'assistant') this.updateAnswer();
+    else if (node.role === 'tool') this.body.replaceChildren(...node.results.map(({ name, content }) => el('div', { class: 'said' }, el('small', { class: 'mono' }, name), el('br'), content)));
     else if (!this.editing) this.body.replaceChildren(el('div', { class: 'said', dir: 'auto' }, node.text));
     if (!this.editing) this.updateBar(busy, at, of);
   }
@@ -56,7 +60,8 @@ export class Message {
     if (!this.editing) this.updateText();
     this.thought.hidden = !node.reasoning;
     if (node.reasoning) update(this.thoughtText, node.reasoning);
-    const isWaiting = node.state === 'streaming' && !node.text && !node.reasoning;
+    this.updateCalls();
+    const isWaiting = node.state === 'streaming' && !node.text && !node.reasoning && !node.calls;
     this.waiting.hidden = !isWaiting;
     if (isWaiting) this.updateWaiting();
     this.updateTrouble();
@@ -75,6 +80,17 @@ export class Message {
       this.text.replaceChildren(tokenView(node, (index, token) => this.acts.fork(node, index, token)));
       this.text.sources = null;
     }
+  }
+
+  /** Drawn again when calls grow, or were answered: what is typed stays. */
+  updateCalls() {
+    const { node } = this;
+    this.calls.hidden = !node.calls?.length;
+    const seen = JSON.stringify([node.calls, node.state, node.children.length > 0]);
+    if (this.calls.hidden || this.callsSeen === seen) return;
+    this.callsSeen = seen;
+    const open = node.state !== 'streaming' && !node.children.length;
+    this.calls.replaceChildren(callCards(node, open ? (results) => this.acts.results(node, results) : null));
   }
 
   toggleTokens() {
@@ -145,6 +161,7 @@ export class Message {
   buttons(busy) {
     const { node, acts } = this;
     const copy = iconButton('copy', 'Copy', () => copyText(node.text, copy));
+    if (node.role === 'tool') return [];
     if (node.role === 'user') {
       const edit = iconButton('edit', 'Edit as a new branch', () => this.edit(), { disabled: busy });
       return node.text ? [copy, edit] : [edit];
@@ -169,12 +186,21 @@ export class Message {
     const said = [
       perSecond === null ? null : el('span', { title: 'Speed after the first token' }, rate(perSecond)),
       firstS === null ? null : el('span', { title: 'Time to the first token' }, `first token ${seconds(firstS)}`),
+      this.fit(),
       ...this.blended(),
       this.reuse(),
       node.state === 'stopped' ? el('span', {}, 'stopped') : null,
       node.finish === 'length' ? el('span', { title: 'The limit of tokens was reached' }, 'cut at max tokens') : null,
     ];
     return el('span', { class: 'facts' }, said.filter(Boolean));
+  }
+
+  /** Whether an answer fits the schema that was asked for, also while it is written. */
+  fit() {
+    const { schema, text, state } = this.node;
+    if (!schema || !text) return null;
+    const { fits, says } = schemaState(text, schema, state !== 'streaming');
+    return el('span', { class: fits ? 'some' : fits === false ? 'bad' : '' }, says);
   }
 
   /** What blending did, and what a whole prefill would take by the speed at which documents were computed. */

@@ -13,8 +13,13 @@ export function asJson(tree, title) {
 
 /** The shown messages. */
 export function asMarkdown(tree, title) {
-  const said = tree.path().map(({ role, text }) => `## ${role === 'user' ? 'You' : 'Answer'}\n\n${text}\n`);
+  const said = tree.path().map((node) => `## ${{ user: 'You', tool: 'Results of tools' }[node.role] ?? 'Answer'}\n\n${spoken(node)}\n`);
   return `# ${title}\n\n${said.join('\n')}`;
+}
+
+function spoken({ text, calls, results }) {
+  const called = (calls ?? []).map((one) => `\`${one.name}(${one.arguments})\``);
+  return [text, ...called, ...(results ?? []).map((one) => `${one.name}: ${one.content}`)].filter(Boolean).join('\n\n');
 }
 
 /** A conversation from a file's text; an Error says why there is none. */
@@ -34,13 +39,15 @@ export function readConversation(text) {
 /** A node of a file, of which only plain values are taken. */
 function checked(node) {
   const text = (value) => (typeof value === 'string' ? value : '');
-  if (!['root', 'user', 'assistant'].includes(node?.role) || typeof node.id !== 'string') throw new Error('A message of the file cannot be read.');
+  if (!['root', 'user', 'assistant', 'tool'].includes(node?.role) || typeof node.id !== 'string') throw new Error('A message of the file cannot be read.');
   return {
     id: node.id,
     parent: typeof node.parent === 'string' ? node.parent : null,
     role: node.role,
     text: text(node.text),
     ...(text(node.reasoning) ? { reasoning: node.reasoning } : {}),
+    ...(Array.isArray(node.calls) ? { calls: node.calls.map(({ id, name, arguments: given }) => ({ id: text(id), name: text(name), arguments: text(given) })) } : {}),
+    ...(node.role === 'tool' ? { results: (node.results ?? []).map(({ id, name, content }) => ({ id: text(id), name: text(name), content: text(content) })) } : {}),
     children: Array.isArray(node.children) ? node.children.filter((id) => typeof id === 'string') : [],
     shown: Number.isInteger(node.shown) ? node.shown : 0,
   };
