@@ -49,7 +49,8 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.mcp": frozenset({"mcp", "pydantic", "uvicorn"}),
     "kvilt.cli.mcp": frozenset({"mcp"}),  # for its type alone
     "kvilt.server.tracing": frozenset({"opentelemetry"}),
-    "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic"}),
+    "kvilt.server.kv_events": frozenset({"zmq", "msgpack"}),
+    "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic", "uvicorn", "zmq", "httpx"}),
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.store.zstd": frozenset({"zstandard"}),
     "kvilt.sampling.library": frozenset({"llguidance"}),

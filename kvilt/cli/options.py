@@ -206,6 +206,13 @@ SERVER = OptionGroup(
             ),
             "lora": Option(list[str], (), "An adapter to load, as NAME=PATH; may be repeated."),
             "lora_dir": Option(str | None, None, "The folder that adapters may be loaded from at run time."),
+            "kv_events": Option(
+                str | None, None, "Publish KV events for routers at this ZMQ address, like tcp://127.0.0.1:5557."
+            ),
+            "kv_events_replay": Option(
+                str | None, None, "Address at which KV events are asked for again; default: the port after --kv-events."
+            ),
+            "kv_events_topic": Option(str, "kv-events", "The ZMQ topic of KV events."),
             "warm_up": Option(bool, True, "Compile and load a GPU's kernels before the first request."),
             "grace_s": Option(float, 30.0, "Seconds for requests in progress when the server shuts down."),
             "max_body_bytes": Option(int, 8 << 20, "Maximum size of a request body."),

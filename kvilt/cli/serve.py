@@ -8,12 +8,13 @@ import gc
 import logging
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
-from ..llm import load_async
+from ..llm import AsyncLLM, load_async
 from .keys import admin_key, read_keys, weighted_keys
 from .progress import bars, tracked
 from .store import context_prefix, open_store
@@ -66,7 +67,7 @@ def serve(
         gc.freeze()  # the model stays: later collections need not walk over it
         sys.setswitchinterval(SWITCH_S)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with publishing(llm, options), asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(listen(llm, settings, _ready))
         finally:
             gc.unfreeze()  # else the native module is not unloaded in order at exit
@@ -86,6 +87,29 @@ def check_port(option: str, host: str, port: int) -> None:
         else:
             what = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise ParamError(option, what) from None
+
+
+def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager[object]:
+    """Publishes KV events while a block runs, if --kv-events says where."""
+    if options["kv_events"] is None:
+        return nullcontext()
+    try:
+        from ..server.kv_events.publisher import KVEventPublisher, check_endpoint
+    except ImportError as error:
+        raise Unsupported(f"KV events need {error.name}; install it with: pip install 'kvilt[events]'") from None
+    if not check_endpoint(options["kv_events"]):
+        print("warning: every client that reaches --kv-events reads the prompts of all keys", file=sys.stderr)
+    pool = llm.executor.pool
+    made = KVEventPublisher(
+        llm.executor.prefixes,
+        pool.layout.page_tokens,
+        options["kv_events"],
+        options["kv_events_replay"],
+        options["kv_events_topic"],
+        "CPU" if pool.device.type == "cpu" else "GPU",
+    )
+    print(f"KV events are at {made.endpoint}, replayed at {made.replay}", file=sys.stderr, flush=True)
+    return made
 
 
 def _ready(listener: HTTPServer) -> None:

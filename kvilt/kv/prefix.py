@@ -21,8 +21,9 @@ from .evicted_page import EvictedPage as EvictedPage
 from .layout import Window
 from .pool import PagePool
 from .prefix_branches import PrefixBranch, PrefixRun, PrefixRuns, branch_of, find_runs
-from .prefix_keys import PrefixKeys, PrefixNode, PrefixScope, tokens_of
+from .prefix_keys import PrefixKeys, PrefixNode, tokens_of
 from .prefix_states import PrefixStates
+from .prefix_watch import PrefixChange, PrefixWatch
 from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, maker_parts, rows_from_images
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class PrefixIndex:
         self._roots: dict[str, dict[bytes, PrefixNode]] = {}  # by tenant
         self._owners: list[dict[int, PrefixNode]] = [{} for _ in pool.layout.groups]  # by page
         self._states = PrefixStates(pool, self._state_evicted) if pool.layout.recurrent is not None else None
+        self._watches: list[PrefixWatch] = []
         self.evictions = 0
         self.hits = self.misses = self.saved_tokens = 0  # sequences that began with KV that was there, and without
 
@@ -107,13 +109,20 @@ class PrefixIndex:
         """A run with its tokens; needs no lock."""
         return branch_of(run, self._size)
 
+    def watch(self) -> PrefixWatch:
+        """All nodes, parents before children, and from now on every change, until the watch is closed or lost."""
+        with self._pool.lock:
+            self._watches = [one for one in self._watches if not one.lost]
+            self._watches.append(PrefixWatch(self._nodes.values()))
+            return self._watches[-1]
+
     def _walk(self, prefix_keys: PrefixKeys) -> list[PrefixNode]:
         """The nodes of a sequence from its beginning on, each compared token by token."""
         found: list[PrefixNode] = []
         for key, content in zip(prefix_keys.keys, prefix_keys.contents, strict=True):
             node = self._nodes.get(key)
             scope = prefix_keys.scope_of(len(found))
-            if node is None or not _is_child(node, found[-1] if found else None, content, scope):
+            if node is None or not node.follows(found[-1] if found else None, content, scope):
                 break
             found.append(node)
         return found
@@ -268,9 +277,10 @@ class PrefixIndex:
             return None  # the keys are not this row's
         key, scope = prefix_keys.keys[prefix_keys.placed], prefix_keys.scope_of(prefix_keys.placed)
         if (node := self._nodes.get(key)) is not None:
-            return node if _is_child(node, prefix_keys.node, content, scope) else None
+            return node if node.follows(prefix_keys.node, content, scope) else None
         node = PrefixNode(key, content, prefix_keys.node, [GONE] * len(self._owners), scope, on_evict)
         self._nodes[key] = node
+        self._tell(PrefixChange("stored", node))
         if prefix_keys.node is not None:
             prefix_keys.node.children[key] = node
         else:
@@ -305,6 +315,11 @@ class PrefixIndex:
         with self._pool.lock:
             for node in [node for node in self._nodes.values() if node.parent is None]:
                 self._remove(node)
+            self._tell(PrefixChange("cleared"))
+
+    def _tell(self, change: PrefixChange) -> None:
+        for watch in self._watches:
+            watch.add(change)
 
     def _page_evicted(self, group: int, page: int) -> None:
         """The pool needs the room of a page that no cache holds."""
@@ -369,6 +384,7 @@ class PrefixIndex:
                 self._states.release(one)
             one.alive = False
             del self._nodes[one.key]
+            self._tell(PrefixChange("removed", one))
         if node.parent is not None:
             del node.parent.children[node.key]
             return
@@ -382,8 +398,3 @@ class PrefixIndex:
         node.pages[group] = GONE
         del self._owners[group][page]
         self._pool.unkeep(group, page)
-
-
-def _is_child(node: PrefixNode, parent: PrefixNode | None, content: bytes, scope: PrefixScope) -> bool:
-    """Whether a node found by its key is the one that was looked for: different tokens may have equal hashes."""
-    return node.parent is parent and node.content == content and node.scope == scope

@@ -52,6 +52,10 @@ class PrefixNode:
     sent: int = 0  # groups whose pages were there when `on_evict` was last called
     state: int = -1  # the slot of the recurrent state at its end; -1: there is none
 
+    def follows(self, parent: PrefixNode | None, content: bytes, scope: PrefixScope) -> bool:
+        """Whether a node found by its key is the one that was looked for: different tokens may have equal hashes."""
+        return self.parent is parent and self.content == content and self.scope == scope
+
 
 def tokens_of(nodes: Sequence[PrefixNode], page_tokens: int) -> list[Token]:
     """The tokens of consecutive nodes."""
