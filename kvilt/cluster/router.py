@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import InputError, ParamError
 from ..server.kv_events.messages import KVEvent
 from .prefix_directory import MOST_SLOTS, PrefixDirectory
-from .prefix_hash import PrefixHasher
+from .prefix_hash import PrefixHasher, Tokens
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class RouterConfig:
 class Prompt:
     """What decides where a request goes."""
 
-    tokens: Sequence[int] = ()
+    tokens: Tokens = ()
     adapter: str | None = None
     salt: str = ""
     names: tuple[str, ...] = ()  # handles and sessions that it begins with: their home serves it while it lives
