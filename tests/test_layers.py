@@ -50,7 +50,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.cli.mcp": frozenset({"mcp"}),  # for its type alone
     "kvilt.server.tracing": frozenset({"opentelemetry"}),
     "kvilt.server.kv_events": frozenset({"zmq", "msgpack"}),
-    "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic", "uvicorn", "zmq", "httpx"}),
+    "kvilt.cluster": frozenset({"ray", "starlette", "fastapi", "pydantic", "uvicorn", "zmq", "aiohttp", "orjson"}),
     "kvilt.store.redis": frozenset({"redis"}),
     "kvilt.store.zstd": frozenset({"zstandard"}),
     "kvilt.sampling.library": frozenset({"llguidance"}),

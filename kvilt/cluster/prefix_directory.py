@@ -5,6 +5,7 @@ Refuses to know requests, speeds and sockets.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -55,23 +56,26 @@ class PrefixDirectory:
         self._drop(slot, blocks.values())
 
     def match(self, keys: Sequence[int], slots: int) -> list[Match]:
-        """How far each of the given replicas has the prompt with these keys; those that have nothing are left out."""
+        """How far each of the given replicas has the prompt with these keys; those that have nothing are left out.
+
+        A replica that has a block has those before it, so bisection finds where the holders change: a few looks
+        instead of one for each block, and each look at a large table is slow.
+        """
+        holders = self._holders
         found: list[Match] = []
-        depth, last = 0, slots
-        for key in keys:
-            held = self._holders.get(key, 0)
-            if held is not last:  # one object stands for one replica, so that most blocks end here
-                both = held & last
-                if both != last:
-                    if depth:
-                        found.append(Match(depth, last & ~both))
-                    last = both
-                    if not both:
-                        return found
-                elif both == held:
-                    last = held
-            depth += 1
-        return [*found, Match(depth, last)] if depth else found
+        before = 0
+        depth = bisect_left(keys, True, key=lambda key: not holders.get(key, 0) & slots)
+        while depth:
+            here = holders.get(keys[depth - 1], 0) & slots
+            if here & ~before:
+                found.append(Match(depth, here & ~before))
+            before, depth = here, self._change(keys[: depth - 1], slots, here)
+        return found
+
+    def _change(self, keys: Sequence[int], slots: int, same: int) -> int:
+        """After how many blocks only the replicas `same` are left."""
+        holders = self._holders
+        return bisect_left(keys, True, key=lambda key: holders.get(key, 0) & slots == same)
 
     def _store(self, slot: int, event: BlockStored) -> None:
         if event.block_size != self._hasher.block_tokens:

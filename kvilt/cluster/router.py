@@ -152,6 +152,10 @@ class Router:
         if replica in self._slots:
             self.directory.clear(self._slots[replica])
 
+    def known(self, replica: str) -> int:
+        """How many blocks a replica has."""
+        return self.directory.known(self._slots[replica]) if replica in self._slots else 0
+
     def settle(self, name: str, replica: str) -> None:
         """A handle or a session has its home at a replica."""
         if replica in self._slots:
@@ -277,6 +281,8 @@ def _slots_of(bits: int) -> npt.NDArray[np.int64] | int:
     """Slots as an index of arrays."""
     if bits.bit_count() == 1:
         return bits.bit_length() - 1
+    if not bits:
+        return np.empty(0, np.int64)
     data = np.frombuffer(bits.to_bytes(bits.bit_length() + 7 >> 3, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(data, bitorder="little"))
 

@@ -28,7 +28,7 @@ _ERROR_GRACE_S = 2.0
 # of kernel launches, so that the device would wait for the threads that prepare other requests.
 SWITCH_S = 0.0001
 _METRICS_CONNECTIONS = 64
-_UVICORN_OPTIONS: dict[str, Any] = {
+UVICORN_OPTIONS: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "log_config": None,
@@ -49,7 +49,7 @@ class MetricsServer(uvicorn.Server):
             port=port,
             http=protocol_class(config),
             timeout_graceful_shutdown=1,
-            **_UVICORN_OPTIONS,
+            **UVICORN_OPTIONS,
         )
         super().__init__(made)
 
@@ -78,7 +78,7 @@ class HTTPServer(uvicorn.Server):
                 http=protocol_class(config),
                 timeout_keep_alive=int(config.idle_timeout_s) or 1,
                 timeout_graceful_shutdown=5,
-                **_UVICORN_OPTIONS,
+                **UVICORN_OPTIONS,
             )
         )
         self.service = service

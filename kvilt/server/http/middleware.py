@@ -11,16 +11,18 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...metrics import Metrics
 from ..auth import APIKeys, check_host, check_origin
+from ..config import ServeConfig
 from ..metrics import HTTP_REQUESTS, HTTP_SECONDS
-from ..service import Service
 from ..sessions.fields import IMPORT_PATH
 from ..tracing import end_span, request_span
 from .body import LimitedBody, body_too_large
@@ -66,13 +68,28 @@ class RequestContext:
         return "transfer-encoding" in self.headers or self.headers.get("content-length", "0") != "0"
 
 
+class AdmittingService(Protocol):
+    """What the middleware asks of a service."""
+
+    draining: bool
+
+    @property
+    def config(self) -> ServeConfig: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    def in_progress(self) -> AbstractContextManager[None]:
+        """Count a request as in progress."""
+
+
 class RequestMiddleware:
     """Admits requests to an ASGI application, adds headers, and logs them."""
 
     def __init__(
         self,
         app: ASGIApp,
-        service: Service,
+        service: AdmittingService,
         is_file: Callable[[str], bool],
         error_shape: Callable[[str, Mapping[str, str]], ErrorShape],
         uploads: Container[str] = (),

@@ -1,0 +1,285 @@
+"""The door of a cluster: an ASGI application with the API of one server, whose requests replicas answer.
+
+The door checks keys, hosts and limits with the server's own middleware, chooses a replica, and passes bytes on. It
+computes nothing and keeps nothing that could not be asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import InputError
+from ..metrics import Metrics
+from ..server.app import StaticFiles, error_shape
+from ..server.auth import Caller, check_metrics
+from ..server.config import ServeConfig
+from ..server.files.routes import UPLOAD_PATH
+from ..server.http.errors import SHAPE, HTTPError
+from ..server.http.middleware import RequestMiddleware
+from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, prometheus_text
+from ..server.sessions.fields import IMPORT_PATH
+from ..text.tokenizer import Tokenizer
+from .forward import Answer, Body, ReplicaGone, fetch, forward, request_headers, until_disconnect
+from .replica_set import ReplicaInfo, ReplicaSet
+from .request_hints import handle_of, named, new_names, prompt_of
+from .router import Prompt, Router, Ticket
+from .status import cluster_status, labelled
+
+_ATTEMPTS = 3
+_STREAMED = frozenset({UPLOAD_PATH, IMPORT_PATH})  # bodies that pass through without being held, and are sent once
+_EVERYWHERE = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_MERGED = frozenset({"/v1/kv", "/v1/sessions"})
+STATUS_PATH = "/v1/cluster"
+
+
+class DoorService:
+    """What the server's middleware asks of a service."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.metrics = Metrics(SERVER_METRICS)
+        self.draining = False
+        self.running = 0
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Count a request as in progress."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+
+class Door:
+    """Requests in, replicas behind. Belongs to the event loop that opens it."""
+
+    def __init__(self, config: ServeConfig, router: Router, tokenizer: Tokenizer | None) -> None:
+        self.service = DoorService(config)
+        self.router, self.replicas = router, ReplicaSet(router)
+        self.retries = 0
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(2, "kvilt-door")
+        self._http: aiohttp.ClientSession | None = None
+        page = StaticFiles()
+        self._app = RequestMiddleware(self._route, self.service, page.__contains__, error_shape, {UPLOAD_PATH})
+
+    async def __aenter__(self) -> Door:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10.0)
+        self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.replicas.close()
+        if self._http is not None:
+            await self._http.close()
+        self._threads.shutdown(wait=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] == "http" and not any(name == b"x-request-id" for name, _ in scope["headers"]):
+            scope["headers"] = [*scope["headers"], (b"x-request-id", secrets.token_hex(16).encode())]
+        await self._app(scope, receive, send)
+
+    # Paths.
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._answered_here(scope, receive)
+            if response is None:
+                await self._forward(scope, receive, send)
+                return
+        except HTTPError as error:
+            response = error.response(scope)
+        await response(scope, receive, send)
+
+    async def _answered_here(self, scope: Scope, receive: Receive) -> Response | None:
+        """The answer of a path that is about all replicas; None where one of them answers."""
+        path, method = scope["path"], scope["method"]
+        match path:
+            case "/health":
+                return _json({"status": "ok"})
+            case "/ready":
+                there = bool(len(self.replicas))
+                return _json({"status": "ok" if there else "no replica"}, 200 if there else 503)
+            case "/metrics":
+                check_metrics(scope["kvilt.caller"], self.service.config)
+                return Response(await self._metrics(scope), 200, media_type=CONTENT_TYPE)
+            case _ if path == STATUS_PATH and method == "GET":
+                check_metrics(scope["kvilt.caller"], self.service.config)
+                return _json(cluster_status(self.router, self.replicas, self.retries))
+            case _ if path in _EVERYWHERE and method == "POST":
+                return await self._everywhere(scope, await _read(receive))
+            case _ if path in _MERGED and method == "GET":
+                return await self._merged(scope)
+        return None
+
+    async def _all(self, scope: Scope, body: bytes | None = None) -> dict[str, Answer]:
+        """The answers of all replicas; those that are gone have none."""
+        replicas = self.replicas.all()
+        sent = [fetch(self._session, _url(one, scope), scope["method"], _headers(scope), body) for one in replicas]
+        answers: dict[str, Answer] = {}
+        for one, answer in zip(replicas, await asyncio.gather(*sent, return_exceptions=True), strict=True):
+            if isinstance(answer, Answer):
+                answers[one.name] = answer
+            else:
+                self.replicas.lost(one.name, "it does not answer")
+        if not answers:
+            raise _nowhere()
+        return answers
+
+    async def _everywhere(self, scope: Scope, body: bytes) -> Response:
+        """Every replica does it; the first refusal is the answer."""
+        answers = list((await self._all(scope, body)).values())
+        return _response(next((one for one in answers if one.status >= 400), answers[0]))
+
+    async def _merged(self, scope: Scope) -> Response:
+        """One list of the lists of all replicas."""
+        answers = list((await self._all(scope)).values())
+        if refused := [one for one in answers if one.status >= 400]:
+            return _response(refused[0])
+        lists = [orjson.loads(one.body) for one in answers]
+        return _json({**lists[0], "data": [item for one in lists for item in one["data"]]})
+
+    async def _metrics(self, scope: Scope) -> str:
+        own = labelled(prometheus_text(self.service.metrics, self.service.config.names[0]), "door")
+        answers = (await self._all(scope)).items() if len(self.replicas) else ()
+        return "".join([own, *(labelled(one.body.decode(), name) for name, one in answers if one.status == 200)])
+
+    # One replica.
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope.get("kvilt.caller", Caller())
+        streamed = scope["path"] in _STREAMED and scope["method"] == "POST"
+        body: Body = _pieces(receive) if streamed else await _read(receive)
+        prompt = await self._prompt(scope["path"], b"" if streamed or not isinstance(body, bytes) else body, caller)
+        await self._find_home(scope, prompt)
+        failed: list[str] = []
+        for left in reversed(range(1 if streamed else _ATTEMPTS)):
+            try:
+                ticket = self.router.route(prompt, time.monotonic(), failed)
+            except InputError:
+                raise _nowhere() from None
+            try:
+                await self._send_to(ticket, scope, body, prompt, receive, send)
+                return
+            except ReplicaGone as gone:
+                failed.append(ticket.replica)
+                self.replicas.lost(ticket.replica, "a request found it gone")
+                if gone.began:
+                    await _break_off(scope, gone, send)
+                    return
+                if not left:
+                    raise _nowhere() from None
+                self.retries += 1
+
+    async def _send_to(
+        self, ticket: Ticket, scope: Scope, body: Body, prompt: Prompt, receive: Receive, send: Send
+    ) -> None:
+        replica = self.replicas.get(ticket.replica)
+        if replica is None:
+            raise ReplicaGone(began=False)
+
+        def seen(piece: bytes) -> None:
+            self.router.first_token(ticket, time.monotonic())
+            for name in new_names(piece):
+                self.router.settle(named(prompt.salt, name), ticket.replica)
+
+        sent = forward(self._session, _url(replica, scope), scope["method"], _headers(scope), body, send, seen)
+        work = asyncio.ensure_future(sent)
+        try:
+            if isinstance(body, bytes):
+                await until_disconnect(work, receive)
+            else:
+                await work
+        finally:
+            self.router.end(ticket)
+
+    async def _prompt(self, path: str, body: bytes, caller: Caller) -> Prompt:
+        read = (path, body, caller, self._tokenizer, self.service.config, self.replicas.adapters())
+        return await asyncio.get_running_loop().run_in_executor(self._threads, prompt_of, *read)
+
+    async def _find_home(self, scope: Scope, prompt: Prompt) -> None:
+        """Ask all replicas for a handle that no answer named: this door may have begun after it was made."""
+        for full in prompt.names:
+            name = full.rpartition(" ")[2]
+            if self.router.home(full) is not None or len(self.replicas) < 2 or not _is_handle(name):
+                continue
+            kind = "responses" if name.startswith("resp_") else "kv"
+            asked = {**scope, "path": f"/v1/{kind}/{name}", "method": "GET", "raw_path": b"", "query_string": b""}
+            for replica, answer in (await self._all(asked)).items():
+                if answer.status == 200:
+                    self.router.settle(full, replica)
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._http is not None
+        return self._http
+
+
+def _is_handle(name: str) -> bool:
+    return handle_of(f"/v1/kv/{name}") is not None and bool(new_names(f'"id":"{name}"'.encode()))
+
+
+async def _read(receive: Receive) -> bytes:
+    """A whole body; the middleware bounds it."""
+    return b"".join([piece async for piece in _pieces(receive)])
+
+
+async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HTTPError(400, "the client left before its body was whole", code="disconnected")
+        if message.get("body"):
+            yield message["body"]
+        if not message.get("more_body", False):
+            return
+
+
+async def _break_off(scope: Scope, gone: ReplicaGone, send: Send) -> None:
+    """End an answer of which the client has a part: a stream of events gets an error as its last one."""
+    if gone.content_type != "text/event-stream":
+        raise RuntimeError("a replica died in the middle of an answer")  # the connection closes without an end
+    error = HTTPError(502, "the replica that computed this answer is gone; send the request again", code="replica_gone")
+    data = orjson.dumps(scope[SHAPE](error))
+    event = b"event: error\n" if scope["path"].startswith(("/v1/messages", "/v1/responses")) else b""
+    await send({"type": "http.response.body", "body": event + b"data: " + data + b"\n\n", "more_body": False})
+
+
+def _url(replica: ReplicaInfo, scope: Scope) -> str:
+    path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+    query = scope.get("query_string", b"").decode("latin-1")
+    return f"{replica.url}{path.partition('?')[0]}{'?' if query else ''}{query}"
+
+
+def _headers(scope: Scope) -> list[tuple[str, str]]:
+    request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    return request_headers(scope, request_id)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _response(answer: Answer) -> Response:
+    made = Response(answer.body, answer.status)
+    made.raw_headers = [(name, value) for name, value in answer.headers if name != b"content-length"]
+    made.raw_headers.append((b"content-length", str(len(answer.body)).encode()))
+    return made
+
+
+def _nowhere() -> HTTPError:
+    return HTTPError(503, "no replica is there; try again", code="no_replica", headers={"retry-after": "1"})

@@ -1,0 +1,124 @@
+"""Forwards one request to one replica over HTTP, and its answer back piece by piece.
+
+An answer begins for the client when its first piece is here. Up to then a replica that dies costs nothing: the request
+can go to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import aiohttp
+from starlette.types import Receive, Scope, Send
+
+_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"})
+# The door's own middleware sets these on every answer.
+_OWN = frozenset(
+    {
+        b"x-request-id",
+        b"request-id",
+        b"x-content-type-options",
+        b"x-frame-options",
+        b"referrer-policy",
+        b"cross-origin-resource-policy",
+        b"content-security-policy",
+        b"access-control-allow-origin",
+        b"access-control-expose-headers",
+        b"vary",
+        b"date",
+    }
+)
+Body = bytes | AsyncIterator[bytes] | None
+
+
+class ReplicaGone(Exception):
+    """The replica died, or never answered. `began`: a part of the answer is with the client already."""
+
+    def __init__(self, began: bool, content_type: str = "") -> None:
+        super().__init__("the replica is gone")
+        self.began, self.content_type = began, content_type
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def request_headers(scope: Scope, request_id: str) -> list[tuple[str, str]]:
+    """The client's headers for a replica, which then sees the same Host, keys and origin."""
+    kept = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in scope["headers"]
+        if name not in _HOP and name not in (b"content-length", b"x-request-id")
+    ]
+    return [*kept, ("x-request-id", request_id)]
+
+
+async def fetch(
+    http: aiohttp.ClientSession, url: str, method: str, headers: Sequence[tuple[str, str]], body: bytes | None
+) -> Answer:
+    """A whole answer of one replica."""
+    try:
+        async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
+            return Answer(reply.status, _reply_headers(reply), await reply.read())
+    except (aiohttp.ClientError, ConnectionError, TimeoutError):
+        raise ReplicaGone(began=False) from None
+
+
+async def forward(
+    http: aiohttp.ClientSession,
+    url: str,
+    method: str,
+    headers: Sequence[tuple[str, str]],
+    body: Body,
+    send: Send,
+    on_piece: Callable[[bytes], None],
+) -> None:
+    """Send a request on, and its answer back; `on_piece` sees each piece of it."""
+    began, kind = False, ""
+    try:
+        async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
+            kind = reply.content_type
+            start = {"type": "http.response.start", "status": reply.status, "headers": _reply_headers(reply)}
+            async for piece in reply.content.iter_any():
+                if not began:
+                    began = True
+                    await send(start)
+                on_piece(piece)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if not began:
+                began = True
+                await send(start)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except (aiohttp.ClientError, ConnectionError, TimeoutError):
+        raise ReplicaGone(began, kind) from None
+
+
+async def until_disconnect(work: asyncio.Task[None], receive: Receive) -> None:
+    """Wait for a forwarded request; its client's disconnect ends it, and with it the replica's work."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    finally:
+        watching.cancel()
+        work.cancel()
+
+
+def _reply_headers(reply: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    return [(name.lower(), value) for name, value in reply.raw_headers if name.lower() not in _HOP | _OWN]

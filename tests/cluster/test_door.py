@@ -1,0 +1,328 @@
+"""The door over two real servers on loopback: the same API, requests where their KV is, and replicas that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import KEY, QUESTION, Running, running
+from tiny import write_tiny
+
+from kvilt.cluster.door import Door
+from kvilt.cluster.listener import DoorServer
+from kvilt.cluster.replica_set import ReplicaInfo
+from kvilt.cluster.request_hints import named
+from kvilt.cluster.router import Router, RouterConfig
+from kvilt.cluster.status import labelled
+from kvilt.config import RunConfig
+from kvilt.executor.load import load_executor
+from kvilt.server.auth import tenant_of_key
+from kvilt.server.config import ServeConfig
+from kvilt.server.kv_events.publisher import KVEventPublisher
+from kvilt.text.tokenizer import Tokenizer, from_gguf
+
+OTHER, ADMIN = "sk-other-0123456789", "sk-admin-0123456789"
+KEYS = {"api_keys": (KEY, OTHER), "admin_key": ADMIN, "names": ("tiny",), "port": 0}
+
+
+@dataclass
+class Cluster:
+    """A door with replicas in this process."""
+
+    door: Door
+    server: DoorServer
+    loop: asyncio.AbstractEventLoop
+    replicas: dict[str, Running] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    def http(self, key: str = KEY) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, headers={"authorization": f"Bearer {key}"})
+
+    def openai(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def hits(self) -> dict[str, int]:
+        return {name: one.llm.executor.prefixes.saved_tokens for name, one in self.replicas.items()}
+
+    def settled(self) -> None:
+        """Wait until the door knows all that the replicas have."""
+        self.until(
+            lambda: all(
+                self.door.router.known(name) == len(one.llm.executor.prefixes) for name, one in self.replicas.items()
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return from_gguf(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def cluster(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = write_tiny(
+        tmp_path_factory.mktemp("served"), vocab_size=tokenizer.vocab_size, max_position_embeddings=1024
+    )
+    with ExitStack() as stack:
+        cluster = stack.enter_context(_door(tokenizer))
+        for name in ("a", "b"):
+            executor = load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
+            server = stack.enter_context(
+                running(executor, tokenizer, **{**KEYS, "kv_dir": tmp_path_factory.mktemp("kv")})
+            )
+            size = executor.layout.page_tokens
+            published = stack.enter_context(KVEventPublisher(executor.prefixes, size, "tcp://127.0.0.1:*"))
+            info = ReplicaInfo(name, server.url, published.endpoint, published.replay, size, 1)
+            cluster.replicas[name] = server
+            stack.enter_context(_announcing(cluster, info))
+        cluster.until(lambda: len(cluster.door.replicas) == 2)
+        yield cluster
+
+
+@contextmanager
+def _door(tokenizer: Tokenizer) -> Iterator[Cluster]:
+    box: list[Cluster] = []
+
+    async def life() -> None:
+        door = Door(ServeConfig(**KEYS), Router(RouterConfig()), tokenizer)
+        server = DoorServer(door)
+        task = asyncio.ensure_future(server.run_door())
+        while not server.started:
+            await asyncio.sleep(0.005)
+        box.append(Cluster(door, server, asyncio.get_running_loop()))
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(life()), daemon=True)
+    thread.start()
+    while not box:
+        time.sleep(0.005)
+    yield box[0]
+    asyncio.run_coroutine_threadsafe(box[0].server.end(), box[0].loop)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def _announcing(cluster: Cluster, info: ReplicaInfo) -> Iterator[None]:
+    ending = threading.Event()
+
+    def run() -> None:
+        while not ending.wait(0.1):
+            cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, info)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    ending.set()
+    thread.join()
+
+
+def ask(client: openai.OpenAI, text: str = "What is the capital of Germany?", **more: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    settings = {"max_tokens": 6, "temperature": 0, **more}
+    return client.chat.completions.create(model="tiny", messages=messages, **settings)  # type: ignore[call-overload]
+
+
+def test_answers_are_those_of_one_server(cluster: Cluster) -> None:
+    direct = cluster.replicas["a"].openai()
+    for text in ("Hello there", "Name three rivers", "Count to ten"):
+        assert ask(cluster.openai(), text).choices[0].message.content == ask(direct, text).choices[0].message.content
+    pieces = [
+        chunk.choices[0].delta.content for chunk in ask(cluster.openai(), "Hello there", stream=True) if chunk.choices
+    ]
+    assert "".join(filter(None, pieces)) == ask(direct, "Hello there").choices[0].message.content
+    with cluster.http() as http, cluster.replicas["a"].http(headers=dict(http.headers)) as own:
+        assert http.get("/openapi.json").json() == own.get("/openapi.json").json()
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        for path, body in (
+            ("/v1/chat/completions", {"messages": 5}),
+            ("/v1/messages", {}),
+            ("/api/chat", {"messages": 1}),
+        ):
+            ours, theirs = http.post(path, json=body), own.post(path, json=body)
+            assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+            drop = {"x-request-id", "request-id", "date"}
+            assert {name for name in ours.headers if name not in drop} == {n for n in theirs.headers if n not in drop}
+        assert http.get("/nowhere").json() == own.get("/nowhere").json()
+
+
+def test_keys_and_limits_are_checked_at_the_door(cluster: Cluster) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        ask(cluster.openai("sk-wrong"))
+    with cluster.http() as http:
+        assert (
+            http.post("/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"}).status_code == 415
+        )
+        assert http.post("/v1/chat/completions", content=b"x" * (9 << 20)).status_code in (413, 415)
+        assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
+        assert http.get("/metrics").status_code == 403
+        assert http.get("/v1/cluster").status_code == 403
+        assert http.get("/ready").json() == {"status": "ok"}
+        given = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+        assert given.headers["x-request-id"] == "mine-1"
+
+
+def test_the_next_turn_goes_where_the_last_one_was(cluster: Cluster) -> None:
+    client = cluster.openai()
+    for n in range(4):
+        text = f"Conversation {n}: " + " ".join(f"word{n * 100 + k}" for k in range(60))
+        first = ask(client, text)
+        cluster.settled()
+        messages = [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "Go on"},
+        ]
+        again = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, temperature=0)  # type: ignore[arg-type]
+        assert again.usage is not None and again.usage.prompt_tokens_details is not None
+        assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= 96
+
+
+def test_tenants_get_the_hints_of_their_own_kv(cluster: Cluster) -> None:
+    text = "A secret of one key: " + " ".join(f"thing{k}" for k in range(60))
+    ask(cluster.openai(), text)
+    cluster.settled()
+    other = ask(cluster.openai(OTHER), text)
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_handle_made_anywhere_is_used_from_the_door(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        made = [http.post("/v1/kv", json={"messages": QUESTION}).json()["id"] for _ in range(3)]
+        direct = cluster.replicas["b"]
+        with direct.http(headers=dict(http.headers)) as own:
+            made.append(own.post("/v1/kv", json={"messages": QUESTION}).json()["id"])  # the door has not seen it
+        for one in made:
+            fork = http.post(f"/v1/kv/{one}/fork", json={})
+            assert fork.status_code == 200, fork.text
+            body = {"model": "tiny", "prompt": " and", "kv": fork.json()["id"], "max_tokens": 2, "temperature": 0}
+            done = http.post("/v1/completions", json=body)
+            assert done.status_code == 200, done.text
+            assert done.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        listed = {one["id"] for one in http.get("/v1/kv").json()["data"]}
+        assert set(made) <= listed
+        assert http.get("/v1/kv/" + "0" * 32).status_code == 404
+        with cluster.http(OTHER) as stranger:
+            assert stranger.get(f"/v1/kv/{made[0]}").status_code == 404
+        for one in listed:
+            assert http.delete(f"/v1/kv/{one}").status_code == 200
+
+
+def test_sessions_stay_at_home(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        for n in range(3):
+            body = {"messages": [{"role": "user", "content": f"turn {n}"}], "session": "mine", "max_tokens": 2}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+        (shown,) = http.get("/v1/sessions").json()["data"]
+        assert shown["turns"] == 3
+        assert http.delete("/v1/sessions/mine").status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_request_on_the_replica(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        body = {"messages": QUESTION, "max_tokens": 900, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            next(reply.iter_bytes())
+        cluster.until(lambda: not any(one.service._in_progress for one in cluster.replicas.values()))
+    cluster.until(lambda: all(round(backlog) == 0 for backlog, _ in cluster.door.router.load().values()))
+
+
+def test_admin_requests_reach_every_replica_and_metrics_come_from_all(cluster: Cluster) -> None:
+    ask(cluster.openai())
+    with cluster.http(ADMIN) as http:
+        assert http.post("/reset_prefix_cache").json() == {"cleared": True}
+        assert [len(one.llm.executor.prefixes) for one in cluster.replicas.values()] == [0, 0]
+        cluster.settled()
+        text = http.get("/metrics").text
+        for name in ("a", "b", "door"):
+            assert f'replica="{name}"' in text
+        shown = http.get("/v1/cluster").json()
+        assert [one["name"] for one in shown["replicas"]] == ["a", "b"]
+
+
+def test_requests_of_a_replica_that_is_gone_go_to_another_one(cluster: Cluster) -> None:
+    """It has announced itself, but nothing listens at its address."""
+    with cluster.http() as http:
+        good = http.get("/v1/models").status_code
+        gone = ReplicaInfo("gone", "http://127.0.0.1:9", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", 32, 1)
+        cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, gone)
+        cluster.until(lambda: cluster.door.replicas.get("gone") is not None)
+        cluster.door.router.settle(named(tenant_of_key(KEY), "home"), "gone")
+        before = cluster.door.retries
+        body = {"messages": QUESTION, "max_tokens": 2, "session": "home"}
+        assert http.post("/v1/chat/completions", json=body).status_code == good
+        assert cluster.door.retries == before + 1
+        assert cluster.door.replicas.get("gone") is None
+        assert http.delete("/v1/sessions/home").status_code == 200
+        cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, gone)
+        cluster.until(lambda: cluster.door.replicas.get("gone") is not None)
+        sick = replace(gone, healthy=False)
+        cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, sick)
+        cluster.until(lambda: cluster.door.replicas.get("gone") is None)
+
+
+def test_metrics_get_the_name_of_their_replica() -> None:
+    text = '# HELP a b\na 1\nb_bucket{le="+Inf"} 2\n'
+    assert labelled(text, "r") == 'a{replica="r"} 1\nb_bucket{le="+Inf",replica="r"} 2\n'
+
+
+@contextmanager
+def _dying(pieces: list[bytes]) -> Iterator[str]:
+    """A replica that sends so much of an answer and dies."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def run() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                for piece in pieces:
+                    connection.sendall(piece)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as a kill does
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(60)
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(("pieces", "began"), [([], False), ([_HEAD], False), ([_HEAD, b"9\r\ndata: 1\n\n\r\n"], True)])
+def test_a_stream_is_retried_until_its_first_piece_and_then_ends_with_an_error(
+    cluster: Cluster, pieces: list[bytes], began: bool
+) -> None:
+    body = {"messages": QUESTION, "max_tokens": 2, "session": "dies", "stream": True}
+    with _dying(pieces) as url, cluster.http() as http:
+        info = ReplicaInfo("dying", url, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", 32, 1)
+        cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, info)
+        cluster.until(lambda: cluster.door.replicas.get("dying") is not None)
+        cluster.door.router.settle(named(tenant_of_key(KEY), "dies"), "dying")
+        text = http.post("/v1/chat/completions", json=body).text
+        if began:
+            assert text.startswith("data: 1\n\n")
+            assert json.loads(text.removeprefix("data: 1\n\ndata: "))["error"]["code"] == "replica_gone"
+        else:
+            assert text.endswith("data: [DONE]\n\n")
+            assert http.delete("/v1/sessions/dies").status_code == 200
