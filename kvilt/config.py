@@ -179,6 +179,11 @@ def env_store_redis() -> str | None:
     return os.environ.get("KVILT_STORE_REDIS", "").strip() or None
 
 
+def without_ray_telemetry() -> None:
+    """Ray reports its usage over the network unless the environment says no; a user who wants that sets it to 1."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def cache_home() -> Path:
     """The one folder for fetched models: KVILT_HOME, else the user's cache folder."""
     if home := os.environ.get("KVILT_HOME"):

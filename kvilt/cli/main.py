@@ -9,6 +9,7 @@ import typer
 
 from .. import __version__
 from . import options as opt
+from .cluster_app import clusters
 from .errors import FAILURE, exit_on_error
 
 app = typer.Typer(
@@ -395,6 +396,8 @@ def session(
 
         act(SessionClient(url, client_key(api_key, api_key_file)), action, name, target, kv, turn)
 
+
+app.add_typer(clusters, name="cluster")
 
 adapting = typer.Typer(help="LoRA adapters.")
 app.add_typer(adapting, name="lora")

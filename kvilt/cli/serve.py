@@ -20,8 +20,13 @@ from .progress import bars, tracked
 from .store import context_prefix, open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..server.config import ServeConfig
+    from ..server.kv_events.publisher import KVEventPublisher
     from ..server.listener import HTTPServer
+
+    OnReady = Callable[[HTTPServer, KVEventPublisher | None], None]
 
 VISIBLE_KEYS = (
     "every user of this machine sees keys of the command line in the list of processes; "
@@ -30,9 +35,14 @@ VISIBLE_KEYS = (
 
 
 def serve(
-    model: str, options: dict[str, Any], engine: dict[str, Any], store: dict[str, Any], config: dict[str, Any]
+    model: str,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    store: dict[str, Any],
+    config: dict[str, Any],
+    on_ready: OnReady | None = None,
 ) -> None:
-    """Load a model and serve it until a signal stops the server."""
+    """Load a model and serve it until a signal stops the server; `on_ready` is told of it in place of the terminal."""
     try:
         from ..server.listener import SWITCH_S
         from ..server.listener import serve as listen
@@ -67,8 +77,8 @@ def serve(
         gc.freeze()  # the model stays: later collections need not walk over it
         sys.setswitchinterval(SWITCH_S)
         try:
-            with publishing(llm, options), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(listen(llm, settings, _ready))
+            with publishing(llm, options) as events, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(listen(llm, settings, lambda listener: (on_ready or _ready)(listener, events)))
         finally:
             gc.unfreeze()  # else the native module is not unloaded in order at exit
 
@@ -89,7 +99,7 @@ def check_port(option: str, host: str, port: int) -> None:
         raise ParamError(option, what) from None
 
 
-def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager[object]:
+def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager[KVEventPublisher | None]:
     """Publishes KV events while a block runs, if --kv-events says where."""
     if options["kv_events"] is None:
         return nullcontext()
@@ -100,7 +110,7 @@ def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager
     if not check_endpoint(options["kv_events"]):
         print("warning: every client that reaches --kv-events reads the prompts of all keys", file=sys.stderr)
     pool = llm.executor.pool
-    made = KVEventPublisher(
+    return KVEventPublisher(
         llm.executor.prefixes,
         pool.layout.page_tokens,
         options["kv_events"],
@@ -108,14 +118,14 @@ def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager
         options["kv_events_topic"],
         "CPU" if pool.device.type == "cpu" else "GPU",
     )
-    print(f"KV events are at {made.endpoint}, replayed at {made.replay}", file=sys.stderr, flush=True)
-    return made
 
 
-def _ready(listener: HTTPServer) -> None:
+def _ready(listener: HTTPServer, events: KVEventPublisher | None) -> None:
     config = listener.service.config
     host = f"[{config.host}]" if ":" in config.host else config.host
     print(f"{config.names[0]} is served at http://{host}:{listener.port}", file=sys.stderr, flush=True)
+    if events is not None:
+        print(f"KV events are at {events.endpoint}, replayed at {events.replay}", file=sys.stderr, flush=True)
     if listener.metrics is not None:
         print(
             f"metrics are at http://{config.metrics_host}:{listener.metrics.port}/metrics", file=sys.stderr, flush=True

@@ -31,7 +31,7 @@ class RouterConfig:
     prefill_tokens_per_s: float = 2000.0  # of a replica that has not answered yet
     decode_tokens: float = 8.0  # work that a request in decoding puts before a prompt, in tokens of prefill
     transfer_tokens_per_s: float = 0.0  # KV from another replica's; 0: it does not move
-    work: float = 0.2  # part of the seconds of computing that is added to a score: requests behind it wait for them
+    work: float = 3.0  # part of the seconds of computing that is added to a score: requests behind it wait for them
     tie: float = 0.05  # scores that differ by less than this part are equal, and the load decides
     expected_s: float = 10.0  # how long a request counts as having left its prompt's KV, before an event says so
     most_named: int = 1 << 20  # handles, sessions and documents

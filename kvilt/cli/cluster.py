@@ -1,0 +1,125 @@
+"""`kvilt cluster`: several replicas of a model behind one address, on Ray."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from ..errors import InputError, KviltError, Unsupported
+from .serve import serve, serve_config
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from ..cluster.replica import OnReady
+
+_WATCH_S = 1.0
+# Options of one server that a cluster does not offer: the door has the metrics of all replicas.
+_NOT_OFFERED = {
+    "metrics_port": None,
+    "metrics_host": "127.0.0.1",
+    "kv_events": "tcp://127.0.0.1:*",
+    "kv_events_replay": None,
+    "kv_events_topic": "kv-events",
+}
+
+
+def up(
+    model: str,
+    replicas: int,
+    address: str | None,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    store: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Start a cluster. On a Ray cluster of its own it runs until a signal or `down`; elsewhere it stays."""
+    cluster = _ray()
+    options = {**options, **_NOT_OFFERED}
+    settings = serve_config(model, options, store["store"])
+    device = str(config.get("device") or "")
+    plan = cluster.ClusterPlan(
+        model,
+        settings,
+        partial(serve_replica, model, options, engine, store, config),
+        replicas,
+        1.0 if device.startswith("cuda") else 0.0,
+        address,
+    )
+    cluster.join_ray(address)
+    port = cluster.up(plan)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"{replicas} replicas of {settings.names[0]} are served at http://{host}:{port}", file=sys.stderr, flush=True)
+    if address is None:
+        _until_signal(cluster)
+
+
+def serve_replica(
+    model: str,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    store: dict[str, Any],
+    config: dict[str, Any],
+    on_ready: OnReady,
+) -> None:
+    """One replica: the server of `kvilt serve` with the same options, on loopback at any port."""
+    serve(model, {**options, "host": "127.0.0.1", "port": 0}, engine, store, config, on_ready)
+
+
+def down(address: str | None) -> None:
+    """Stop the cluster."""
+    cluster = _ray()
+    cluster.join_ray(address or "auto")
+    cluster.down()
+
+
+def status(url: str, key: str | None, as_json: bool) -> None:
+    """Print the replicas behind a door, what they hold, and how busy they are."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urlopen(Request(f"{url.rstrip('/')}/v1/cluster", headers=headers), timeout=30) as answer:
+            found = json.loads(answer.read())
+    except HTTPError as error:
+        raise InputError(f"the server at {url} refuses: {error.reason}") from None
+    except URLError as error:
+        raise KviltError(f"the server at {url} does not answer: {error.reason}") from None
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"{len(found['replicas'])} replicas, {found['retries']} requests were sent again")
+    for one in found["replicas"]:
+        print(
+            f"{one['name']}  process {one['pid']}  {one['prefix_blocks']:,} blocks of {found['block_tokens']} tokens  "
+            f"pages used {one['kv_used']:.0%}  hits {one['hit_rate']:.0%}  "
+            f"backlog {one['backlog_tokens']:,} tokens  {one['prefill_tokens_per_s']:,} tokens/s"
+        )
+
+
+def _ray() -> ModuleType:
+    try:
+        from ..cluster import ray_serve
+    except ImportError as error:
+        raise Unsupported(f"a cluster needs {error.name}; install it with: pip install 'kvilt[cluster]'") from None
+    return ray_serve
+
+
+def _until_signal(cluster: ModuleType) -> None:
+    """Wait for SIGINT or SIGTERM, or until `kvilt cluster down` took the door away."""
+    ending = threading.Event()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        ending.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    while not ending.wait(_WATCH_S):
+        if not cluster.running():
+            return
+    cluster.down()

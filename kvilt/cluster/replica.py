@@ -1,0 +1,100 @@
+"""One engine replica in this process: the whole server of `kvilt serve` on loopback, in a thread, with KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..batch import Adapted
+from ..errors import KviltError
+from ..server.kv_events.publisher import KVEventPublisher
+from ..server.listener import HTTPServer
+from .replica_set import ReplicaInfo
+
+_log = logging.getLogger(__name__)
+OnReady = Callable[[HTTPServer, KVEventPublisher | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    listener: HTTPServer
+    publisher: KVEventPublisher
+    loop: asyncio.AbstractEventLoop
+
+
+class ReplicaThread:
+    """Runs `start`, which serves until it is told to stop, and says what a router needs to know."""
+
+    def __init__(self, start: Callable[[OnReady], None]) -> None:
+        self._start = start
+        self._served: _Served | None = None
+        self._error: BaseException | None = None
+        self._leaving = False
+        self._ready = threading.Event()
+        self._name = secrets.token_hex(4)
+        self._thread = threading.Thread(target=self._run, name="kvilt-replica", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the server listens; raises what kept it from that."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the server runs and its steps end in time."""
+        served = self._served
+        return served is not None and self._thread.is_alive() and served.listener.service.llm.healthy
+
+    def info(self) -> ReplicaInfo:
+        """What a door must know."""
+        assert self._served is not None
+        listener, publisher = self._served.listener, self._served.publisher
+        executor = listener.service.llm.executor
+        usage, prefixes = executor.pool.usage(), executor.prefixes
+        asked = prefixes.hits + prefixes.misses
+        adapters = {one.name: executor.adapters.identity(Adapted(one.id)) for one in executor.adapters.all()}
+        return ReplicaInfo(
+            name=self._name,
+            url=f"http://127.0.0.1:{listener.port}",
+            events=publisher.endpoint,
+            replay=publisher.replay,
+            page_tokens=executor.layout.page_tokens,
+            pid=os.getpid(),
+            healthy=self.healthy and not self._leaving,
+            adapters=adapters,
+            kv_used=usage.used / max(1, executor.pool.pages),
+            hit_rate=prefixes.hits / max(1, asked),
+        )
+
+    def leave(self) -> ReplicaInfo:
+        """The last announcement: no more requests, please."""
+        self._leaving = True
+        return replace(self.info(), healthy=False)
+
+    def stop(self) -> None:
+        """Let requests in progress end, and close the model."""
+        if self._served is not None and self._thread.is_alive():
+            self._served.loop.call_soon_threadsafe(self._served.listener.end)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._start(self._on_ready)
+        except BaseException as error:
+            _log.exception("the replica ends")
+            self._error = error
+        finally:
+            self._ready.set()
+
+    def _on_ready(self, listener: HTTPServer, publisher: KVEventPublisher | None) -> None:
+        if publisher is None:
+            raise KviltError("a replica publishes KV events")
+        self._served = _Served(listener, publisher, asyncio.get_running_loop())
+        self._ready.set()
