@@ -13,7 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from ..errors import InputError, KviltError, Unsupported
-from .serve import serve, serve_config
+from .serve import check_port, serve, serve_config
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -44,6 +44,7 @@ def up(
     cluster = _ray()
     options = {**options, **_NOT_OFFERED}
     settings = serve_config(model, options, store["store"])
+    check_port("port", settings.host, settings.port)
     device = str(config.get("device") or "")
     plan = cluster.ClusterPlan(
         model,

@@ -7,6 +7,7 @@ computes nothing and keeps nothing that could not be asked for again.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -40,6 +41,7 @@ _ATTEMPTS = 3
 _STREAMED = frozenset({UPLOAD_PATH, IMPORT_PATH})  # bodies that pass through without being held, and are sent once
 _EVERYWHERE = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _MERGED = frozenset({"/v1/kv", "/v1/sessions"})
+_HANDLE_PATH = re.compile(r"/v1/kv/[0-9a-f]{32}")
 STATUS_PATH = "/v1/cluster"
 
 
@@ -122,6 +124,8 @@ class Door:
                 return _json(cluster_status(self.router, self.replicas, self.retries))
             case _ if path in _EVERYWHERE and method == "POST":
                 return await self._everywhere(scope, await _read(receive))
+            case _ if method == "DELETE" and _HANDLE_PATH.fullmatch(path):
+                return await self._deleted(scope)
             case _ if path in _MERGED and method == "GET":
                 return await self._merged(scope)
         return None
@@ -145,13 +149,18 @@ class Door:
         answers = list((await self._all(scope, body)).values())
         return _response(next((one for one in answers if one.status >= 400), answers[0]))
 
+    async def _deleted(self, scope: Scope) -> Response:
+        """A handle goes from every replica that has it: one may have taken it over from another."""
+        return _response(min((await self._all(scope)).values(), key=lambda one: one.status))
+
     async def _merged(self, scope: Scope) -> Response:
         """One list of the lists of all replicas."""
         answers = list((await self._all(scope)).values())
         if refused := [one for one in answers if one.status >= 400]:
             return _response(refused[0])
         lists = [orjson.loads(one.body) for one in answers]
-        return _json({**lists[0], "data": [item for one in lists for item in one["data"]]})
+        items = {item["id"]: item for one in reversed(lists) for item in one["data"]}
+        return _json({**lists[0], "data": list(items.values())})
 
     async def _metrics(self, scope: Scope) -> str:
         own = labelled(prometheus_text(self.service.metrics, self.service.config.names[0]), "door")

@@ -82,7 +82,7 @@ class NoteFolder(Generic[NoteT]):
         self._known: Callable[[str], NoteT | None] = lambda _: None
         self._change = threading.Condition()
         self._marked: dict[str, None] = {}  # names of handles whose files are out of date
-        self._writing = False
+        self._writing: str | None = None  # the name of what is being written
         self._rest_s = 0.0  # after a failure, until the next attempt
         self._closed = self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -152,6 +152,13 @@ class NoteFolder(Generic[NoteT]):
 
     # From then on.
 
+    def find(self, name: str) -> NoteT | None:
+        """The note of one name, which another process may have written; None while this one has yet to change it."""
+        with self._change:
+            if NAME.fullmatch(name) is None or name in self._marked or name == self._writing:
+                return None
+        return self._read(self._folder / f"{self._scope}.{name}{self._format.suffix}")
+
     def attach(self, known: Callable[[str], NoteT | None]) -> None:
         """Set the function that returns the note to write for a name, or None if what it named is gone."""
         self._known = known
@@ -194,10 +201,10 @@ class NoteFolder(Generic[NoteT]):
                     return
                 name = next(iter(self._marked))
                 del self._marked[name]
-                self._writing = True
+                self._writing = name
             well = self._settled(name)
             with self._change:
-                self._writing = False
+                self._writing = None
                 self._rest_s = 0.0 if well else min(_LONGEST_S, 2 * self._rest_s or self._first_rest_s)
                 if not well and not self._closed:
                     self._marked.setdefault(name)

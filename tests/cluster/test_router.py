@@ -271,6 +271,7 @@ def test_a_router_that_starts_late_or_misses_batches_catches_up(scribe: Any) -> 
             desk.once(range(100, 120))
             await _until(lambda: one.directory.known(0) == len(desk.index))
             for far in (1, 100):  # one batch was missed, then more than are kept
+                await _until(lambda: feed._order.next is not None)
                 feed._order.next -= far  # type: ignore[operator]
                 desk.once(range(200 * far, 200 * far + 8), BASE)
                 desk.index.clear()

@@ -114,6 +114,27 @@ def test_others_know_as_little_of_it_as_before(world: World) -> None:
     assert world.start().info(TENANT, made.id).tokens == 70
 
 
+def test_a_handle_of_another_living_process_is_found_by_its_note(world: World) -> None:
+    """As replicas have them that share a folder: where the home of a handle is gone, another one goes on."""
+    first = world.start()
+    notes = world.store.notes(world.executor.pool.identity().model)
+    second = Handles(world.executor, EngineConfig(), None, lambda: world.up, notes, lambda: world.today)
+    made = first.keep(TENANT, world.kv(TEXT), ttl_s=50)
+    gone = first.keep(TENANT, world.kv(TEXT), ttl_s=50)
+    first.delete(TENANT, gone.id)
+    assert first.flush()
+    loan = second.lend(TENANT, made.id)
+    assert (list(loan.tokens), loan.kv) == (TEXT, None)
+    assert second.info(TENANT, made.id).expires_in_s == pytest.approx(50)
+    for tenant, name in ((TENANT, gone.id), ("b", made.id), (TENANT, "../" + made.id)):
+        with pytest.raises(HandleUnknown):
+            second.info(tenant, name)
+    second.delete(TENANT, made.id)
+    assert second.flush()
+    assert world.notes() == []
+    second.close()
+
+
 def test_every_verb_is_heard_of_by_the_next_process(world: World) -> None:
     handles = world.start()
     cut, pinned, gone, forked = (handles.keep(TENANT, world.kv([n, *TEXT]), ttl_s=20) for n in range(4))

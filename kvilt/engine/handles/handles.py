@@ -319,7 +319,18 @@ class Handles:
             return found
         if self._expired.get(handle) == hashed:
             raise HandleExpired(handle)
-        raise HandleUnknown(handle)
+        noted = self._noted(handle) if found is None else None
+        if noted is None or noted.tenant != hashed:
+            raise HandleUnknown(handle)
+        self._handles[handle] = noted
+        self._count()
+        return noted
+
+    def _noted(self, handle: str) -> Handle | None:
+        """A handle that another process has noted since this one began; its KV comes from the store or its tokens."""
+        note = None if self._notes is None else self._notes.find(handle)
+        noted = None if note is None else from_note(note, self._clock(), self._calendar())
+        return noted if noted is not None and noted.expires_s > self._clock() else None
 
     def _sweep(self) -> None:
         now_s = self._clock()
