@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from ..config import DEFAULT_MODEL
 from ..errors import InputError, KviltError, Unsupported
+from .options import ENGINE, RUNTIME, SERVER, STORE
 from .serve import check_port, serve, serve_config
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from ..cluster.ray_serve import ClusterPlan
     from ..cluster.replica import OnReady
 
 _WATCH_S = 1.0
@@ -42,18 +45,9 @@ def up(
 ) -> None:
     """Start a cluster. On a Ray cluster of its own it runs until a signal or `down`; elsewhere it stays."""
     cluster = _ray()
-    options = {**options, **_NOT_OFFERED}
-    settings = serve_config(model, options, store["store"])
+    plan = plan_of(model, replicas, options, engine, store, config, local=address is None)
+    settings = plan.config
     check_port("port", settings.host, settings.port)
-    device = str(config.get("device") or "")
-    plan = cluster.ClusterPlan(
-        model,
-        settings,
-        partial(serve_replica, model, options, engine, store, config),
-        replicas,
-        1.0 if device.startswith("cuda") else 0.0,
-        address,
-    )
     cluster.join_ray(address)
     port = cluster.up(plan)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -62,16 +56,47 @@ def up(
         _until_signal(cluster)
 
 
+def plan_of(
+    model: str,
+    replicas: int,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    store: dict[str, Any],
+    config: dict[str, Any],
+    local: bool,
+) -> ClusterPlan:
+    """What to start, from the options of `kvilt serve`."""
+    options = {**options, **_NOT_OFFERED}
+    on_gpu = str(config.get("device") or "").startswith("cuda")
+    start = partial(serve_replica, model, options, engine, store, config)
+    settings = serve_config(model, options, store["store"])
+    made: ClusterPlan = _ray().ClusterPlan(model, settings, start, replicas, 1.0 if on_gpu else 0.0, local)
+    return made
+
+
+def default_plan(model: str = DEFAULT_MODEL, replicas: int = 2, local: bool = False, **given: Any) -> ClusterPlan:
+    """A plan with the default options, for a Python file that `serve run` starts; `given` changes some of them."""
+    every = (SERVER, ENGINE, STORE, RUNTIME)
+    groups = [{name: option.default for name, option in group.options.items()} for group in every]
+    known = {name for group in groups for name in group}
+    if wrong := sorted(given.keys() - known):
+        raise InputError(f"{wrong[0]!r} is no option of kvilt serve")
+    options, engine, store, config = ({name: given.get(name, group[name]) for name in group} for group in groups)
+    return plan_of(model, replicas, options, engine, store, config, local)
+
+
 def serve_replica(
     model: str,
     options: dict[str, Any],
     engine: dict[str, Any],
     store: dict[str, Any],
     config: dict[str, Any],
+    host: str,
     on_ready: OnReady,
 ) -> None:
-    """One replica: the server of `kvilt serve` with the same options, on loopback at any port."""
-    serve(model, {**options, "host": "127.0.0.1", "port": 0}, engine, store, config, on_ready)
+    """One replica: the server of `kvilt serve` with the same options, at this host and any port."""
+    own = {"host": host, "port": 0, "kv_events": f"tcp://{host}:*"}
+    serve(model, {**options, **own}, engine, store, config, on_ready)
 
 
 def down(address: str | None) -> None:

@@ -31,7 +31,7 @@ from ..server.http.middleware import RequestMiddleware
 from ..server.metrics import CONTENT_TYPE, SERVER_METRICS, prometheus_text
 from ..server.sessions.fields import IMPORT_PATH
 from ..text.tokenizer import Tokenizer
-from .forward import Answer, Body, ReplicaGone, fetch, forward, request_headers, until_disconnect
+from .forward import Body, ReplicaAnswer, ReplicaGone, fetch, forward, request_headers, until_disconnect
 from .replica_set import ReplicaInfo, ReplicaSet
 from .request_hints import handle_of, named, new_names, prompt_of
 from .router import Prompt, Router, Ticket
@@ -130,13 +130,13 @@ class Door:
                 return await self._merged(scope)
         return None
 
-    async def _all(self, scope: Scope, body: bytes | None = None) -> dict[str, Answer]:
+    async def _all(self, scope: Scope, body: bytes | None = None) -> dict[str, ReplicaAnswer]:
         """The answers of all replicas; those that are gone have none."""
         replicas = self.replicas.all()
         sent = [fetch(self._session, _url(one, scope), scope["method"], _headers(scope), body) for one in replicas]
-        answers: dict[str, Answer] = {}
+        answers: dict[str, ReplicaAnswer] = {}
         for one, answer in zip(replicas, await asyncio.gather(*sent, return_exceptions=True), strict=True):
-            if isinstance(answer, Answer):
+            if isinstance(answer, ReplicaAnswer):
                 answers[one.name] = answer
             else:
                 self.replicas.lost(one.name, "it does not answer")
@@ -283,7 +283,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _response(answer: Answer) -> Response:
+def _response(answer: ReplicaAnswer) -> Response:
     made = Response(answer.body, answer.status)
     made.raw_headers = [(name, value) for name, value in answer.headers if name != b"content-length"]
     made.raw_headers.append((b"content-length", str(len(answer.body)).encode()))

@@ -43,7 +43,7 @@ class ReplicaGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaAnswer:
     """A whole answer."""
 
     status: int
@@ -63,11 +63,11 @@ def request_headers(scope: Scope, request_id: str) -> list[tuple[str, str]]:
 
 async def fetch(
     http: aiohttp.ClientSession, url: str, method: str, headers: Sequence[tuple[str, str]], body: bytes | None
-) -> Answer:
+) -> ReplicaAnswer:
     """A whole answer of one replica."""
     try:
         async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
-            return Answer(reply.status, _reply_headers(reply), await reply.read())
+            return ReplicaAnswer(reply.status, _reply_headers(reply), await reply.read())
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
         raise ReplicaGone(began=False) from None
 

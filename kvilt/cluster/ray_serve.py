@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -41,17 +42,19 @@ class ClusterPlan:
 
     model: str
     config: ServeConfig  # of the door
-    start: Callable[[OnReady], None]  # serves a replica in the thread that calls it
+    start: Callable[[str, OnReady], None]  # serves a replica at this host, in the thread that calls it
     replicas: int = 2
     gpus: float = 0.0  # of each replica
-    address: str | None = None  # of a Ray cluster; None: a new one on this machine
+    local: bool = True  # all of it is on this machine, and listens on loopback
 
 
 class EngineReplica:
     """One replica, as Ray Serve runs it."""
 
-    def __init__(self, start: Callable[[OnReady], None]) -> None:
-        self._replica = ReplicaThread(start)
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        host = "127.0.0.1" if plan.local else ray.util.get_node_ip_address()
+        self._replica = ReplicaThread(partial(plan.start, host))
         self._replica.wait()
         self._ending = threading.Event()
         self._announcing = threading.Thread(target=self._announce, name="kvilt-announce", daemon=True)
@@ -77,7 +80,7 @@ class EngineReplica:
 
     def _tell(self, info: ReplicaInfo) -> None:
         try:
-            ray.get_actor(DOOR, NAMESPACE).announce.remote(info)
+            find_door(self._plan).announce.remote(info)
         except (ValueError, ray.exceptions.RayError):  # the door is about to come back
             _log.warning("there is no door to announce this replica to")
 
@@ -133,14 +136,23 @@ def join_ray(address: str | None) -> None:
     )
 
 
-def up(plan: ClusterPlan) -> int:
-    """Start a door and its replicas, and return the door's port once all of them are there."""
-    serve.start(proxy_location="Disabled")
+def find_door(plan: ClusterPlan) -> Any:
+    """The door of this Ray cluster, on its head; the first that asks starts it."""
     actor: Any = ray.remote(DoorActor)
-    door = actor.options(
-        name=DOOR, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=10_000, num_cpus=0
+    return actor.options(
+        name=DOOR,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        max_restarts=-1,
+        max_concurrency=10_000,
+        num_cpus=0,
+        resources={"node:__internal_head__": 0.001},
     ).remote(plan.config, plan.model)
-    port: int = ray.get(door.start.remote())
+
+
+def application(plan: ClusterPlan) -> Any:
+    """The replicas as a Ray Serve application, for `serve.run` and `serve run`."""
     deployment: Any = serve.deployment(
         EngineReplica,
         name="engine",
@@ -150,7 +162,15 @@ def up(plan: ClusterPlan) -> int:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=plan.config.grace_s + 10,
     )
-    serve.run(deployment.bind(plan.start), name=APPLICATION, route_prefix=None)
+    return deployment.bind(plan)
+
+
+def up(plan: ClusterPlan) -> int:
+    """Start a door and its replicas, and return the door's port once all of them are there."""
+    serve.start(proxy_location="Disabled")
+    door = find_door(plan)
+    port: int = ray.get(door.start.remote())
+    serve.run(application(plan), name=APPLICATION, route_prefix=None)
     _wait_for(door, plan.replicas)
     return port
 

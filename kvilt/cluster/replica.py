@@ -62,7 +62,7 @@ class ReplicaThread:
         adapters = {one.name: executor.adapters.identity(Adapted(one.id)) for one in executor.adapters.all()}
         return ReplicaInfo(
             name=self._name,
-            url=f"http://127.0.0.1:{listener.port}",
+            url=f"http://{listener.service.config.host}:{listener.port}",
             events=publisher.endpoint,
             replay=publisher.replay,
             page_tokens=executor.layout.page_tokens,

@@ -1,0 +1,118 @@
+"""Conversations over a running cluster: through its door, and by turns to its replicas (round robin), in one run.
+
+    kvilt cluster up --replicas 2 --threads 1 &
+    python bench/cluster_turns.py [--url http://127.0.0.1:8000] [--sessions 100] [--turns 6] [--clients 4]
+
+Both ways get conversations of the same sizes with words of their own, so that neither finds KV of the other. Sessions
+share one of four system prompts; one turn in ten asks from an earlier turn on. The hit rate is the part of all prompt
+tokens that was cached; one giant cache would have all of a prompt that stood in an earlier prompt or answer, which is
+counted in tokens from the usage of the requests, in whole pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+WORDS = ("river", "stone", "window", "letter", "garden", "market", "bridge", "winter", "silver", "paper", "engine")
+ANSWER, PAGE = 16, 32
+
+
+def text(dice: random.Random, words: int) -> str:
+    return " ".join(f"{dice.choice(WORDS)}{dice.randrange(1000)}" for _ in range(words))
+
+
+def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """One streamed request: its answer, the seconds to its first token, and its counts."""
+    body = {"messages": messages, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    headers = {"content-type": "application/json"}
+    began, first, answer, usage = time.perf_counter(), 0.0, "", {}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    ) as reply:
+        for line in reply:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+                first = first or time.perf_counter() - began
+                answer += piece
+            usage = event.get("usage") or usage
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {"answer": answer, "first_s": first, "tokens": usage["prompt_tokens"], "cached": cached}
+
+
+class Run:
+    """All conversations one way."""
+
+    def __init__(self, urls: list[str], seed: str, sessions: int, turns: int) -> None:
+        self.urls = itertools.cycle(urls)
+        self.seed, self.sessions, self.turns = seed, sessions, turns
+        self.systems = [text(random.Random(f"{seed} system {n}"), 60) for n in range(4)]
+        self.seen: set[int] = set()
+        self.lock = threading.Lock()
+        self.results: list[dict[str, Any]] = []
+
+    def session(self, number: int) -> None:
+        dice = random.Random(f"{self.seed} {number}")
+        system = number % 4
+        messages = [{"role": "system", "content": self.systems[system]}]
+        lengths = [0]  # of prompts and answers so far, in tokens, by the number of messages
+        for turn in range(self.turns):
+            if turn > 1 and dice.random() < 0.1:
+                messages, lengths = messages[:-2], lengths[:-1]
+            messages = [*messages, {"role": "user", "content": text(dice, 20)}]
+            with self.lock:
+                url = next(self.urls)
+            done = ask(url, messages)
+            with self.lock:
+                fresh = system in self.seen
+                self.seen.add(system)
+                known = lengths[-1] or (self.system_tokens(done) if fresh else 0)
+                self.results.append({**done, "known": known // PAGE * PAGE})
+            lengths.append(done["tokens"] + ANSWER - 1)
+            messages = [*messages, {"role": "assistant", "content": done["answer"]}]
+
+    def system_tokens(self, done: dict[str, Any]) -> int:
+        """Tokens of the system prompt: a first prompt without its question."""
+        return int(done["tokens"] * 60 / 80)
+
+    def go(self, clients: int) -> dict[str, float]:
+        with ThreadPoolExecutor(clients) as threads:
+            list(threads.map(self.session, range(self.sessions)))
+        tokens = sum(one["tokens"] for one in self.results)
+        return {
+            "requests": len(self.results),
+            "hit rate": sum(one["cached"] for one in self.results) / tokens,
+            "giant cache": sum(one["known"] for one in self.results) / tokens,
+            "TTFT median s": statistics.median(one["first_s"] for one in self.results),
+            "TTFT p90 s": statistics.quantiles([one["first_s"] for one in self.results], n=10)[-1],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--sessions", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--clients", type=int, default=4)
+    options = parser.parse_args()
+    with urllib.request.urlopen(f"{options.url}/v1/cluster") as reply:
+        replicas = [one["url"] for one in json.loads(reply.read())["replicas"]]
+    for label, urls in (("round robin", replicas), ("door", [options.url])):
+        run = Run(urls, f"{label} {time.time()}", options.sessions, options.turns)
+        found = run.go(options.clients)
+        print(f"{label:12}" + "  ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
