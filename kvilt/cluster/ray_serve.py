@@ -53,8 +53,8 @@ class EngineReplica:
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
-        host = "127.0.0.1" if plan.local else ray.util.get_node_ip_address()
-        self._replica = ReplicaThread(partial(plan.start, host))
+        here: Any = ray.util  # its functions have no types
+        self._replica = ReplicaThread(partial(plan.start, "127.0.0.1" if plan.local else here.get_node_ip_address()))
         self._replica.wait()
         self._ending = threading.Event()
         self._announcing = threading.Thread(target=self._announce, name="kvilt-announce", daemon=True)
