@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import orjson
@@ -33,7 +34,7 @@ from ..server.sessions.fields import IMPORT_PATH
 from ..text.tokenizer import Tokenizer
 from .forward import Body, ReplicaAnswer, ReplicaGone, fetch, forward, request_headers, until_disconnect
 from .replica_set import ReplicaInfo, ReplicaSet
-from .request_hints import handle_of, named, new_names, prompt_of
+from .request_hints import RequestHints, RequestTarget, new_names, path_of, request_hints
 from .router import Prompt, Router, Ticket
 from .status import cluster_status, labelled
 
@@ -173,8 +174,10 @@ class Door:
         caller: Caller = scope.get("kvilt.caller", Caller())
         streamed = scope["path"] in _STREAMED and scope["method"] == "POST"
         body: Body = _pieces(receive) if streamed else await _read(receive)
-        prompt = await self._prompt(scope["path"], b"" if streamed or not isinstance(body, bytes) else body, caller)
-        await self._find_home(scope, prompt)
+        target = RequestTarget(scope["path"], scope.get("query_string", b""), caller)
+        hints = await self._hints(target, body if isinstance(body, bytes) else b"")
+        await self._find_home(scope, hints)
+        prompt = hints.prompt
         failed: list[str] = []
         for left in reversed(range(1 if streamed else _ATTEMPTS)):
             try:
@@ -203,8 +206,8 @@ class Door:
 
         def seen(piece: bytes) -> None:
             self.router.first_token(ticket, time.monotonic())
-            for name in new_names(piece):
-                self.router.settle(named(prompt.salt, name), ticket.replica)
+            for name in new_names(prompt.salt, piece):
+                self.router.settle(name, ticket.replica)
 
         sent = forward(self._session, _url(replica, scope), scope["method"], _headers(scope), body, send, seen)
         work = asyncio.ensure_future(sent)
@@ -216,30 +219,26 @@ class Door:
         finally:
             self.router.end(ticket)
 
-    async def _prompt(self, path: str, body: bytes, caller: Caller) -> Prompt:
-        read = (path, body, caller, self._tokenizer, self.service.config, self.replicas.adapters())
-        return await asyncio.get_running_loop().run_in_executor(self._threads, prompt_of, *read)
+    async def _hints(self, target: RequestTarget, body: bytes) -> RequestHints:
+        read = (target, body, self._tokenizer, self.service.config, self.replicas.adapters())
+        return await asyncio.get_running_loop().run_in_executor(self._threads, request_hints, *read)
 
-    async def _find_home(self, scope: Scope, prompt: Prompt) -> None:
-        """Ask all replicas for a handle that no answer named: this door may have begun after it was made."""
-        for full in prompt.names:
-            name = full.rpartition(" ")[2]
-            if self.router.home(full) is not None or len(self.replicas) < 2 or not _is_handle(name):
+    async def _find_home(self, scope: Scope, hints: RequestHints) -> None:
+        """Ask all replicas for a name that no answer gave: this door may have begun after it was made."""
+        salt = b"" if hints.cache_salt is None else urlencode({"cache_salt": hints.cache_salt}).encode()
+        for name in hints.prompt.names:
+            path = path_of(name)
+            if path is None or self.router.home(name) is not None or len(self.replicas) < 2:
                 continue
-            kind = "responses" if name.startswith("resp_") else "kv"
-            asked = {**scope, "path": f"/v1/{kind}/{name}", "method": "GET", "raw_path": b"", "query_string": b""}
+            asked = {**scope, "path": path, "raw_path": path.encode(), "method": "GET", "query_string": salt}
             for replica, answer in (await self._all(asked)).items():
                 if answer.status == 200:
-                    self.router.settle(full, replica)
+                    self.router.settle(name, replica)
 
     @property
     def _session(self) -> aiohttp.ClientSession:
         assert self._http is not None
         return self._http
-
-
-def _is_handle(name: str) -> bool:
-    return handle_of(f"/v1/kv/{name}") is not None and bool(new_names(f'"id":"{name}"'.encode()))
 
 
 async def _read(receive: Receive) -> bytes:

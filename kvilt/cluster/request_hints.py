@@ -10,7 +10,9 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 import orjson
 
@@ -21,6 +23,16 @@ from ..server.request_prompt import request_prompt
 from ..text.tokenizer import Tokenizer
 from .router import Prompt
 
+
+@dataclass(frozen=True, slots=True)
+class RequestTarget:
+    """What a request asks for, and the key that asks."""
+
+    path: str
+    query: bytes
+    caller: Caller
+
+
 _NAMED_PATH = re.compile(r"/v1/(?P<kind>kv|sessions|responses)/(?P<name>[^/]{1,256})(?:/[a-z_]+)?")
 _PINNED = ("/v1/files", "/v1/batches")  # one replica keeps those of a key
 _NOT_NAMES = frozenset({"restore", "chunks", "saved", "state", "certificates", "import", "input_tokens"})
@@ -28,41 +40,48 @@ _NEW_NAME = re.compile(rb'"id": ?"([0-9a-f]{32}|resp_[0-9a-f]{32})"')
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
 
 
-def prompt_of(
-    path: str,
-    body: bytes,
-    caller: Caller,
-    tokenizer: Tokenizer | None,
-    config: ServeConfig,
-    adapters: Mapping[str, str],
-) -> Prompt:
-    """What decides where a request goes. `adapters` has the identity of each by its name in requests."""
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What decides where a request goes, and the cache salt as the client wrote it."""
+
+    prompt: Prompt
+    cache_salt: str | None = None
+
+
+def request_hints(
+    target: RequestTarget, body: bytes, tokenizer: Tokenizer | None, config: ServeConfig, adapters: Mapping[str, str]
+) -> RequestHints:
+    """The hints of a request. `adapters` has the identity of each by its name in requests."""
     fields = _fields(body)
-    salt = fields.get("cache_salt")
-    tenant = caller.salted(salt if isinstance(salt, str) else None).tenant
+    asked = parse_qs(target.query.decode("latin-1")).get("cache_salt", [None])[0]
+    salt = fields.get("cache_salt", asked)
+    salt = salt if isinstance(salt, str) else None
+    tenant = target.caller.salted(salt).tenant
     tokens: tuple[int, ...] = ()
-    if tokenizer is not None and path in _GENERATES:
+    if tokenizer is not None and target.path in _GENERATES:
         with suppress(KviltError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             tokens = request_prompt(fields, tokenizer).ids  # else the replica says what is wrong with it
     model = fields.get("model")
     adapter = adapters.get(config.resolve(model)) if isinstance(model, str) else None
-    return Prompt(tokens, adapter, tenant, _names(path, fields, tenant), _documents(fields))
+    names = _names(target.path, fields, tenant)
+    return RequestHints(Prompt(tokens, adapter, tenant, names, _documents(fields)), salt)
 
 
-def named(tenant: str, name: str) -> str:
-    """A name of one tenant."""
-    return f"{tenant} {name}"
+def named(tenant: str, kind: str, name: str) -> str:
+    """A name of one tenant; the kind is that of its path: kv, sessions, responses, or files for all of them."""
+    return f"{tenant} {kind} {name}"
 
 
-def handle_of(path: str) -> str | None:
-    """The handle, session or response that a path is about."""
-    found = _NAMED_PATH.fullmatch(path)
-    return None if found is None or found["name"] in _NOT_NAMES else found["name"]
+def path_of(full: str) -> str | None:
+    """The path at which a replica shows what a name means; None for files, which have one home for all."""
+    _, kind, name = full.split(" ", 2)
+    return None if kind == "files" else f"/v1/{kind}/{quote(name, safe='')}"
 
 
-def new_names(data: bytes) -> list[str]:
+def new_names(tenant: str, data: bytes) -> list[str]:
     """Names of handles and stored responses in a piece of an answer."""
-    return [name.decode() for name in _NEW_NAME.findall(data)]
+    found = [name.decode() for name in _NEW_NAME.findall(data)]
+    return [named(tenant, "responses" if name.startswith("resp_") else "kv", name) for name in found]
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -74,13 +93,21 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _names(path: str, fields: dict[str, Any], tenant: str) -> tuple[str, ...]:
+    """The names that a request is about, or begins with."""
     session = fields.get("session")
     if isinstance(session, dict):
         session = session.get("id") or session.get("name")
-    given = [handle_of(path), fields.get("kv"), fields.get("previous_response_id"), session]
+    found = _NAMED_PATH.fullmatch(path)
+    given: list[tuple[str, Any]] = [
+        ("kv", fields.get("kv")),
+        ("responses", fields.get("previous_response_id")),
+        ("sessions", session),
+    ]
+    if found is not None and found["name"] not in _NOT_NAMES:
+        given.insert(0, (found["kind"], found["name"]))
     if path.startswith(_PINNED):
-        given.append("files")
-    return tuple(named(tenant, one) for one in given if isinstance(one, str) and one)
+        given.append(("files", "all"))
+    return tuple(named(tenant, kind, name) for kind, name in given if isinstance(name, str) and name)
 
 
 def _documents(fields: dict[str, Any]) -> tuple[tuple[str, int], ...]:

@@ -239,6 +239,27 @@ def test_sessions_stay_at_home(cluster: Cluster) -> None:
         assert http.delete("/v1/sessions/mine").status_code == 200
 
 
+def test_a_door_that_forgot_homes_finds_them_again(cluster: Cluster) -> None:
+    """As one does that was started again: of a session, and of a handle under a cache salt."""
+    with cluster.http() as http:
+        body = {"messages": [{"role": "user", "content": "first"}], "session": "kept", "max_tokens": 2}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        made = http.post("/v1/kv?cache_salt=s", json={"messages": QUESTION}).json()["id"]
+        homes = cluster.door.router._homes
+        for shift in range(4):  # whichever replica the score would choose
+            homes.clear()
+            text = f"turn {shift} " + "word " * shift
+            turn = {"messages": [{"role": "user", "content": text}], "session": "kept", "max_tokens": 2}
+            assert http.post("/v1/chat/completions", json=turn).status_code == 200
+            homes.clear()
+            assert http.get(f"/v1/kv/{made}?cache_salt=s").status_code == 200
+            assert http.get(f"/v1/kv/{made}").status_code == 404
+        assert http.get("/v1/sessions/kept").json()["turns"][-1]
+        assert [one["turns"] for one in http.get("/v1/sessions").json()["data"]] == [5]
+        assert http.delete("/v1/sessions/kept").status_code == 200
+        assert http.delete(f"/v1/kv/{made}?cache_salt=s").status_code == 200
+
+
 def test_a_client_that_leaves_ends_its_request_on_the_replica(cluster: Cluster) -> None:
     with cluster.http() as http:
         body = {"messages": QUESTION, "max_tokens": 900, "stream": True, "ignore_eos": True}
@@ -268,7 +289,7 @@ def test_requests_of_a_replica_that_is_gone_go_to_another_one(cluster: Cluster) 
         gone = ReplicaInfo("gone", "http://127.0.0.1:9", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", 32, 1)
         cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, gone)
         cluster.until(lambda: cluster.door.replicas.get("gone") is not None)
-        cluster.door.router.settle(named(tenant_of_key(KEY), "home"), "gone")
+        cluster.door.router.settle(named(tenant_of_key(KEY), "sessions", "home"), "gone")
         before = cluster.door.retries
         body = {"messages": QUESTION, "max_tokens": 2, "session": "home"}
         assert http.post("/v1/chat/completions", json=body).status_code == good
@@ -318,7 +339,7 @@ def test_a_stream_is_retried_until_its_first_piece_and_then_ends_with_an_error(
         info = ReplicaInfo("dying", url, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", 32, 1)
         cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, info)
         cluster.until(lambda: cluster.door.replicas.get("dying") is not None)
-        cluster.door.router.settle(named(tenant_of_key(KEY), "dies"), "dying")
+        cluster.door.router.settle(named(tenant_of_key(KEY), "sessions", "dies"), "dying")
         text = http.post("/v1/chat/completions", json=body).text
         if began:
             assert text.startswith("data: 1\n\n")
