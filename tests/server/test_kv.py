@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -417,3 +418,18 @@ def test_many_pollers_share_few_snapshots(start: Start, executor: Executor, monk
             assert all(one.result().status_code == 200 for one in (first, *others))
         assert len(built) == 2
         assert all(thread is not server.loop for thread in built)
+
+
+def test_the_state_is_a_stream_for_those_who_accept_events(start: Start) -> None:
+    with start(api_keys=KEYS, admin_key="sk-admin-0123") as server:
+        for key, sees in ((KEYS[0], False), ("sk-admin-0123", True)):
+            headers = {"Authorization": f"Bearer {key}", "Accept": "text/event-stream"}
+            with server.http(headers=headers) as http, http.stream("GET", "/v1/kv/state") as got:
+                assert got.headers["content-type"].startswith("text/event-stream")
+                lines = (line for line in got.iter_lines() if line.startswith("data: "))
+                first, second = (json.loads(next(lines).removeprefix("data: ")) for _ in range(2))
+            assert first.keys() == second.keys() >= {"pages", "handles", "totals"}
+            assert (first["totals"] is not None) is sees, "counters cover all keys"
+            if sees:
+                assert second["totals"]["steps"] >= 0
+                assert isinstance(second["totals"]["tiers"], list)

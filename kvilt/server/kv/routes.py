@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from ...blend.certificate import Certificate
 from ...errors import ParamError
@@ -18,6 +18,7 @@ from ...llm.offload import FILES, PROMPT
 from ...llm.replace import DEFAULT_REPAIR
 from ..auth import Caller
 from ..http.errors import HTTPError
+from ..http.event_stream import EventStream
 from ..http.responses import json_bytes, json_response
 from ..http.routing import GENERATION_ERRORS, SaltedCallerDep, ServiceDep, StrictRoute, error_responses
 from ..openai.params import check_document_count, document_texts, template_messages
@@ -42,6 +43,7 @@ from .schema import (
     SaveRequest,
     TruncateRequest,
 )
+from .state_stream import KVStateStream, wants_events
 
 router = APIRouter(route_class=StrictRoute, tags=["kv"])
 _OK: dict[int | str, dict[str, Any]] = {200: {"model": ChunkList}, **GENERATION_ERRORS}
@@ -121,8 +123,13 @@ async def owned(service: ServiceDep, caller: SaltedCallerDep) -> Response:
 
 
 @router.get("/v1/kv/state", response_model=None, responses={200: {"model": KVState}, **_LOOK})
-async def state(service: ServiceDep, caller: SaltedCallerDep) -> Response:
-    """What the KV memory holds for the caller now; a caller gets at most two snapshots a second."""
+async def state(request: Request, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """What the KV memory holds for the caller now; a caller gets at most two snapshots a second.
+
+    A client that accepts `text/event-stream` gets a snapshot every second as a stream of events.
+    """
+    if wants_events(request.headers.get("accept", "")):
+        return EventStream(KVStateStream(service, caller), service.config.keep_alive_s)
     return json_bytes(await service.snapshots.get(caller.tenant))
 
 

@@ -109,6 +109,8 @@ def test_the_verbs_are_buttons(fresh: Running, visiting: Visiting) -> None:
     expect(page.locator(".handle")).to_have_count(1)
     unanswered: list[Any] = []
     page.route("**/v1/kv/state", lambda route: unanswered.append(route))  # from here on the page shows what it has
+    page.get_by_label("Close the inspector").click()  # the stream that is open already goes on until then
+    page.get_by_label("KV inspector", exact=True).first.click()
     while not unanswered:
         page.wait_for_timeout(50)
     fresh.http().delete(f"/v1/kv/{next(iter(handles(fresh)))}")
@@ -170,3 +172,22 @@ def test_what_quality_checks_found_is_shown(fresh: Running, visiting: Visiting) 
     page.get_by_label("KV inspector", exact=True).first.click()
     expect(page.locator("#inspector")).to_contain_text("query 15 %")
     expect(page.locator("#inspector")).to_contain_text("mean KL 0.073, first token agrees in 89 %")
+
+
+def test_the_inspector_is_live_over_one_stream(fresh: Running, visiting: Visiting) -> None:
+    visit = visiting(fresh)
+    visit.script("12")
+    page = visit.open().page
+    asked: list[Any] = []
+    page.on("request", lambda request: asked.append(request))
+    page.get_by_label("KV inspector", exact=True).first.click()
+    expect(page.locator(".timeline")).to_be_attached()
+    visit.say(QUESTION)
+    visit.answered("12")
+    expect(page.locator(".timeline")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* tokens of prompts"))
+    made = fresh.http().post("/v1/kv", json={"prompt": QUESTION * 4}).json()
+    # Another client made it; it is seen without a question.
+    expect(page.locator(f"[data-handle='{made['id']}']")).to_be_visible()
+    accepted = [one.headers.get("accept", "") for one in asked if one.url.endswith("/v1/kv/state")]
+    assert accepted.count("text/event-stream") == 1
+    page.get_by_label("Close the inspector").click()

@@ -30,17 +30,22 @@ export class Api {
     return (await this.request('POST', path, body, signal)).body;
   }
 
-  async request(method, path, body, signal) {
+  /** A stream of events that lasts. */
+  async watch(path, signal) {
+    return (await this.request('GET', path, undefined, signal, { accept: 'text/event-stream' })).body;
+  }
+
+  async request(method, path, body, signal, more = {}) {
     for (;;) {
-      const answer = await this.send(method, path, body, signal);
+      const answer = await this.send(method, path, body, signal, more);
       if (answer.ok) return answer;
       const error = await refusal(answer);
       if (error.status !== 401 || (await this.keys.ask(error.message)) === null) throw error;
     }
   }
 
-  async send(method, path, body, signal) {
-    const headers = {};
+  async send(method, path, body, signal, more = {}) {
+    const headers = { ...more };
     const key = this.keys.current();
     if (key) headers.authorization = `Bearer ${key}`;
     if (body !== undefined) headers['content-type'] = 'application/json';

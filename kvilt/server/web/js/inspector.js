@@ -6,7 +6,9 @@ import { poolMap, prefixDrawing } from './inspector_map.js';
 import { certificateRows, forest, handleRow, pool, running, savedRows } from './inspector_rows.js';
 import { missNote } from './miss.js';
 import { count } from './numbers.js';
+import { events } from './sse.js';
 import { strip } from './strip.js';
+import { Timeline, tierRows } from './timeline.js';
 
 const EVERY_MS = 2000;
 const PIN_S = 3600;
@@ -30,11 +32,14 @@ export class Inspector {
       el('div', { class: 'panel-head' }, el('h2', {}, 'KV inspector'), iconButton('close', 'Close the inspector', () => this.close())),
       this.note,
       ...part('Last prompt', 'prompt'), ...part('Page pool', 'pool'),
+      ...part('Last minute', 'time'),
       (this.runningTitle = el('h3', {}, 'In progress')), (this.running = el('div', { class: 'part' })),
       ...part('Prefixes and handles', 'tree_'),
+      (this.tiersTitle = el('h3', { hidden: true }, 'Store')), (this.tiers = el('div', { class: 'part' })),
       (this.savedTitle = el('h3', { hidden: true }, 'Saved')), (this.saved = el('div', { class: 'part' })),
       (this.certificatesTitle = el('h3', { hidden: true }, 'Quality of blended prompts')), (this.certificates = el('div', { class: 'part' })));
     this.stripOf = null;
+    this.timeline = new Timeline();
   }
 
   contains(element) {
@@ -46,13 +51,39 @@ export class Inspector {
     set(this.button, 'aria-expanded', 'true');
     this.restShown = false;
     this.refresh();
-    this.timer = setInterval(() => document.hidden || this.refresh(), EVERY_MS);
+    this.watching = new AbortController();
+    this.watch(this.watching.signal);
+  }
+
+  /** One stream of events while the panel is open. Where it breaks, ask once, and open it again. */
+  async watch(signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const state of events(await this.api.watch('v1/kv/state', signal))) {
+          this.timeline.add(state);
+          if (!document.hidden) this.live(state);
+        }
+      } catch {
+        if (signal.aborted) return;
+        await this.refresh();
+      }
+      await new Promise((wake) => setTimeout(wake, EVERY_MS));
+    }
+  }
+
+  live(state) {
+    this.show(state);
+    this.showStrip().catch((error) => this.complain(error));
+    this.time.replaceChildren(...this.timeline.draw());
+    const tiers = state.totals?.tiers ?? [];
+    this.tiersTitle.hidden = !tiers.length;
+    this.tiers.replaceChildren(...tierRows(tiers));
   }
 
   close() {
     this.panel.hidden = true;
     set(this.button, 'aria-expanded', 'false');
-    clearInterval(this.timer);
+    this.watching?.abort();
     this.button.focus();
   }
 
