@@ -204,8 +204,9 @@ class Door:
         if replica is None:
             raise ReplicaGone(began=False)
 
-        def seen(piece: bytes) -> None:
-            self.router.first_token(ticket, time.monotonic())
+        def seen(piece: bytes, has_tokens: bool) -> None:
+            if has_tokens:  # an answer in one piece says nothing of its first token
+                self.router.first_token(ticket, time.monotonic())
             for name in new_names(prompt.salt, piece):
                 self.router.settle(name, ticket.replica)
 

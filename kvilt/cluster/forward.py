@@ -1,7 +1,7 @@
 """Forwards one request to one replica over HTTP, and its answer back piece by piece.
 
-An answer begins for the client when its first piece is here. Up to then a replica that dies costs nothing: the request
-can go to another one.
+An answer begins for the client when its first token is here; what a stream says before it is held back. Up to then a
+replica that dies costs nothing: the request can go to another one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _OWN = frozenset(
         b"date",
     }
 )
+_STREAMS = frozenset({"text/event-stream", "application/x-ndjson"})
+_COMMENT = b":"  # of a stream of events: it keeps the connection
 Body = bytes | AsyncIterator[bytes] | None
 
 
@@ -79,26 +81,35 @@ async def forward(
     headers: Sequence[tuple[str, str]],
     body: Body,
     send: Send,
-    on_piece: Callable[[bytes], None],
+    on_piece: Callable[[bytes, bool], None],
 ) -> None:
-    """Send a request on, and its answer back; `on_piece` sees each piece of it."""
-    began, kind = False, ""
+    """Send a request on, and its answer back; `on_piece` sees each piece of it, and whether it has streamed tokens."""
+    began, kind, held = False, "", b""
     try:
         async with http.request(method, url, headers=headers, data=body, allow_redirects=False) as reply:
             kind = reply.content_type
             start = {"type": "http.response.start", "status": reply.status, "headers": _reply_headers(reply)}
             async for piece in reply.content.iter_any():
+                if not began and not held and _is_opening(piece):
+                    held = piece
+                    continue
                 if not began:
-                    began = True
+                    began, piece, held = True, held + piece, b""
                     await send(start)
-                on_piece(piece)
+                on_piece(piece, kind in _STREAMS and not piece.startswith(_COMMENT))
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             if not began:
                 began = True
                 await send(start)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": held, "more_body": False})
     except (aiohttp.ClientError, ConnectionError, TimeoutError):
         raise ReplicaGone(began, kind) from None
+
+
+def _is_opening(piece: bytes) -> bool:
+    """Whether a stream begins so before its first token: with roles, or with the head of a message or response."""
+    head = piece[:1024]
+    return b'"role":"assistant","content":""' in head or b"message_start" in head or b"response.created" in head
 
 
 async def until_disconnect(work: asyncio.Task[None], receive: Receive) -> None:

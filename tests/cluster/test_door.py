@@ -260,6 +260,17 @@ def test_a_door_that_forgot_homes_finds_them_again(cluster: Cluster) -> None:
         assert http.delete(f"/v1/kv/{made}?cache_salt=s").status_code == 200
 
 
+def test_only_streams_say_how_fast_a_replica_is(cluster: Cluster) -> None:
+    def speeds() -> dict[str, float]:
+        return {name: speed for name, (_, speed) in cluster.door.router.load().items()}
+
+    before = speeds()
+    ask(cluster.openai(), "A question that is answered at once, and " + "long " * 100)
+    assert speeds() == before
+    assert list(ask(cluster.openai(), "A question that is answered by and by, " + "very long " * 100, stream=True))
+    assert speeds() != before
+
+
 def test_a_client_that_leaves_ends_its_request_on_the_replica(cluster: Cluster) -> None:
     with cluster.http() as http:
         body = {"messages": QUESTION, "max_tokens": 900, "stream": True, "ignore_eos": True}
@@ -330,8 +341,14 @@ def _dying(pieces: list[bytes]) -> Iterator[str]:
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(("pieces", "began"), [([], False), ([_HEAD], False), ([_HEAD, b"9\r\ndata: 1\n\n\r\n"], True)])
-def test_a_stream_is_retried_until_its_first_piece_and_then_ends_with_an_error(
+_OPENING = b'33\r\ndata: {"delta":{"role":"assistant","content":""}}\n\n\r\n'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "began"),
+    [([], False), ([_HEAD], False), ([_HEAD, _OPENING], False), ([_HEAD, b"9\r\ndata: 1\n\n\r\n"], True)],
+)
+def test_a_stream_is_retried_until_its_first_token_and_then_ends_with_an_error(
     cluster: Cluster, pieces: list[bytes], began: bool
 ) -> None:
     body = {"messages": QUESTION, "max_tokens": 2, "session": "dies", "stream": True}
