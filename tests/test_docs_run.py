@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import _kvilt_native
 import pytest
 from commands import kvilt
 
+from kvilt import Conversation, load
+
 HERE = Path(__file__).parent.parent
+ISAS = _kvilt_native.available_isas()
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -43,3 +47,12 @@ def test_the_page_about_models_shows_what_inspect_prints(smollm2_path: Path) -> 
     shown = [line for line in block.splitlines()[1:] if line.strip() not in ("", "...")]
     missing = [line for line in shown if line not in printed]
     assert missing == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_transcript_of_a_chat_holds_on_every_instruction_set(smollm2_path: Path, isa: str) -> None:
+    (transcript,) = [one for one in blocks("docs/chat.md", "text") if one.startswith("$ kvilt chat --temperature 0\n")]
+    question, answer = re.findall(r"^> (What .*)\n(.*)$", transcript, re.MULTILINE)[0]
+    model = load(str(smollm2_path), backend=f"native/{isa}", kv_memory="64M", max_context=512)
+    with model as llm, Conversation(llm) as chat:
+        assert "".join(chat.say(question)) == answer
