@@ -16,7 +16,7 @@ def write_hybrid(path: Path) -> Path:
     import gguf
 
     writer = gguf.GGUFWriter(path, "granitehybrid")
-    writer.add_context_length(8192)
+    writer.add_context_length(16384)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)

@@ -1,7 +1,7 @@
 """llama.cpp's server on the prompts of agent traces, run by the interpreter that has xllamacpp.
 
-JSON on stdin: "model", "tokens" of an answer, "threads", and "prompts" as lists of token ids, in order. One line of
-JSON on stdout: for each prompt the tokens that were computed, and the answer as token ids.
+JSON on stdin: "model", "tokens" of an answer, "threads", "slots", and "prompts" as lists of token ids, in order. One
+line of JSON on stdout: for each prompt the tokens that were computed, and the answer as token ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llama_turns import complete, server
 
 
 def main() -> None:
-    """Answer all prompts, one after the other, with one slot and `cache_prompt`."""
+    """Answer all prompts, one after the other, with `cache_prompt`."""
     asked = json.loads(sys.stdin.read())
     one, done = server(asked), []
     for prompt in asked["prompts"]:

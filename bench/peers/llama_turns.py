@@ -19,11 +19,11 @@ SHOWN = 10
 
 
 def server(asked: dict[str, Any]) -> xllamacpp.Server:
-    """Its defaults, but for threads, one slot, a context that fits, and KV in float32 as kvilt's is here."""
+    """Its defaults, but for threads, slots, a context that fits in each, and KV in float32 as kvilt's is here."""
     params = xllamacpp.CommonParams()
     params.model.path = asked["model"]
-    params.n_parallel = 1
-    params.n_ctx = 8192
+    params.n_parallel = asked.get("slots", 1)
+    params.n_ctx = 8192 * params.n_parallel
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.verbosity = -1
