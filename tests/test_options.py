@@ -23,6 +23,7 @@ from kvilt.engine.sessions.session import SessionOptions
 from kvilt.errors import InputError, ParamError
 from kvilt.executor.load import load_executor
 from kvilt.executor.protocol import Executor
+from kvilt.llm.documents import DocumentInput
 from kvilt.llm.options import CallFields, RequestFields, RequestOptions
 from kvilt.models.spec import NoRope
 from kvilt.sampling.constraint import SHORT_NAMES
@@ -209,9 +210,10 @@ def test_several_prompts_are_requests_with_ids_of_their_own(executor: Executor, 
 
 
 def test_what_editors_see_is_what_is_taken() -> None:
-    """The typed keywords are written beside the values; names and types must stay the same."""
+    """The typed keywords are written beside the values; names and types must stay the same, but for documents, which
+    callers may give with titles."""
     options, sampling = get_type_hints(RequestOptions), get_type_hints(SamplingParams)
-    assert get_type_hints(RequestFields) == options
+    assert get_type_hints(RequestFields) == options | {"documents": Sequence[DocumentInput]}
     seen = get_type_hints(SamplingFields)
     assert {name: kind for name, kind in seen.items() if name not in SHORT_NAMES} == sampling
     assert set(seen) - set(sampling) == set(SHORT_NAMES)

@@ -239,6 +239,7 @@ def test_run_imports_only_what_it_uses(tmp_path: Path) -> None:
         assert commands <= {
             "main",
             "options",
+            "cluster_app",  # options alone
             "errors",
             "run",
             "answer_writer",
