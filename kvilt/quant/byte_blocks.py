@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from ..errors import Unsupported
 from .float8 import BLOCK, CODES, SCALES
 from .formats import FLOAT8, FORMATS
 from .tensor import QuantTensor
@@ -44,19 +45,27 @@ def _in_blocks(x: Tensor) -> Tensor:
 def _of_any(weight: QuantTensor) -> tuple[Tensor, Tensor]:
     """Codes int8 [rows, blocks, 32] and scales float16 [rows, blocks]."""
     x = _in_blocks(dequantize(weight))
-    scales = (x.abs().amax(-1) / 127).half()
+    scales = (_peaks(x) / 127).half()
     return _codes(x, scales.float()), scales
 
 
 def _of_float8(weight: QuantTensor) -> tuple[Tensor, Tensor]:
     """Likewise, in steps of a power of two: a number of four bits is then whole in the largest four binades."""
     x = _in_blocks(weight.planes[CODES].float())
-    peaks = x.abs().amax(-1)
+    peaks = _peaks(x)
     steps = torch.ldexp(torch.ones_like(peaks), torch.frexp(peaks).exponent - 1 - _TOP_BIT)
     shared = weight.format.planes[1]  # how many rows and columns share a scale
     rows = torch.arange(len(x)) // shared.rows
     columns = torch.arange(x.shape[1]) * BLOCK_ELEMENTS // shared.columns
     return _codes(x, steps), (steps * weight.planes[SCALES][rows][:, columns]).half()
+
+
+def _peaks(x: Tensor) -> Tensor:
+    """The largest magnitude of each block."""
+    peaks = x.abs().amax(-1)
+    if not bool(torch.isfinite(peaks).all()):
+        raise Unsupported("the weight has numbers that are not finite")
+    return peaks
 
 
 def _codes(x: Tensor, steps: Tensor) -> Tensor:

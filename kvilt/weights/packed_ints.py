@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import Unsupported, WeightError
 from ..quant.int_groups import blocks_of, dense, format_for, unpack_words
 from ..quant.tensor import Weight
-from .safetensors import SafetensorsFiles
+from .safetensors import SafetensorsFiles, check_scales
 from .tensor_storage import TensorStorage
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight outputs of a word stand
@@ -179,10 +179,7 @@ def _words(files: SafetensorsFiles, name: str, shape: tuple[int, int]) -> Tensor
 def _scales(files: SafetensorsFiles, name: str, shape: tuple[int, int]) -> Tensor:
     if files.shape(name) != shape:
         raise WeightError(name, f"is {list(files.shape(name))} instead of {list(shape)}")
-    found = files.floats(name)
-    if not bool(torch.isfinite(found).all()) or bool((found == 0).any()):
-        raise WeightError(name, "has scales that are zero or no numbers; the file is damaged")
-    return found
+    return check_scales(name, files.floats(name))
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:

@@ -34,6 +34,7 @@ _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
 _INTEGERS: Mapping[str, torch.dtype] = MappingProxyType({"I32": torch.int32, "I64": torch.int64})
 # The planes of experts in MXFP4, by which this module knows bytes that are no tensor of their own.
 _BYTE_SUFFIXES = ("_blocks", "_scales")
+_NO_EXPONENT = 255  # of a block of MXFP4: not a number
 # How the scales of a weight of 8-bit floats are called: both multiply, whatever their name says.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Bytes per element of every type whose size is certain, so that a header can be checked before it is refused.
@@ -129,12 +130,16 @@ class SafetensorsFiles:
     def tensor(self, name: str) -> Weight:
         """A view of the file: floats, those of 8 bits with their scales, or the planes of experts in MXFP4."""
         if self._entry(name).dtype == "U8" and name.endswith(_BYTE_SUFFIXES):
-            return self._view(name, torch.uint8)
+            found = self._view(name, torch.uint8)
+            if name.endswith("_scales") and bool((found == _NO_EXPONENT).any()):
+                raise WeightError(name, f"has exponents of {_NO_EXPONENT}, which stand for no number")
+            return found
         scales = self._scales.get(name)
         if scales is None:
             return self.floats(name)
         try:
-            return QuantTensor.of_float8(self._view(name, torch.float8_e4m3fn), self.floats(scales))
+            own = check_scales(scales, self.floats(scales))
+            return QuantTensor.of_float8(self._view(name, torch.float8_e4m3fn), own)
         except ValueError as error:
             raise WeightError(scales, str(error)) from None
 
@@ -196,6 +201,13 @@ class SafetensorsFiles:
             return self._entries[name]
         except KeyError:
             raise WeightError(name, "the checkpoint holds no tensor of that name") from None
+
+
+def check_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """The scales of a packed weight; those of a damaged file are refused."""
+    if not bool(torch.isfinite(scales).all()) or bool((scales == 0).any()):
+        raise WeightError(name, "has scales that are zero or no numbers; the file is damaged")
+    return scales
 
 
 def _scales_of(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, str]]:

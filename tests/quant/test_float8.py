@@ -12,6 +12,7 @@ from tiny import write_tiny
 from torch import Tensor
 
 from kvilt.config import RunConfig
+from kvilt.errors import Unsupported
 from kvilt.executor.load import load_executor
 from kvilt.ops.select import BACKENDS, CPU
 from kvilt.quant.byte_blocks import byte_blocks
@@ -98,6 +99,13 @@ def test_blocks_of_bytes_keep_the_large_numbers(kind: str) -> None:
     assert bool(large.any())
     torch.testing.assert_close(found[large], exact[large], rtol=6e-4, atol=0.0)
     assert bool(((found - exact).abs() <= peaks / 127).all())
+
+
+def test_codes_that_are_no_numbers_are_refused() -> None:
+    codes = torch.zeros(3, 40, dtype=torch.uint8)
+    codes[1, 35] = 0x7F
+    with pytest.raises(Unsupported, match="not finite"):
+        byte_blocks(QuantTensor.of_float8(codes.view(torch.float8_e4m3fn), torch.ones(1)))
 
 
 def test_weights_of_zeros_stay_zeros() -> None:

@@ -204,6 +204,39 @@ def broken(parts: Tensors) -> dict[str, Tensors]:
     }
 
 
+def broken_others(method: str) -> dict[str, Tensors]:
+    """What AWQ and compressed-tensors have of the same damages."""
+    parts, zeros = METHODS[method][0](*numbers(4, False)), "qzeros" if method == "awq" else "weight_zero_point"
+    name, words = ("scales", "qweight") if method == "awq" else ("weight_scale", "weight_packed")
+    found = {}
+    for bad in (0.0, float("nan"), float("inf")):
+        scales = parts[name].clone()
+        scales[1, 1] = bad
+        found[f"a scale of {bad}"] = changed(parts, **{name: scales})
+    return found | {
+        "too few scales": changed(parts, **{name: parts[name][:-1]}),
+        "too few zeros": changed(parts, **{zeros: parts[zeros][:, :-1]}),
+        "words of floats": changed(parts, **{words: parts[words].float()}),
+        "too few words": changed(parts, **{words: parts[words][:-1]}),
+    }
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed"])
+def test_damaged_parts_of_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    for what, parts in broken_others(method).items():
+        folder = write(tmp_path / what, parts, METHODS[method][1])
+        with pytest.raises(WeightError, match=r"^m"):
+            read(folder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_that_do_not_divide_the_inputs_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    pack, config = METHODS[method]
+    config = json.loads(json.dumps(config).replace(f'"group_size": {GROUP}', '"group_size": 48'))
+    with pytest.raises(WeightError, match=r"^m.*groups of 48 do not divide its 128 inputs"):
+        read(write(tmp_path, named(pack(*numbers(4, False))), config))
+
+
 @pytest.mark.parametrize("what", broken(gptq(*numbers(4, True))))
 def test_damaged_parts_are_refused_by_name(what: str, tmp_path: Path) -> None:
     folder = write(tmp_path, broken(gptq(*numbers(4, True)))[what], METHODS["gptq"][1])

@@ -107,6 +107,30 @@ def test_8_bit_floats_with_other_scales_or_none_are_refused(tmp_path: Path) -> N
             files.tensor("b.weight")
 
 
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -float("inf")])
+def test_scales_of_8_bit_floats_that_are_none_are_refused_by_name(tmp_path: Path, bad: float) -> None:
+    scales = torch.ones(2, 3)
+    scales[1, 2] = bad
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": torch.randn(200, 300).to(torch.float8_e4m3fn), "a.weight_scale_inv": scales}, path)
+    with (
+        SafetensorsFiles.open(path) as files,
+        pytest.raises(WeightError, match=r"a\.weight_scale_inv.*zero or no numbers"),
+    ):
+        files.tensor("a.weight")
+
+
+def test_exponents_of_mxfp4_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    scales = torch.full((2, 4, 3), 120, dtype=torch.uint8)
+    scales[1, 2, 0] = 255
+    path = tmp_path / "model.safetensors"
+    save_file({"e.up_blocks": torch.full((2, 4, 3, 16), 255, dtype=torch.uint8), "e.up_scales": scales}, path)
+    with SafetensorsFiles.open(path) as files:
+        assert files.tensor("e.up_blocks").shape == (2, 4, 3, 16)  # any byte is a pair of codes
+        with pytest.raises(WeightError, match=r"e\.up_scales.*255"):
+            files.tensor("e.up_scales")
+
+
 def test_shards_are_read_through_their_index(sharded: Path) -> None:
     with SafetensorsFiles.open_folder(sharded) as files:
         assert set(files.names()) == {"wide", "half", "brain"}
