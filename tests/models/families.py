@@ -553,7 +553,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4": _gemma4(),
     "gemma4-nested": _gemma4_nested,
     "gemma4-own-values": _gemma4(attention_k_eq_v=False, final_logit_softcapping=6.0),
-    "gemma4-experts": _gemma4(**GEMMA4_EXPERTS),
+    "gemma4-moe": _gemma4(**GEMMA4_EXPERTS),
     "gemma4-e": _gemma4_e(),
     "gemma4-e-wide": _gemma4_e(use_double_wide_mlp=True, attention_bias=True, num_kv_shared_layers=4),
     "gemma3n": lambda: Gemma3nForCausalLM(_gemma3n_text()),

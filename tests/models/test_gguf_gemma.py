@@ -21,7 +21,7 @@ from kvilt.models.assemble import read_spec
 from kvilt.models.spec import ProportionalScaling, RopeSpec
 from kvilt.weights.source import open_checkpoint
 
-GGUF_MODELS = ("gemma3n", "gemma4", "gemma4-e", "gemma4-own-values", "gemma4-experts")
+GGUF_MODELS = ("gemma3n", "gemma4", "gemma4-e", "gemma4-own-values", "gemma4-moe")
 Change = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
 
 
@@ -130,7 +130,7 @@ def gate_and_up_apart(_writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) 
 
 
 def test_experts_may_have_two_tensors_for_gate_and_up(tmp_path: Path) -> None:
-    model, path = write("gemma4-experts", tmp_path, gate_and_up_apart)
+    model, path = write("gemma4-moe", tmp_path, gate_and_up_apart)
     close(path, model)
 
 
@@ -160,7 +160,7 @@ def all_shared(writer: gguf.GGUFWriter, _tensors: dict[str, np.ndarray]) -> None
 @pytest.mark.parametrize(
     ("name", "change", "error", "said"),
     [
-        ("gemma4-experts", too_few_experts, WeightError, "num_experts_per_tok"),
+        ("gemma4-moe", too_few_experts, WeightError, "num_experts_per_tok"),
         ("gemma4", no_pattern, WeightError, "sliding_window_pattern"),
         ("gemma4-e", all_shared, WeightError, "shared_kv_layers"),
         ("gemma3n", all_shared, WeightError, "shared_kv_layers"),

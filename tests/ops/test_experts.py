@@ -169,7 +169,7 @@ def packed(name: str, rows: int, columns: int, seed: int) -> QuantTensor:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4"])
-@pytest.mark.parametrize("tokens", [1, 3, 11])
+@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow), 11])
 def test_packed_experts_are_their_weights(ops: Ops, random_of: Any, name: str, tokens: int) -> None:
     shapes = [(256, 256)] * 3
     weights: list[list[Weight]] = [[packed(name, *s, 3 * e + i) for i, s in enumerate(shapes)] for e in range(EXPERTS)]
