@@ -192,6 +192,13 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvilt"
 
 
+def run_home() -> Path:
+    """The folder that lists this user's running servers: in XDG_RUNTIME_DIR, else in the folder of `cache_home`."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "kvilt"
+    return cache_home() / "run"
+
+
 def offline() -> bool:
     """KVILT_OFFLINE=1 promises that nothing is fetched."""
     return os.environ.get("KVILT_OFFLINE", "") not in ("", "0")

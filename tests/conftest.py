@@ -10,7 +10,7 @@ if find_spec("triton") and not torch.cuda.is_available():  # there is no triton 
     import interpreted  # noqa: F401 (before transformers imports triton)
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import effort
@@ -36,6 +36,14 @@ DEV_WEIGHTS = Path("~/.cache/kvilt-dev").expanduser()
 def smollm2_path() -> Path:
     """The default model, fetched once the way a user would."""
     return resolve("smollm2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests list the servers they start in a folder of their own, and never use a developer's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
 
 
 TINY = [(reach, backend) for backend in CPU_BACKENDS for reach in ("full", "window")]

@@ -6,16 +6,22 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import socket
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..config import EngineConfig, GateConfig, env_api_keys
 from ..errors import ParamError, Unsupported
 from ..llm import AsyncLLM, load_async
+from ..server.running import RunningServer, ServedModel, process_ticks, register
+from ..weights.file_identity import file_identity
+from ..weights.hub import resolve
 from .keys import admin_key, read_keys, weighted_keys
+from .options import DRAFTS, RUNTIME, STORE
 from .progress import bars, tracked
 from .store import context_prefix, open_store
 
@@ -64,7 +70,9 @@ def serve(
     with open_store(store) as kept:
         with bars() as shown:
             own = {"store": kept, "context_prefix": context_prefix(store), "gate": gate, **config}
-            llm = load_async(model, on_fetch=shown.fetching, engine=chosen, **own)
+            found = resolve(model, shown.fetching)
+            served = ServedModel(settings.names, model, str(found.resolve()), file_identity(found))
+            llm = load_async(found, on_fetch=shown.fetching, engine=chosen, **own)
         for name, path in adapters:
             if name in settings.names:
                 raise ParamError("lora", f"{name!r} is the model's own name; give the adapter another one")
@@ -77,8 +85,18 @@ def serve(
         gc.freeze()  # the model stays: later collections need not walk over it
         sys.setswitchinterval(SWITCH_S)
         try:
-            with publishing(llm, options) as events, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(listen(llm, settings, lambda listener: (on_ready or _ready)(listener, events)))
+            with (
+                ExitStack() as listed,
+                publishing(llm, options) as events,
+                asyncio.Runner(loop_factory=_loop_factory()) as runner,
+            ):
+
+                def ready(listener: HTTPServer) -> None:
+                    if on_ready is None:
+                        listed.enter_context(register(_record(listener, served, {**store, **config})))
+                    (on_ready or _ready)(listener, events)
+
+                runner.run(listen(llm, settings, ready))
         finally:
             gc.unfreeze()  # else the native module is not unloaded in order at exit
 
@@ -118,6 +136,29 @@ def publishing(llm: AsyncLLM, options: dict[str, Any]) -> AbstractContextManager
         options["kv_events_topic"],
         "CPU" if pool.device.type == "cpu" else "GPU",
     )
+
+
+def _record(listener: HTTPServer, model: ServedModel, options: dict[str, Any]) -> RunningServer:
+    """The server as other commands of this user find it."""
+    groups = (STORE, DRAFTS, RUNTIME)
+    usual = {name: option.default for group in groups for name, option in group.options.items()}
+    given = {name: value for name, value in options.items() if name in usual and value != usual[name]}
+    given.pop("store_redis", None)  # its URL may hold a password
+    return RunningServer(
+        pid=os.getpid(),
+        url=local_url(listener.service.config.host, listener.port),
+        models=(model,),
+        needs_key=bool(listener.service.config.api_keys),
+        version=__version__,
+        options=given,
+        start_ticks=process_ticks(os.getpid()),
+    )
+
+
+def local_url(host: str, port: int) -> str:
+    """The address at which a client on this machine reaches a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _ready(listener: HTTPServer, events: KVEventPublisher | None) -> None:

@@ -24,6 +24,8 @@ from kvilt.cli.options import SERVER
 from kvilt.cli.serve import default_name, owner_weights, serve_config
 from kvilt.errors import ParamError
 from kvilt.server.auth import tenant_of_key
+from kvilt.server.running import running_servers, stop
+from kvilt.weights.file_identity import file_identity
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 
@@ -319,3 +321,16 @@ def test_what_is_no_weight_is_no_key_file(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys").write_text(line)
     with pytest.raises(ParamError, match="weight=NUMBER"):
         read_keys(str(tmp_path / "keys"))
+
+
+def test_a_running_server_is_listed_for_its_user(model: Path) -> None:
+    """Other commands find it, with the identity of the files it has loaded; when it ends, it is gone."""
+    with process("--model", str(model), "--served-model-name", "own", "--kv-dtype", "float16") as server:
+        listed = [one for one in running_servers() if one.pid == server.own.pid]
+        assert [one.url for one in listed] == [server.url]
+        found = listed[0].model_with(file_identity(model))
+        assert found is not None and found.names == ("own",) and found.source == str(model)
+        assert not listed[0].needs_key and listed[0].options == {"threads": 1, "kv_dtype": "float16"}
+        assert stop(listed[0])
+        assert server.wait() == 0
+        assert not [one for one in running_servers() if one.pid == server.own.pid]
