@@ -176,7 +176,7 @@ def _ready(listener: HTTPServer, events: KVEventPublisher | None) -> None:
 def serve_config(model: str, options: dict[str, Any], store: str | None = None) -> ServeConfig:
     """The options as the server's configuration, with keys from files and the environment.
 
-    Without --kv-dir, handles are saved in the folder of the store.
+    Without --kv-dir, handles are saved in the folder of the store; the page's conversations are kept there too.
     """
     from ..server.config import ServeConfig
 
@@ -195,7 +195,8 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
         "max_connections",
         "keep_alive_s",
     )
-    saved = options["kv_dir"] or (None if store is None else Path(store).expanduser() / "handles")
+    kept = None if store is None else Path(store).expanduser()
+    saved = options["kv_dir"] or (None if kept is None else kept / "handles")
     return ServeConfig(
         names=names,
         aliases=tuple(_alias(each, names[0]) for each in options["alias"]),
@@ -204,6 +205,7 @@ def serve_config(model: str, options: dict[str, Any], store: str | None = None) 
         allowed_hosts=tuple(options["allowed_host"]),
         cors_origins=tuple(options["cors_origin"]),
         kv_dir=None if saved is None else Path(saved),
+        chats_dir=None if kept is None else kept / "chats",
         files_dir=Path(options["files_dir"]) if options["files_dir"] else None,
         lora_dir=Path(options["lora_dir"]) if options["lora_dir"] else None,
         **{name: options[name] for name in same},

@@ -20,6 +20,7 @@ from .anthropic.errors import anthropic_error
 from .auth import check_host
 from .batches import routes as batches
 from .batches.queue import BatchQueue
+from .chats import routes as chats
 from .files import routes as files
 from .http.errors import ErrorShape, HTTPError, http_error_of
 from .http.middleware import RequestMiddleware
@@ -48,6 +49,7 @@ _ROUTERS = (
     tokenizer.router,
     kv.router,
     sessions.router,
+    chats.router,
     admin.router,
     admin.health_router,
 )

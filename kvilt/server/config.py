@@ -31,6 +31,7 @@ class ServeConfig:
     metrics_host: str = "127.0.0.1"
     kv_dir: Path | None = None  # where KV handles are saved; none: saving is off
     lora_dir: Path | None = None  # where adapters are loaded from at run time; none: loading is off
+    chats_dir: Path | None = None  # where the page keeps conversations; none: browsers keep them
     files_dir: Path | None = None  # where files and batches are; none: a temporary folder that ends with the process
     max_body_bytes: int = 8 << 20
     max_session_bytes: int = 1 << 28  # of the file of a session that is imported
@@ -53,6 +54,8 @@ class ServeConfig:
     max_file_bytes: int = 128 << 20  # of one upload
     max_files: int = 512  # of one key, uploaded or written by batches
     max_files_bytes: int = 2 << 30  # of all of them
+    max_chats: int = 1024  # conversations of one key
+    max_chats_bytes: int = 1 << 30  # of all of them
     max_batches: int = 128  # of one key; the oldest that have ended give way
     max_batch_lines: int = 50_000
 
@@ -72,6 +75,8 @@ class ServeConfig:
             "file_bytes",
             "files",
             "files_bytes",
+            "chats",
+            "chats_bytes",
             "batches",
             "batch_lines",
         ):

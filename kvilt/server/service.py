@@ -20,6 +20,7 @@ from ..llm import AsyncLLM
 from ..metrics import Metrics
 from .anthropic.diagnostics import CacheDiagnostics
 from .auth import Caller
+from .chats.store import ChatStore
 from .config import ServeConfig
 from .http.body import MemoryTrimmer
 from .http.errors import HTTPError
@@ -46,6 +47,7 @@ class Service:
         self.pins = PrefixPins(llm)
         self.diagnostics = CacheDiagnostics()
         self.stable_prompts = StablePrompts(config.stable_prompts)
+        self.chats = ChatStore(config.chats_dir, config.max_chats, config.max_chats_bytes)
         self.responses = ResponseStore(llm, config.max_responses)
         self.draining = False
         self._in_progress = 0

@@ -269,3 +269,30 @@ def test_what_a_line_keeps_tells_it_again() -> None:
     assert [one["role"] for one in made] == ["system", "system", "user"]
     assert made[0]["content"] == "Rules." and made[1]["content"] == "Today is Friday."
     assert prompts.arranged("other", "s", said, lambda _messages: True) is said
+
+
+def test_handles_become_a_file(server: Running) -> None:
+    asked = {"messages": messages("hi"), "max_tokens": 4, "temperature": 0, "kv_out": True}
+    with server.http() as http:
+        first = http.post("/v1/chat/completions", json=asked).json()["choices"][0]
+        said = [*asked["messages"], {"role": "assistant", "content": first["message"]["content"]}]
+        more = {**asked, "messages": [*said, {"role": "user", "content": "go on"}]}
+        second = http.post("/v1/chat/completions", json=more).json()["choices"][0]
+        handles = [second["kv"]["id"], first["kv"]["id"]]
+        body = {"name": "page", "kv": handles, "conversation": '{"nodes": []}'}
+        data = http.post("/v1/sessions/export", json=body).content
+        for handle in handles:
+            http.delete(f"/v1/kv/{handle}")
+        gone = http.post("/v1/sessions/export", json=body)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "kv_not_found")
+        server.llm.executor.prefixes.clear()
+        headers = {"content-type": "application/octet-stream"}
+        made = http.post("/v1/sessions/import", content=data, params={"name": "again"}, headers=headers).json()
+        assert (made["kv"], made["conversation"], made["why"]) == ("used", '{"nodes": []}', None)
+        tokens = sorted(one["kv"]["tokens"] for one in (first, second))
+        assert [turn["tokens"] for turn in made["turns"]] == tokens
+        again = http.post("/v1/chat/completions", json={**more, "session": "again"}).json()
+        assert again["choices"][0]["message"] == second["message"]
+        usage = again["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+        http.delete("/v1/sessions/again")

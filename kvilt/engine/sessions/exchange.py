@@ -7,8 +7,8 @@ another model is refused. Refuses to know paths.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,11 +18,12 @@ from ...executor.protocol import Executor
 from ...kv.cache import KVCache
 from ...kv.codec import pack, unpack
 from ...kv.owner import owner_of
+from ...kv.row import EXACT
 from ..handles.handles import Handles
 from .file import SessionFile, check_session, pack_session, unpack_session
 from .session import Session, SessionInfo, SessionKey
 from .sessions import Sessions, check_name
-from .tree import Turn
+from .tree import Turn, TurnTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class SessionImport:
     session: SessionInfo
     kv: Literal["used", "recomputed", "none"]  # none: the file has no KV
     why: str = ""  # it is computed again
+    conversation: str = ""  # as the page that exported it wrote it
 
 
 class SessionExchange:
@@ -62,6 +64,25 @@ class SessionExchange:
         identity = replace(self._executor.pool.identity(), salt="")
         return pack_session(SessionFile(session.name, session.exact, identity, tree, held), self._text)
 
+    def export_handles(self, tenant: str, name: str, handles: Sequence[str], conversation: str = "") -> bytes:
+        """A session as bytes whose turns are what these handles hold, and a text that the importer gets back."""
+        check_name(name)
+        tree, held = TurnTree(), dict[str, KVCache]()
+        with ExitStack() as open_caches:
+            loans = []
+            for one in dict.fromkeys(handles):
+                loans.append(loan := self._handles.lend(tenant, one))
+                if loan.kv is not None:
+                    open_caches.enter_context(loan.kv)
+            for loan in sorted(loans, key=lambda loan: len(loan.tokens)):
+                turn = tree.add(loan.tokens, loan.maker, EXACT if loan.kv is None else loan.kv.origin)
+                if loan.kv is not None:
+                    held[turn.id] = loan.kv
+            last = {turn.id for turn in tree.leaves()} if self._sessions.last_holds_all else held.keys()
+            packed = {turn: self._packed(kv) for turn, kv in held.items() if turn in last}
+        identity = replace(self._executor.pool.identity(), salt="")
+        return pack_session(SessionFile(name, True, identity, tree, packed, conversation), self._text)
+
     def _kv(self, tenant: str, turn: Turn) -> bytes | None:
         if turn.handle is None:
             return None
@@ -72,10 +93,13 @@ class SessionExchange:
         if cache is None:
             return None
         with cache:
-            identity = replace(self._executor.pool.identity(), salt="", adapter=cache.maker, origin=cache.origin)
-            with cache.pool.lock:
-                images = [row.image() for row in cache.rows()]
-            return pack(images, cache.layout, identity)
+            return self._packed(cache)
+
+    def _packed(self, cache: KVCache) -> bytes:
+        identity = replace(self._executor.pool.identity(), salt="", adapter=cache.maker, origin=cache.origin)
+        with cache.pool.lock:
+            images = [row.image() for row in cache.rows()]
+        return pack(images, cache.layout, identity)
 
     def load(self, tenant: str, data: bytes, name: str | None = None, ttl_s: float | None = None) -> SessionImport:
         """Add the session in these bytes, under its own name or another, in place of one of that name."""
@@ -94,8 +118,9 @@ class SessionExchange:
                 used, why = used + (not problem), problem or why
         info = self._sessions.adopt(session)
         if not file.kv:
-            return SessionImport(info, "none")
-        return SessionImport(info, "used") if used == len(file.kv) else SessionImport(info, "recomputed", why)
+            return SessionImport(info, "none", conversation=file.conversation)
+        became: Literal["used", "recomputed"] = "used" if used == len(file.kv) else "recomputed"
+        return SessionImport(info, became, "" if became == "used" else why, file.conversation)
 
     def _restore(self, session: Session, turn: Turn, data: bytes) -> str:
         """Keep the KV of a turn; returns why it cannot be used, or nothing."""

@@ -38,6 +38,7 @@ class SessionFile:
     identity: Identity
     tree: TurnTree
     kv: Mapping[str, bytes]  # by turn
+    conversation: str = ""  # what a chat page shows of it; only the page reads this text
 
 
 def pack_session(file: SessionFile, text: Callable[[list[int]], str]) -> bytes:
@@ -49,6 +50,7 @@ def pack_session(file: SessionFile, text: Callable[[list[int]], str]) -> bytes:
         "identity": asdict(file.identity),
         "numbered": file.tree.numbered,
         "turns": turns,
+        **({"conversation": file.conversation} if file.conversation else {}),
     }
     header = json.dumps(fields, separators=(",", ":")).encode()
     parts = [_PREFIX.pack(MAGIC, VERSION, len(header)), header]
@@ -92,9 +94,12 @@ def unpack_session(data: bytes) -> SessionFile:
             at += kv_bytes
     if at != len(payload):
         raise BlobError("payload", f"the header promises {at} bytes of KV and {len(payload)} are there")
+    conversation = fields.get("conversation", "")
+    if not isinstance(conversation, str):
+        raise BlobError("conversation", "not a text")
     numbered = fields.get("numbered")
     tree.numbered = max(len(tree), numbered if _is_count(numbered) and numbered <= 1 << 40 else 0)
-    return SessionFile(name, exact, identity, tree, kv)
+    return SessionFile(name, exact, identity, tree, kv, conversation)
 
 
 def check_session(file: SessionFile, pool: PagePool) -> None:

@@ -62,7 +62,7 @@ class Sessions:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()  # the least recently used first
         groups = executor.layout.groups
         # The last turn then holds all that earlier ones hold; windows and states are kept at the end of each turn.
-        self._last_holds_all = executor.layout.recurrent is None and not any(
+        self.last_holds_all = executor.layout.recurrent is None and not any(
             isinstance(group.reach, Window) for group in groups
         )
         self._noted = None if notes is None else NotedSessions(notes, executor.pool, clock, calendar)
@@ -137,7 +137,7 @@ class Sessions:
         """
         with self._lock:
             session = self._sessions.get(SessionKey.of(tenant, options.name))
-            if session is None or session.exact or not self._last_holds_all:
+            if session is None or session.exact or not self.last_holds_all:
                 return None
             maker = made_by(self._executor.adapters.identity(adapter), 0)
             turns = [one for one in session.tree.shared(token_array(ids), maker) if one.turn.handle is not None]
@@ -168,7 +168,7 @@ class Sessions:
                 self._hold(session, turn, kv)
             if options.done:
                 self._release(session)
-            elif self._last_holds_all:
+            elif self.last_holds_all:
                 self._release(session, [one for one in session.tree if session.tree.continued(one)])
             while (excess := session.tree.excess()) is not None:
                 self._release(session, [excess])
@@ -369,7 +369,7 @@ class Sessions:
         tree, held = session.tree, turn
         while held.id not in here and (later := [c for c in tree.children(held.id) if c.shared == held.tokens]):
             held = next((child for child in later if child.id in here), later[0])
-        resident = held.id in here and (held is turn or self._last_holds_all)
+        resident = held.id in here and (held is turn or self.last_holds_all)
         return TurnInfo(turn.id, turn.parent, turn.shared, turn.tokens, resident, turn.origin, turn.maker)
 
 

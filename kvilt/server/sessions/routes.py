@@ -14,7 +14,7 @@ from ..http.responses import json_response
 from ..http.routing import BODY_ERRORS, SaltedCallerDep, ServiceDep, StrictRoute, error_responses
 from ..kv.schema import Deleted
 from .fields import IMPORT_PATH, Lifetime, SessionName
-from .schema import ForkSessionRequest, SessionList, SessionObject
+from .schema import ExportHandlesRequest, ForkSessionRequest, SessionList, SessionObject
 
 router = APIRouter(route_class=StrictRoute, tags=["sessions"])
 _DELETE_WAIT_S = 2.0  # for the disk, so that a deleted session stays deleted if the process is killed right after
@@ -47,7 +47,22 @@ async def load(
     data = await request.body()
     work = service.llm.exchange.load
     made = await service.llm.offload.run(FILES, work, caller.tenant, data, name, ttl_s, owner=owner_of(caller.tenant))
-    return json_response({**_shown(made.session), "kv": made.kv, "why": made.why or None})
+    shown = {**_shown(made.session), "kv": made.kv, "why": made.why or None}
+    return json_response({**shown, "conversation": made.conversation or None})
+
+
+@router.post(
+    "/v1/sessions/export",
+    response_model=None,
+    response_class=Response,
+    responses={200: {"content": _BYTES, "description": "The file."}, **BODY_ERRORS, **error_responses(410)},
+)
+async def export_handles(body: ExportHandlesRequest, service: ServiceDep, caller: SaltedCallerDep) -> Response:
+    """What KV handles hold, as the file of a session whose turns they are."""
+    given = (caller.tenant, body.name, body.kv, body.conversation)
+    work = service.llm.exchange.export_handles
+    data = await service.llm.offload.run(FILES, work, *given, owner=owner_of(caller.tenant))
+    return Response(data, media_type="application/octet-stream")
 
 
 @router.get("/v1/sessions/{name}", response_model=None, responses={200: {"model": SessionObject}, **_LOOK})

@@ -18,6 +18,14 @@ class ForkSessionRequest(RequestModel):
     ttl_s: Lifetime | None = None
 
 
+class ExportHandlesRequest(RequestModel):
+    """A session's file from KV handles."""
+
+    name: SessionName
+    kv: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=128)] = Field(description="Handles.")
+    conversation: str = Field("", description="A text that the import of the file gives back.")
+
+
 class SessionTurn(ResponseModel):
     """A prompt and its answer."""
 
@@ -43,6 +51,7 @@ class SessionObject(ResponseModel):
     volatile_lines: list[str] | None = None  # of its system prompt, that change from request to request
     kv: Literal["used", "recomputed", "none"] | None = None  # of an import: what became of the KV in the file
     why: str | None = None
+    conversation: str | None = None  # of an import: the text that the file was exported with
 
 
 class SessionSummary(ResponseModel):

@@ -1,0 +1,1 @@
+"""Conversations of the page, kept on the server."""
