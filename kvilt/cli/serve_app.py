@@ -1,0 +1,64 @@
+"""Commands that serve a model: serve, mcp; and session, a client of a server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options as opt
+from .errors import exit_on_error
+
+
+@opt.with_options(options=opt.SERVER, engine=opt.ENGINE, store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+def serve(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    *,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    store: dict[str, Any],
+    drafts: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP with an OpenAI-compatible API."""
+    with exit_on_error():
+        from .serve import serve as listen
+
+        listen(model, options, engine, store, {**config, **drafts})
+
+
+@opt.with_options(store=opt.STORE, drafts=opt.DRAFTS, config=opt.RUNTIME)
+def mcp(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve HTTP on this machine; default: stdin and stdout.")
+    ] = None,
+    kv_dir: Annotated[str | None, typer.Option(metavar="PATH", help="The folder that KV is saved in.")] = None,
+    *,
+    store: dict[str, Any],
+    drafts: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    """Offer a model and its KV to agents as tools of the Model Context Protocol."""
+    with exit_on_error():
+        from .mcp import mcp as offer
+
+        offer(model, port, kv_dir, store, {**config, **drafts})
+
+
+def session(
+    action: Annotated[str, typer.Argument(help="list, show, export, import, fork or delete.")],
+    name: Annotated[str, typer.Argument(help="The session's name or id; for import, the file.")] = "",
+    target: Annotated[str, typer.Argument(help="The file of an export, or the name of a new session.")] = "",
+    kv: Annotated[bool, typer.Option("--kv/--no-kv", help="Whether the file has the KV too.")] = True,
+    turn: Annotated[str | None, typer.Option(help="Fork only the turns that lead to this one.")] = None,
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
+    api_key: opt.ClientKey = None,
+    api_key_file: opt.ClientKeyFile = None,
+) -> None:
+    """Sessions of a running server: list, show NAME, export NAME FILE, import FILE, fork NAME NEW, delete NAME."""
+    with exit_on_error():
+        from .keys import client_key
+        from .session import SessionClient, act
+
+        act(SessionClient(url, client_key(api_key, api_key_file)), action, name, target, kv, turn)
