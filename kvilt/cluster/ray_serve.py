@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..errors import KviltError
 from ..executor.load import PAGE_TOKENS
 from ..llm.build import load_tokenizer
 from ..server.config import ServeConfig
+from .cluster_key import ClusterKey
 from .door import Door
 from .listener import DoorServer
 from .replica import OnReady, ReplicaThread
@@ -46,6 +47,7 @@ class ClusterPlan:
     replicas: int = 2
     gpus: float = 0.0  # of each replica
     local: bool = True  # all of it is on this machine, and listens on loopback
+    key: ClusterKey = field(default_factory=ClusterKey.new)
 
 
 class EngineReplica:
@@ -54,7 +56,8 @@ class EngineReplica:
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
         here: Any = ray.util  # its functions have no types
-        self._replica = ReplicaThread(partial(plan.start, "127.0.0.1" if plan.local else here.get_node_ip_address()))
+        host = "127.0.0.1" if plan.local else here.get_node_ip_address()
+        self._replica = ReplicaThread(partial(plan.start, host), plan.key)
         self._replica.wait()
         self._ending = threading.Event()
         self._announcing = threading.Thread(target=self._announce, name="kvilt-announce", daemon=True)
@@ -88,9 +91,9 @@ class EngineReplica:
 class DoorActor:
     """The door, as Ray runs it. A door that was started again listens as soon as a replica announces itself."""
 
-    def __init__(self, config: ServeConfig, model: str) -> None:
+    def __init__(self, config: ServeConfig, model: str, key: ClusterKey) -> None:
         router = Router(RouterConfig(block_tokens=PAGE_TOKENS))
-        self._door = Door(config, router, load_tokenizer(model))
+        self._door = Door(config, router, load_tokenizer(model), key)
         self._server: DoorServer | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -148,7 +151,7 @@ def find_door(plan: ClusterPlan) -> Any:
         max_concurrency=10_000,
         num_cpus=0,
         resources={"node:__internal_head__": 0.001},
-    ).remote(plan.config, plan.model)
+    ).remote(plan.config, plan.model, plan.key)
 
 
 def application(plan: ClusterPlan) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
@@ -12,8 +13,11 @@ from dataclasses import dataclass, replace
 
 from ..batch import Adapted
 from ..errors import KviltError
+from ..executor.protocol import Executor
 from ..server.kv_events.publisher import KVEventPublisher
 from ..server.listener import HTTPServer
+from .cluster_key import ClusterKey
+from .exchange import Exchange
 from .replica_set import ReplicaInfo
 
 _log = logging.getLogger(__name__)
@@ -25,16 +29,18 @@ class _Served:
     listener: HTTPServer
     publisher: KVEventPublisher
     loop: asyncio.AbstractEventLoop
+    exchange: Exchange
 
 
 class ReplicaThread:
     """Runs `start`, which serves until it is told to stop, and says what a router needs to know."""
 
-    def __init__(self, start: Callable[[OnReady], None]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[OnReady], None], key: ClusterKey) -> None:
+        self._start, self._key = start, key
         self._served: _Served | None = None
         self._error: BaseException | None = None
         self._leaving = False
+        self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._name = secrets.token_hex(4)
         self._thread = threading.Thread(target=self._run, name="kvilt-replica", daemon=True)
@@ -71,6 +77,9 @@ class ReplicaThread:
             adapters=adapters,
             kv_used=usage.used / max(1, executor.pool.pages),
             hit_rate=prefixes.hits / max(1, asked),
+            exchange=self._served.exchange.url,
+            version=version_of(executor),
+            token_bytes=executor.layout.page_bytes / executor.layout.page_tokens,
         )
 
     def leave(self) -> ReplicaInfo:
@@ -96,5 +105,27 @@ class ReplicaThread:
     def _on_ready(self, listener: HTTPServer, publisher: KVEventPublisher | None) -> None:
         if publisher is None:
             raise KviltError("a replica publishes KV events")
-        self._served = _Served(listener, publisher, asyncio.get_running_loop())
-        self._ready.set()
+        loop = asyncio.get_running_loop()
+        exchange = Exchange(listener.service, self._key, listener.service.config.host)
+        self._served = _Served(listener, publisher, loop, exchange)
+        self._task = loop.create_task(self._exchange(exchange))
+
+    async def _exchange(self, exchange: Exchange) -> None:
+        """Serve the exchange until the event loop ends."""
+        try:
+            await exchange.start()
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await exchange.stop()
+
+
+def version_of(executor: Executor) -> str:
+    """What two replicas must have in common to use each other's KV."""
+    identity = executor.pool.identity()
+    return hashlib.sha256(f"{identity.model} {identity.numerics}".encode()).hexdigest()[:16]

@@ -30,6 +30,9 @@ class ReplicaInfo:
     adapters: dict[str, str] = field(default_factory=dict)  # identity by name in requests
     kv_used: float = 0.0  # part of the pages
     hit_rate: float = 0.0  # part of the prompt tokens that were found
+    exchange: str = ""  # where it exchanges KV with other replicas; empty: it does not
+    version: str = ""  # of model and numerics: KV is exchanged between replicas of one version
+    token_bytes: float = 0.0  # KV of one token
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +79,8 @@ class ReplicaSet:
             member.info, member.heard_s = info, self._clock()
             return
         _log.info("replica %s is there: process %d", info.name, info.pid)
-        self._router.add(info.name)
+        self._router.add(info.name, info.version if info.exchange else f"alone {info.name}")
+        self._router.token_bytes = info.token_bytes or self._router.token_bytes
         feed = EventFeed(self._router, info.name, info.events, info.replay)
         task = asyncio.ensure_future(feed.run())
         self._members[info.name] = _Member(info, self._clock(), feed, task)

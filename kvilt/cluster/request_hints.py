@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import parse_qs
 
 import orjson
 
 from ..errors import KviltError
+from ..kv.row import BASE
 from ..server.auth import Caller
 from ..server.config import ServeConfig
 from ..server.request_prompt import request_prompt
 from ..text.tokenizer import Tokenizer
+from .page_transfer import PageSpan
 from .router import Prompt
 
 
@@ -42,10 +44,10 @@ _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/m
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What decides where a request goes, and the cache salt as the client wrote it."""
+    """What decides where a request goes, and the adapter by its name in requests."""
 
     prompt: Prompt
-    cache_salt: str | None = None
+    lora: str | None = None
 
 
 def request_hints(
@@ -62,9 +64,12 @@ def request_hints(
         with suppress(KviltError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             tokens = request_prompt(fields, tokenizer).ids  # else the replica says what is wrong with it
     model = fields.get("model")
-    adapter = adapters.get(config.resolve(model)) if isinstance(model, str) else None
+    lora = config.resolve(model) if isinstance(model, str) else None
+    adapter = None if lora is None else adapters.get(lora)
     names = _names(target.path, fields, tenant)
-    return RequestHints(Prompt(tokens, adapter, tenant, names, _documents(fields)), salt)
+    return RequestHints(
+        Prompt(tokens, adapter, tenant, names, _documents(fields)), lora if adapter is not None else None
+    )
 
 
 def named(tenant: str, kind: str, name: str) -> str:
@@ -72,10 +77,16 @@ def named(tenant: str, kind: str, name: str) -> str:
     return f"{tenant} {kind} {name}"
 
 
-def path_of(full: str) -> str | None:
-    """The path at which a replica shows what a name means; None for files, which have one home for all."""
-    _, kind, name = full.split(" ", 2)
-    return None if kind == "files" else f"/v1/{kind}/{quote(name, safe='')}"
+def name_parts(full: str) -> tuple[str, str, str]:
+    """Tenant, kind and name of what `named` made."""
+    tenant, kind, name = full.split(" ", 2)
+    return tenant, kind, name
+
+
+def page_span(prompt: Prompt, tokens: int, page_tokens: int) -> PageSpan:
+    """The first tokens of a prompt as pages that one replica asks another for."""
+    ids = tuple(map(int, prompt.tokens[:tokens]))
+    return PageSpan(ids, prompt.adapter or BASE, prompt.salt, 0, len(ids) // page_tokens)
 
 
 def new_names(tenant: str, data: bytes) -> list[str]:

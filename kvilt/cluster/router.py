@@ -19,6 +19,7 @@ from ..errors import InputError, ParamError
 from ..server.kv_events.messages import KVEvent
 from .prefix_directory import MOST_SLOTS, PrefixDirectory
 from .prefix_hash import PrefixHasher, Tokens
+from .transfer_speed import TransferSpeed
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +31,9 @@ class RouterConfig:
     block_tokens: int = 32
     prefill_tokens_per_s: float = 2000.0  # of a replica that has not answered yet
     decode_tokens: float = 8.0  # work that a request in decoding puts before a prompt, in tokens of prefill
-    transfer_tokens_per_s: float = 0.0  # KV from another replica's; 0: it does not move
+    transfer_bytes_per_s: float = 2e8  # of KV between replicas, until it was measured
+    transfer_latency_s: float = 0.02  # of one transfer, however small
+    transfer_again_s: float = 30.0  # after so long without a transfer, the measured speed is not believed any more
     work: float = 3.0  # part of the seconds of computing that is added to a score: requests behind it wait for them
     tie: float = 0.05  # scores that differ by less than this part are equal, and the load decides
     expected_s: float = 10.0  # how long a request counts as having left its prompt's KV, before an event says so
@@ -63,6 +66,9 @@ class Ticket:
     ahead: float  # tokens of work before it
     began_s: float
     expected_s: float  # to its first token
+    source: str | None = None  # the replica whose KV it takes first
+    moved: int = 0  # tokens of it
+    reach: int = 0  # tokens of the prompt that are there when that is done
     started: bool = False
     ended: bool = False
 
@@ -78,6 +84,15 @@ class _Expected:
     def slot(self, key: int) -> int | None:
         """The replica that the last request with this block went to."""
         return self.now.get(key, self.before.get(key))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What each replica would get from the one that has the most of a prompt."""
+
+    source: int
+    tokens: Floats
+    seconds: Floats
 
 
 class Router:
@@ -96,6 +111,9 @@ class Router:
         self._expected = _Expected()
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._documents: OrderedDict[str, int] = OrderedDict()  # bits of slots by hash
+        self._versions: dict[int, str] = {}  # of models, by slot
+        self.transfers = TransferSpeed(self.config.transfer_bytes_per_s, self.config.transfer_again_s)
+        self.token_bytes = 0.0  # KV of one token; 0: KV does not move between replicas
 
     # Replicas.
 
@@ -104,8 +122,8 @@ class Router:
         """The names of all replicas that requests may go to."""
         return list(self._slots)
 
-    def add(self, replica: str) -> None:
-        """Requests may go to this replica from now on."""
+    def add(self, replica: str, version: str = "") -> None:
+        """Requests may go to this replica from now on; KV moves only while all replicas have one version."""
         if replica in self._slots:
             return
         slot = next(at for at in range(MOST_SLOTS + 1) if at not in self._names)
@@ -113,6 +131,7 @@ class Router:
             raise InputError(f"a router has {MOST_SLOTS} replicas at the most")
         self._grow(slot + 1)
         self._slots[replica], self._names[slot] = slot, replica
+        self._versions[slot] = version
         self._alive |= 1 << slot
         measured = self._s_per_token[self._closed == 0]
         self._s_per_token[slot] = measured.mean() if len(measured) else 1 / self.config.prefill_tokens_per_s
@@ -123,7 +142,7 @@ class Router:
         slot = self._slots.pop(replica, None)
         if slot is None:
             return
-        del self._names[slot]
+        del self._names[slot], self._versions[slot]
         self._alive &= ~(1 << slot)
         self._closed[slot] = np.inf
         self.directory.clear(slot)
@@ -181,18 +200,45 @@ class Router:
         if not len(closed) or np.isinf(closed).all():
             raise InputError("no replica is there that could take the request")
         keys = self.hasher.keys(prompt.tokens, self.hasher.scope(prompt.adapter, prompt.salt))
-        cached = self._cached(keys, now_s)
-        compute = self._to_compute(prompt, cached)
-        scores = (self._backlog + compute * (1 + self.config.work)) * self._s_per_token + closed
+        held = self._held(keys)
+        cached = self._cached(held, keys, now_s)
+        moves = self._moves(np.where(np.isinf(closed), 0.0, held), cached, now_s)
+        compute = self._to_compute(prompt, cached + moves.tokens)
+        scores = (self._backlog + compute * (1 + self.config.work)) * self._s_per_token + moves.seconds + closed
         slot = self._choice(prompt, scores, compute)
-        return self._ticket(prompt, keys, slot, int(cached[slot]), float(compute[slot]), now_s)
+        ticket = self._ticket(prompt, keys, slot, int(cached[slot]), float(compute[slot]), now_s)
+        if moves.tokens[slot]:
+            ticket.source, ticket.moved = self._names[moves.source], int(moves.tokens[slot])
+            ticket.expected_s += float(moves.seconds[slot])
+        ticket.reach = ticket.cached + ticket.moved
+        return ticket
 
-    def _cached(self, keys: list[int], now_s: float) -> Floats:
-        """How many tokens of the prompt each replica has, or will have when requests before it are done."""
-        cached = np.zeros(len(self._closed))
-        size = self.config.block_tokens
+    def _held(self, keys: list[int]) -> Floats:
+        """How many tokens of the prompt each replica has by its events."""
+        held = np.zeros(len(self._closed))
         for blocks, slots in self.directory.match(keys, self._alive):
-            cached[_slots_of(slots)] = blocks * size
+            held[_slots_of(slots)] = blocks * self.config.block_tokens
+        return held
+
+    def _moves(self, held: Floats, cached: Floats, now_s: float) -> _Moves:
+        """For each replica, how many tokens of KV another one would send it, and how long that takes.
+
+        0 where computing them is as fast.
+        """
+        source = int(held.argmax())
+        nothing = np.zeros(len(held))
+        one_version = len(set(self._versions.values())) == 1
+        if not self.token_bytes or not held[source] or not one_version or self.transfers.resting(now_s):
+            return _Moves(source, nothing, nothing)
+        more = np.maximum(held[source] - cached, 0.0)
+        seconds = more * (self.token_bytes / self.transfers.speed(now_s)) + self.config.transfer_latency_s
+        pays = seconds < more * self._s_per_token
+        return _Moves(source, more * pays, seconds * pays)
+
+    def _cached(self, held: Floats, keys: list[int], now_s: float) -> Floats:
+        """How many tokens of the prompt each replica has, or will have when requests before it are done."""
+        cached = held.copy()
+        size = self.config.block_tokens
         self._expect_since(now_s)
         expected = self._expected
         if keys and (slot := expected.slot(keys[0])) is not None:
@@ -202,11 +248,7 @@ class Router:
 
     def _to_compute(self, prompt: Prompt, cached: Floats) -> Floats:
         """Tokens of work until the first token, on each replica."""
-        compute = np.maximum(len(prompt.tokens) - cached, 1.0)
-        if self.config.transfer_tokens_per_s:
-            moved = cached.max() - cached
-            factor = np.minimum(1.0, 1 / (self.config.transfer_tokens_per_s * self._s_per_token.clip(1e-12)))
-            compute -= moved * (1.0 - factor)
+        compute: Floats = np.maximum(len(prompt.tokens) - cached, 1.0)
         for name, tokens in prompt.documents:
             missing = np.full(len(compute), float(tokens))
             missing[_slots_of(self._documents.get(name, 0))] = 0.0
@@ -248,6 +290,11 @@ class Router:
         if now_s - expected.since_s >= self.config.expected_s:
             expected.before = expected.now if now_s - expected.since_s < 2 * self.config.expected_s else {}
             expected.now, expected.since_s = {}, now_s
+
+    def moved(self, ticket: Ticket, nbytes: int, seconds: float, now_s: float) -> None:
+        """KV of so many bytes was moved for a request, in so many seconds; 0 bytes: that failed."""
+        self.transfers.add(nbytes, seconds, now_s)
+        ticket.began_s = now_s  # what follows says how fast the replica computes
 
     def first_token(self, ticket: Ticket, now_s: float) -> None:
         """The replica has begun to answer: what it took says how fast it is."""

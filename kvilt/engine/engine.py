@@ -95,6 +95,7 @@ class Engine:
         self._overlap = config.overlap if config.overlap is not None else device != "cpu"
         self._unfinished: LaunchedStep | None = None  # a step whose tokens are still on the device
         self._runner = StepRunner(executor, self._seqs, active, counters, every, on_evict)
+        self.on_evict = on_evict  # gets pages that the prefix index loses; None without a store
 
     # The spine.
 

@@ -24,7 +24,7 @@ from .prefix_branches import PrefixBranch, PrefixRun, PrefixRuns, branch_of, fin
 from .prefix_keys import PrefixKeys, PrefixNode, tokens_of
 from .prefix_states import PrefixStates
 from .prefix_watch import PrefixChange, PrefixWatch
-from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, maker_parts, rows_from_images
+from .row import EMBEDDED, EXACT, GONE, CacheRow, RowImage, Token, maker_parts, rows_from_images
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +174,18 @@ class PrefixIndex:
                 page = self._evicted(node) if node.alive else None
             if page is not None:
                 yield page
+
+    def pages(self, prefix_keys: PrefixKeys, first: int, stop: int) -> Iterator[EvictedPage]:
+        """Copies of the pages [first, stop) of a sequence, as far as they are here, for another process."""
+        with self._pool.lock:
+            nodes = self._walk(prefix_keys)[:stop]
+        tokens = tokens_of(nodes, self._size)
+        for at, node in enumerate(nodes[first:], first):
+            with self._pool.lock:
+                if not node.alive:
+                    return
+                page = self._copied(node, tuple(tokens[: (at + 1) * self._size]), at * self._size)
+            yield page
 
     # Adding.
 
@@ -358,12 +370,14 @@ class PrefixIndex:
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
+        return self._copied(node, tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size)
+
+    def _copied(self, node: PrefixNode, tokens: tuple[Token, ...], start: int) -> EvictedPage:
         copies = [None if page == GONE else self._copy_out(group, page) for group, page in enumerate(node.pages)]
         if self._states is not None:
             copies.append(None if node.state == GONE else self._pool.read_states([node.state]))
         kv = [None if one is None else KeysValues(*one.tensors) for one in copies]
         state = None if self._states is None else kv.pop()
-        tokens, start = tuple(tokens_of(path[::-1], self._size)), (len(path) - 1) * self._size
         return EvictedPage(node.scope, tokens, start, tuple(kv), tuple(one for one in copies if one is not None), state)
 
     def _copy_out(self, group: int, page: int) -> HostCopy:

@@ -94,6 +94,10 @@ class AsyncKV:
         """The state of a handle."""
         return self._handles.info(tenant, handle)
 
+    def holds(self, handle: str, *, tenant: str = "") -> bool:
+        """Whether a handle is here, rather than noted by another process."""
+        return self._handles.holds(tenant, handle)
+
     def tokens(self, handle: str, *, tenant: str = "") -> Sequence[int]:
         """The tokens of a handle."""
         return self._handles.tokens(tenant, handle)

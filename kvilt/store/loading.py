@@ -177,7 +177,7 @@ class Loading:
             firsts.append(starts.pop())
             groups.append(KeysValues(*map(stacked, zip(*(one.parts for one in own), strict=True))))
         states = self._states(layout.places_in(layout.state_group), layers) if layout.recurrent is not None else None
-        return replace(_image(self.address, tuple(firsts), tuple(groups)), states=states)
+        return replace(row_image(self.address, tuple(firsts), tuple(groups)), states=states)
 
     def _states(self, places: Sequence[int], layers: Sequence[LayerKV]) -> RowStateImages:
         """The recurrent state at the end, if the record has one."""
@@ -360,7 +360,8 @@ def _codec(header: RecordHeader, wanted: Codec) -> Codec:
     return own
 
 
-def _image(address: Address, firsts: tuple[int, ...], groups: tuple[KeysValues, ...]) -> RowImage:
+def row_image(address: Address, firsts: tuple[int, ...], groups: tuple[KeysValues, ...]) -> RowImage:
+    """The row up to the end of a record, of which it holds these groups from these positions on."""
     tokens = tokens_of(address.content)
     ids = array("q", [token if isinstance(token, int) else EMBEDDED for token in tokens])
     embeds = {place: token for place, token in enumerate(tokens) if isinstance(token, bytes)}

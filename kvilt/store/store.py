@@ -33,8 +33,9 @@ from .layer import LayerKV, check_layers, owned
 from .loading import Loading, LookupContext
 from .memory import MemoryEntry, MemoryTier
 from .notes import HandleNotes, SessionNotes
+from .page_record import page_firsts, page_layers
 from .record import RecordInfo, pack, read_header, read_tokens
-from .row_layers import empty_layer, layer_slice, per_layer, row_layers, state_tokens
+from .row_layers import per_layer, row_layers, state_tokens
 from .tier import Budget, Tier, TierUsage
 
 _MIN_SECRET_BYTES = 16
@@ -249,15 +250,9 @@ class Store:
     def put_evicted(self, identity: Identity, layout: KVLayout, page: EvictedPage, retain: bool = False) -> Loading:
         """Store a page that the prefix index evicted; `page_addresses` finds it again."""
         own = replace(identity, adapter=page.scope.adapter, salt=page.scope.salt)
-        end = len(page.tokens)
         address = page_address(own, page.tokens, layout, page.start)
-        groups = (*page.kv, page.state)
-        firsts = (*(end if kv is None else page.start for kv in page.kv), end if page.state is None else end - 1)
-        layers = []
-        for place, form in zip(layout.places(), address.form, strict=True):
-            kv = groups[place.group]
-            layers.append(empty_layer(form) if kv is None else LayerKV(*layer_slice(kv, place.layer)))
-        return self.put(address.with_firsts(per_layer(layout, firsts)), layers, retain, page.wait)
+        layers = page_layers(layout, address, page)
+        return self.put(address.with_firsts(page_firsts(layout, page)), layers, retain, page.wait)
 
     # Life.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvilt.text.tokenizer import Tokenizer, from_gguf
+
 _SPEC = importlib.util.spec_from_file_location("kv_conftest", Path(__file__).parents[1] / "kv" / "conftest.py")
 assert _SPEC is not None and _SPEC.loader is not None
 _KV = importlib.util.module_from_spec(_SPEC)
@@ -17,3 +19,8 @@ _SPEC.loader.exec_module(_KV)
 @pytest.fixture
 def scribe() -> Any:
     return _KV.Scribe()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return from_gguf(smollm2_path)

@@ -2,140 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from running import KEY, QUESTION, Running, running
-from tiny import write_tiny
+from clusters import ADMIN, OTHER, Cluster, cluster_of_two
+from running import KEY, QUESTION
 
-from kvilt.cluster.door import Door
-from kvilt.cluster.listener import DoorServer
 from kvilt.cluster.replica_set import ReplicaInfo
 from kvilt.cluster.request_hints import named
-from kvilt.cluster.router import Router, RouterConfig
 from kvilt.cluster.status import labelled
-from kvilt.config import RunConfig
-from kvilt.executor.load import load_executor
 from kvilt.server.auth import tenant_of_key
-from kvilt.server.config import ServeConfig
-from kvilt.server.kv_events.publisher import KVEventPublisher
-from kvilt.text.tokenizer import Tokenizer, from_gguf
-
-OTHER, ADMIN = "sk-other-0123456789", "sk-admin-0123456789"
-KEYS = {"api_keys": (KEY, OTHER), "admin_key": ADMIN, "names": ("tiny",), "port": 0}
-
-
-@dataclass
-class Cluster:
-    """A door with replicas in this process."""
-
-    door: Door
-    server: DoorServer
-    loop: asyncio.AbstractEventLoop
-    replicas: dict[str, Running] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
-
-    def http(self, key: str = KEY) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, headers={"authorization": f"Bearer {key}"})
-
-    def openai(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
-
-    def until(self, true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
-    def hits(self) -> dict[str, int]:
-        return {name: one.llm.executor.prefixes.saved_tokens for name, one in self.replicas.items()}
-
-    def settled(self) -> None:
-        """Wait until the door knows all that the replicas have."""
-        self.until(
-            lambda: all(
-                self.door.router.known(name) == len(one.llm.executor.prefixes) for name, one in self.replicas.items()
-            )
-        )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return from_gguf(smollm2_path)
+from kvilt.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def cluster(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = write_tiny(
-        tmp_path_factory.mktemp("served"), vocab_size=tokenizer.vocab_size, max_position_embeddings=1024
-    )
-    with ExitStack() as stack:
-        cluster = stack.enter_context(_door(tokenizer))
-        for name in ("a", "b"):
-            executor = load_executor(folder, RunConfig(kv_memory=1 << 22, backend="native", threads=1))
-            server = stack.enter_context(
-                running(executor, tokenizer, **{**KEYS, "kv_dir": tmp_path_factory.mktemp("kv")})
-            )
-            size = executor.layout.page_tokens
-            published = stack.enter_context(KVEventPublisher(executor.prefixes, size, "tcp://127.0.0.1:*"))
-            info = ReplicaInfo(name, server.url, published.endpoint, published.replay, size, 1)
-            cluster.replicas[name] = server
-            stack.enter_context(_announcing(cluster, info))
-        cluster.until(lambda: len(cluster.door.replicas) == 2)
-        yield cluster
-
-
-@contextmanager
-def _door(tokenizer: Tokenizer) -> Iterator[Cluster]:
-    box: list[Cluster] = []
-
-    async def life() -> None:
-        door = Door(ServeConfig(**KEYS), Router(RouterConfig()), tokenizer)
-        server = DoorServer(door)
-        task = asyncio.ensure_future(server.run_door())
-        while not server.started:
-            await asyncio.sleep(0.005)
-        box.append(Cluster(door, server, asyncio.get_running_loop()))
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(life()), daemon=True)
-    thread.start()
-    while not box:
-        time.sleep(0.005)
-    yield box[0]
-    asyncio.run_coroutine_threadsafe(box[0].server.end(), box[0].loop)
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-@contextmanager
-def _announcing(cluster: Cluster, info: ReplicaInfo) -> Iterator[None]:
-    ending = threading.Event()
-
-    def run() -> None:
-        while not ending.wait(0.1):
-            cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, info)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield
-    ending.set()
-    thread.join()
+    with cluster_of_two(tokenizer, tmp_path_factory.mktemp("served")) as made:
+        yield made
 
 
 def ask(client: openai.OpenAI, text: str = "What is the capital of Germany?", **more: Any) -> Any:

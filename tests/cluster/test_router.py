@@ -212,14 +212,41 @@ def test_documents_draw_requests_to_where_they_were_used() -> None:
     assert (again.replica, again.tokens) == (first.replica, 2)
 
 
-def test_kv_that_moves_is_counted_at_the_speed_of_moving() -> None:
-    one = router(transfer_tokens_per_s=10 * SPEED)
+def test_kv_moves_where_that_is_faster_than_computing_it() -> None:
+    """From a replica with a queue, at 10 times the speed of computing; the measured speed decides the next time."""
+    one = router(transfer_bytes_per_s=10 * SPEED * 8, transfer_latency_s=0.001)
+    one.token_bytes = 8.0
     one.apply("r1", [stored([*range(400)])])
     one.settle("busy", "r1")
-    one.route(Prompt([9] * 300, names=("busy",)), 0.0)
-    ticket = one.route(Prompt([*range(400)]), 0.0)
+    one.route(Prompt([9] * 3000, names=("busy",)), 0.0)
+    ticket = one.route(Prompt([*range(400), 7]), 0.0)
+    assert (ticket.source, ticket.moved, ticket.reach, ticket.tokens) == ("r1", 400, 400, 1)
     assert ticket.replica != "r1"
-    assert ticket.expected_s == pytest.approx(40 / SPEED)
+    assert ticket.expected_s == pytest.approx(41 / SPEED + 0.001)
+    one.moved(ticket, 400 * 8, 4.0, 5.0)  # slower than computing
+    other = one.route(Prompt([*range(200), *[3] * 200], salt=""), 5.0, avoid=[ticket.replica])
+    assert other.source is None
+    late = one.route(Prompt([*range(200), *[3] * 200], salt=""), 40.0, avoid=[ticket.replica, "r1"])
+    assert late.source is None  # a replica that failed the request before sends no KV either
+    for _ in range(2):
+        assert not one.transfers.resting(40.0)
+        one.moved(late, 0, 1.0, 40.0)
+        assert one.transfers.resting(40.9)
+        one.transfers.add(8, 1.0, 40.0)
+        one.transfers._resting_until_s = 0.0
+
+
+def test_kv_does_not_move_between_versions_of_a_model() -> None:
+    for versions, moves in ((("1", "1"), True), (("1", "2"), False)):
+        one = router(0, transfer_bytes_per_s=1e9)
+        one.token_bytes = 8.0
+        for name, version in zip(("r0", "r1"), versions, strict=True):
+            one.add(name, version)
+        one.apply("r1", [stored([*range(400)])])
+        one.settle("busy", "r1")
+        one.route(Prompt([9] * 3000, names=("busy",)), 0.0)
+        ticket = one.route(Prompt([*range(400), 7]), 0.0)
+        assert (ticket.source is not None) == moves
 
 
 def test_without_a_replica_there_is_no_route() -> None:

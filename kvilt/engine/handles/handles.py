@@ -152,6 +152,13 @@ class Handles:
         with self._lock:
             return self._info(handle, self._find(tenant, handle))
 
+    def holds(self, tenant: str, handle: str) -> bool:
+        """Whether a handle is here; one that another process noted is not, until a request uses it."""
+        with self._lock:
+            self._sweep()
+            found = self._handles.get(handle)
+            return found is not None and found.tenant == tenant_of(tenant)
+
     def tokens(self, tenant: str, handle: str) -> Sequence[int]:
         """The tokens of a handle."""
         with self._lock:

@@ -218,6 +218,12 @@ class Sessions:
         with self._lock:
             return self._info(self.find(tenant, name))
 
+    def holds(self, tenant: str, name: str) -> bool:
+        """Whether a session is here, by its name or its id; one that another process noted is not."""
+        with self._lock:
+            self._sweep()
+            return any(key in self._sessions for key in _keys_of(tenant, name))
+
     def fork(
         self, tenant: str, name: str, new: str, turn: str | None = None, ttl_s: float | None = None
     ) -> SessionInfo:
@@ -252,7 +258,7 @@ class Sessions:
     def find(self, tenant: str, name: str) -> Session:
         """A session by its name or its id; raises where the tenant has none."""
         self._sweep()
-        for key in (SessionKey.of(tenant, name), SessionKey(tenant_of(tenant), name)):
+        for key in _keys_of(tenant, name):
             if (found := self._sessions.get(key)) is not None:
                 found.tenant = tenant
                 return found
@@ -371,6 +377,11 @@ class Sessions:
             held = next((child for child in later if child.id in here), later[0])
         resident = held.id in here and (held is turn or self.last_holds_all)
         return TurnInfo(turn.id, turn.parent, turn.shared, turn.tokens, resident, turn.origin, turn.maker)
+
+
+def _keys_of(tenant: str, name: str) -> tuple[SessionKey, SessionKey]:
+    """The keys under which a session may be, by its name or its id."""
+    return SessionKey.of(tenant, name), SessionKey(tenant_of(tenant), name)
 
 
 def check_name(name: object) -> None:

@@ -63,6 +63,11 @@ class ResponseStore:
             raise HTTPError(404, message, param=param, code=code)
         return found
 
+    def holds(self, name: str, tenant: str) -> bool:
+        """Whether a response of a tenant is here, rather than noted by another process."""
+        found = self._stored.get(name)
+        return found is not None and found.tenant == tenant and found.expires_s > self._clock()
+
     async def put(self, name: str, stored: StoredResponse) -> None:
         """Store a response, or what it has become. The oldest of its key give way."""
         stored.expires_s = self._clock() + self._llm.config.handle_ttl_s
