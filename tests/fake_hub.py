@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
@@ -28,6 +29,19 @@ class FakeHub:
     def fetched(self) -> set[str]:
         """Files whose bytes were sent, at least in part."""
         return {path.split("/resolve/")[1].split("/", 1)[1] for method, path, _ in self.asked if method == "FILE"}
+
+
+def cached_repository(cache: Path, name: str, files: dict[str, bytes]) -> None:
+    """Write a repository into a hub's cache, as a download leaves it: links to files that are named by their hash."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    snapshot, blobs = folder / "snapshots" / COMMIT, folder / "blobs"
+    for made in (snapshot, blobs, folder / "refs"):
+        made.mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    for file, content in files.items():
+        blob = blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / file).symlink_to(blob)
 
 
 @contextmanager

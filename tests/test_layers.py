@@ -55,6 +55,7 @@ EXTRAS: Mapping[str, frozenset[str]] = {
     "kvilt.store.zstd": frozenset({"zstandard"}),
     "kvilt.sampling.library": frozenset({"llguidance"}),
     "kvilt.weights.hf": frozenset({"huggingface_hub", "tqdm"}),
+    "kvilt.weights.on_disk": frozenset({"huggingface_hub"}),
     "kvilt.ops.native": frozenset({"_kvilt_native"}),  # our own extension
     "kvilt.ops.triton": frozenset({"triton"}),
 }

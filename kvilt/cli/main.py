@@ -41,12 +41,17 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Answers": {"run": answer_app.run, "chat": answer_app.chat, "batch": answer_app.batch},
     "Servers": {
         "serve": serve_app.serve,
+        "ps": serve_app.ps,
+        "stop": serve_app.stop,
         "mcp": serve_app.mcp,
         "session": serve_app.session,
         "cluster": clusters,
     },
     "Models": {
         "pull": model_app.pull,
+        "list": model_app.list_,
+        "show": model_app.show,
+        "rm": model_app.rm,
         "inspect": model_app.inspect,
         "quantize": model_app.quantize,
         "lora": model_app.adapting,

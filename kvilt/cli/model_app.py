@@ -1,4 +1,4 @@
-"""Commands on model files: pull, inspect, quantize, lora merge."""
+"""Commands on model files: pull, list, show, rm, inspect, quantize, lora merge."""
 
 from __future__ import annotations
 
@@ -21,6 +21,36 @@ def pull(
         from .pull import fetch
 
         typer.echo(fetch(name))
+
+
+def list_(json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+    """List the models that were fetched to this machine."""
+    with exit_on_error():
+        from .models import list_models
+
+        list_models(json)
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="A model's name, a path, or hf:org/name[:file].")] = opt.DEFAULT_MODEL,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a model is, on a few lines; inspect shows more."""
+    with exit_on_error():
+        from .models import show_model
+
+        show_model(name, json)
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Names of fetched models, as `kvilt list` shows them.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+) -> None:
+    """Delete fetched models from this machine, after asking."""
+    with exit_on_error():
+        from .models import remove
+
+        remove(names, yes)
 
 
 def inspect(

@@ -1,4 +1,4 @@
-"""Commands that serve a model: serve, mcp; and session, a client of a server."""
+"""Commands that serve a model (serve, mcp), and those on running servers (ps, stop, session)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,33 @@ def mcp(
         from .mcp import mcp as offer
 
         offer(model, port, kv_dir, store, {**config, **drafts})
+
+
+def ps(
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    api_key: opt.ClientKey = None,
+    api_key_file: opt.ClientKeyFile = None,
+) -> None:
+    """List this user's running servers: their models, memory, KV and requests."""
+    with exit_on_error():
+        from .keys import client_key
+        from .servers import list_servers
+
+        list_servers(client_key(api_key, api_key_file), json)
+
+
+def stop(
+    which: Annotated[
+        str | None, typer.Argument(help="A process id, a port, an address or a model's name; default: the only one.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop all of this user's servers.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Seconds to wait until they have ended.")] = 60.0,
+) -> None:
+    """Stop a running server of this user: requests in progress end first."""
+    with exit_on_error():
+        from .servers import stop_servers
+
+        stop_servers(which, everything, timeout_s)
 
 
 def session(

@@ -115,8 +115,8 @@ def is_running(server: RunningServer) -> bool:
 def process_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since the machine did; None where the system does not say."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-        return int(text.rpartition(")")[2].split()[19])
+        state, *rest = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return None if state == "Z" else int(rest[18])  # Z: it has ended, and its parent did not ask for its status
     except (OSError, ValueError, IndexError):
         return None
 

@@ -21,7 +21,16 @@ def loaded_models(service: Service) -> list[dict[str, Any]]:
     """The same: all of them are in memory, for as long as the server runs."""
     executor = service.llm.executor
     on_device = executor.weight_bytes if executor.pool.device.type != "cpu" else 0
-    more = {"expires_at": _NEVER, "size_vram": on_device, "context_length": executor.max_context}
+    usage = executor.pool.usage()
+    more = {
+        "expires_at": _NEVER,
+        "size_vram": on_device,
+        "context_length": executor.max_context,
+        # Not Ollama's: the KV of all keys, for `kvilt ps`.
+        "kv_bytes": executor.pool.nbytes,
+        "kv_used_bytes": usage.used_bytes,
+        "requests": service.llm.engine.requests,
+    }
     cards = listed_models(service)
     return [{name: value for name, value in card.items() if name != "modified_at"} | more for card in cards]
 
