@@ -116,7 +116,9 @@ class Program:
 class KernelRunner:
     """Runs kernels of one instruction set on threads of its own; one call at a time."""
 
-    def __init__(self, threads: int, isa: str, /) -> None: ...
+    def __init__(self, threads: int, isa: str, cpus: Sequence[Sequence[int]], /) -> None:
+        """`cpus`: the CPUs that each thread may use, a list for each; none: the system chooses."""
+
     @property
     def isa(self) -> str: ...
     @property

@@ -38,7 +38,7 @@ struct DecodeState {
 
 class KernelRunner {
  public:
-  KernelRunner(int threads, const std::string& isa);
+  KernelRunner(int threads, const std::string& isa, const std::vector<std::vector<int>>& cpus);
 
   const char* isa() const { return kernels_.isa; }
   int threads() const { return pool_.threads(); }
@@ -125,7 +125,8 @@ class KernelRunner {
   ExpertRunner experts_;
   QuantizedRows quantize(const float* x, int64_t rows, int64_t inputs, bool packed);
   void pieces(int64_t n, const std::function<void(int64_t at, int64_t count)>& work);
-  void tiles(int64_t tiles, int64_t groups, const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
+  void tiles(int64_t tiles, int64_t groups, int64_t nanoseconds,
+             const std::function<void(int64_t tile, int64_t first, int64_t last)>& work);
 
   std::unique_ptr<Program> recording_;
   std::atomic<bool> stopped_{false};

@@ -71,7 +71,7 @@ NB_MODULE(_kvilt_native, m) {
       .def("run", &Program::run, Release())
       .def("loop", &loop, Release(), plain(), array(), plain(), array());
   nb::class_<KernelRunner> runner(m, "KernelRunner");
-  runner.def(nb::init<int, const std::string&>())
+  runner.def(nb::init<int, const std::string&, const std::vector<std::vector<int>>&>())
       .def_prop_ro("isa", [](const KernelRunner& r) { return std::string(r.isa()); })
       .def_prop_ro("threads", &KernelRunner::threads)
       .def("begin_recording", &KernelRunner::begin_recording)

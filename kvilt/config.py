@@ -23,7 +23,7 @@ class RunConfig:
     """How a model is run; the same names in `kvilt.load(...)` and on the command line."""
 
     device: str = "auto"  # auto: the GPU if there is one; cpu, cuda or cuda:1
-    threads: int | None = None  # None: what torch chooses
+    threads: int | None = None  # None: one for each physical core that the process may use
     kv_memory: int | None = None  # bytes; None: a quarter of the available memory
     max_context: int | None = None  # tokens; None: the model's own
     kv_dtype: str = "auto"  # a name of the registry in kvilt/ops/kv_dtypes.py, which checks it
@@ -34,6 +34,7 @@ class RunConfig:
     # to any place computes at most so many tokens again, as long as the checkpoint was not evicted. None: 32 to 512, as
     # the memory for states allows.
     state_every: int | None = None
+    numa: bool = True  # CPU threads stay on physical cores, in equal shares on NUMA nodes; False: the system decides
     deterministic: bool = False  # a row's bits do not depend on its batch; on the CPU they never do
 
     def __post_init__(self) -> None:
@@ -45,8 +46,9 @@ class RunConfig:
             raise ParamError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if not isinstance(self.gpu_memory, int | float) or not 0 < self.gpu_memory <= 1:
             raise ParamError("gpu_memory", f"must be above 0 and at most 1, not {self.gpu_memory!r}")
-        if not isinstance(self.deterministic, bool):
-            raise ParamError("deterministic", f"must be True or False, not {self.deterministic!r}")
+        for name in ("deterministic", "numa"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParamError(name, f"must be True or False, not {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[Facade], object]]] = {
     "lora_memory": ({"lora_memory": "1M"}, lambda llm: True),
     "gpu_memory": ({"gpu_memory": 0.5}, lambda llm: True),
     "state_every": ({"state_every": 100}, lambda llm: llm.executor.pool.layout.recurrent is None),
+    "numa": ({"numa": False}, lambda llm: True),
     "deterministic": ({"deterministic": True}, lambda llm: llm.executor.pool.ops.deterministic),
     "on_fetch": ({"on_fetch": lambda *given: None}, lambda llm: True),
     "on_load": ({"on_load": lambda done, of: CALLS.append((done, of))}, lambda llm: CALLS),

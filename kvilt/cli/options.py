@@ -111,7 +111,13 @@ RUNTIME = OptionGroup(
     MappingProxyType(
         {
             "device": Option(str, "auto", "Where to run: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one."),
-            "threads": Option(int | None, None, "CPU threads; default all."),
+            "threads": Option(int | None, None, "CPU threads; default: one for each physical core."),
+            "numa": Option(
+                bool,
+                True,
+                "Keep CPU threads on physical cores, in equal shares on NUMA nodes.",
+                ("--numa/--no-numa",),
+            ),
             "kv_memory": Option(str | None, None, "Memory for KV, like 2G; default: a quarter of the free memory."),
             "lora_memory": Option(str | None, None, "Memory for loaded adapters; default 1G."),
             "gpu_memory": Option(float, 0.9, "Share of a GPU's memory that weights, KV and activations may take."),

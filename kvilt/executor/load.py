@@ -49,7 +49,7 @@ def build_executor(
         torch.set_num_threads(threads)
     check_backend(config.backend)
     check_kv_dtype(config.kv_dtype)
-    ops = ops or select(config.backend, threads, device_of(config), config.deterministic)
+    ops = ops or select(config.backend, threads, device_of(config), config.deterministic, config.numa)
     spec = read_spec(checkpoint)
     max_context = _max_context(spec, config)
     spec = at_context(spec, max_context)

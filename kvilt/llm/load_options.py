@@ -50,6 +50,7 @@ class RunFields(TypedDict, total=False):
     lora_memory: int | str | None  # bytes, or a size like 2G
     gpu_memory: float  # share of a GPU that weights, KV and activations may take
     state_every: int | None  # tokens between two checkpoints of recurrent state; None: as memory allows
+    numa: bool  # CPU threads stay on physical cores, in equal shares on NUMA nodes
     deterministic: bool  # a row's bits do not depend on its batch, on a GPU either
 
 

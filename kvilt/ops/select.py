@@ -27,10 +27,10 @@ class WrongDevice(Unsupported):
     """A backend was asked for on a device that it is not made for."""
 
 
-def _native(isa: str, device: torch.device, threads: int | None) -> Ops:
+def _native(isa: str, device: torch.device, threads: int | None, *, numa: bool = True) -> Ops:
     if device != CPU:
         raise WrongDevice(f"the native kernels run on the CPU, not on {device}")
-    return NativeOps(threads, isa)
+    return NativeOps(threads, isa, numa=numa)
 
 
 def _triton(dtype: torch.dtype, deterministic: bool, device: torch.device, _threads: int | None) -> Ops:
@@ -64,6 +64,11 @@ NARROWED: Mapping[str, MakeOps] = MappingProxyType(
 _DETERMINISTIC: Mapping[str, MakeOps] = MappingProxyType(
     {"triton": partial(_triton, torch.bfloat16, True), "triton/float32": partial(_triton, torch.float32, True)}
 )
+# Native kernels whose threads the system places, under the same names.
+_UNPLACED: Mapping[str, MakeOps] = MappingProxyType(
+    {"native": partial(_native, "auto", numa=False)}
+    | {f"native/{isa}": partial(_native, isa, numa=False) for isa in ("avx512", "avx2", "generic")}
+)
 # All that can be asked for by name. Code is registered here, never state of a run: `register` belongs beside an import.
 _NAMED: dict[str, MakeOps] = {**BACKENDS, **NARROWED}
 
@@ -87,13 +92,18 @@ def check_name(backend: str) -> None:
 
 
 def select(
-    backend: str = "auto", threads: int | None = None, device: torch.device = CPU, deterministic: bool = False
+    backend: str = "auto",
+    threads: int | None = None,
+    device: torch.device = CPU,
+    deterministic: bool = False,
+    numa: bool = True,
 ) -> Ops:
     """The backend of that name, or the best one for this device; a better one that is missing is said aloud.
 
-    With `deterministic`, one whose results have the same bits in any batch.
+    With `deterministic`, one whose results have the same bits in any batch. Without `numa`, one that leaves it to the
+    system on which cores its threads run.
     """
-    known = {**_NAMED, **_DETERMINISTIC} if deterministic else _NAMED
+    known = {**_NAMED, **(_DETERMINISTIC if deterministic else {}), **({} if numa else _UNPLACED)}
     if backend != "auto" and backend not in known:
         raise Unsupported(f"there is no backend {backend!r}; this build has {', '.join(_NAMED)}")
     ops = _first_of(known, threads, device) if backend == "auto" else known[backend](device, threads)

@@ -339,7 +339,7 @@ def test_sizes_that_must_fit_each_other(border: Border) -> None:
 
 def test_the_extension_refuses_arrays_by_itself() -> None:
     """Where it takes arrays, a copy in the right dtype would do for what is read, and lose what is written."""
-    runner, logits = _kvilt_native.KernelRunner(1, "generic"), torch.rand(2, 9)
+    runner, logits = _kvilt_native.KernelRunner(1, "generic", []), torch.rand(2, 9)
     ids, values = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     runner.argmax_with_values(logits, ids, values)
     assert torch.equal(ids, logits.argmax(-1)) and torch.equal(values, logits.amax(-1))

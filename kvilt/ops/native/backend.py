@@ -46,6 +46,7 @@ from . import experts as experts_of
 from . import lora, per_head, recurrent
 from . import pages as paged
 from .border import I64, F32Address, check, check_dims, checked, f32, i64
+from .cores import default_threads, find_cores, placement
 from .memory import Buffers, Slabs
 from .pack import kernel, pack, packs
 from .record import NativeRecorder
@@ -67,7 +68,7 @@ class NativeOps:
     dtype = torch.float32
     kv_dtype = FLOAT16  # half the bytes of a long context, which is what decoding it waits for
 
-    def __init__(self, threads: int | None = None, isa: str = "auto") -> None:
+    def __init__(self, threads: int | None = None, isa: str = "auto", *, numa: bool = True) -> None:
         try:
             import _kvilt_native as module
         except ImportError as error:
@@ -81,7 +82,9 @@ class NativeOps:
             )
         self._module = module
         try:
-            self._runner: KernelRunner = module.KernelRunner(threads or torch.get_num_threads(), isa)
+            count = threads or default_threads(torch.get_num_threads())
+            cpus = placement(count, find_cores()) if numa else []
+            self._runner: KernelRunner = module.KernelRunner(count, isa, cpus)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         self._activations: dict[str, NativeActivation] = dict(module.Activation.__members__)
