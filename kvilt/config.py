@@ -86,6 +86,9 @@ class EngineConfig:
     # Where a store outlives the process: the fewest missing tokens of a prompt that are worth looking for there. None:
     # prefixes are neither kept nor looked for there.
     stored_prefix_tokens: int | None = 64
+    # Other processes write notes into the same store: notes are read when a request names them, not at the start, and
+    # a handle is noted before its creation is confirmed.
+    shared_notes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "unread_tokens", "max_handles"):

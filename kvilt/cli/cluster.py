@@ -96,7 +96,7 @@ def serve_replica(
 ) -> None:
     """One replica: the server of `kvilt serve` with the same options, at this host and any port."""
     own = {"host": host, "port": 0, "kv_events": f"tcp://{host}:*"}
-    serve(model, {**options, **own}, engine, store, config, on_ready)
+    serve(model, {**options, **own}, {**engine, "shared_notes": True}, store, config, on_ready)
 
 
 def down(address: str | None) -> None:

@@ -246,11 +246,11 @@ class Door:
         if not unknown or len(asked) < 2:
             return
         parts = [name_parts(name) for name in unknown]
-        answers = await asyncio.gather(*(self._exchange.holds(one.exchange, parts) for one in asked))
-        for replica, found in zip(asked, answers, strict=True):
-            for name, held in zip(unknown, found, strict=True):
-                if held:
-                    self.router.settle(name, replica.name)
+        answers = await asyncio.gather(*(self._exchange.held_since(one.exchange, parts) for one in asked))
+        for at, name in enumerate(unknown):
+            held = [(used_s, one.name) for one, found in zip(asked, answers, strict=True) if (used_s := found[at])]
+            if held:  # two may have it where one was thought to be gone and came back: the last used one counts
+                self.router.settle(name, max(held)[1])
 
     @property
     def _session(self) -> aiohttp.ClientSession:

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from ..errors import HandleError, InputError, KviltError
+from ..errors import InputError, KviltError
 from ..server.service import Service
 from .cluster_key import ClusterKey
 from .page_transfer import PageReader, PageSpan, PageTransfer
@@ -185,25 +185,22 @@ class Exchange:
         )
         return {"tokens": done.usage.prompt_tokens}
 
-    async def _holds(self, fields: Any) -> list[bool]:
-        """Which of these names are at home here: handles, sessions and stored responses."""
+    async def _holds(self, fields: Any) -> list[float | None]:
+        """When these names, if they are here, were last used: handles, sessions and stored responses."""
         match fields:
             case {"names": list(names)}:
-                return [await self._has(*name) for name in names if _is_name(name)]
+                return [self._held_since(*name) for name in names if _is_name(name)]
         raise InputError("names are a list")
 
-    async def _has(self, tenant: str, kind: str, name: str) -> bool:
-        try:
-            match kind:
-                case "kv":
-                    return self._service.llm.kv.holds(name, tenant=tenant)
-                case "sessions":
-                    return self._service.llm.sessions.holds(tenant, name)
-                case "responses":
-                    return self._service.responses.holds(name, tenant)
-        except HandleError:
-            return False
-        return False
+    def _held_since(self, tenant: str, kind: str, name: str) -> float | None:
+        match kind:
+            case "kv":
+                return self._service.llm.kv.held_since(name, tenant=tenant)
+            case "sessions":
+                return self._service.llm.sessions.held_since(tenant, name)
+            case "responses":
+                return self._service.responses.held_since(name, tenant)
+        return None
 
 
 def _is_name(value: Any) -> bool:

@@ -49,12 +49,12 @@ class ExchangeClient:
         """Let a replica compute the KV of a prompt; whether it did."""
         return isinstance(await self._ask(replica, PREFILL, {"lora": lora, "span": span.fields()}, limit_s), dict)
 
-    async def holds(self, replica: str, names: Sequence[Sequence[str]]) -> list[bool]:
-        """Which of these names (tenant, kind, name) are at home at a replica."""
+    async def held_since(self, replica: str, names: Sequence[Sequence[str]]) -> list[float | None]:
+        """When each of these names (tenant, kind, name) was last used at a replica; None where it is not there."""
         found = await self._ask(replica, HOLDS, {"names": [list(name) for name in names]}, _ASK_S)
         if isinstance(found, list) and len(found) == len(names):
-            return [one is True for one in found]
-        return [False] * len(names)
+            return [one if isinstance(one, float) else None for one in found]
+        return [None] * len(names)
 
     async def beats(self, replica: str) -> AsyncIterator[None]:
         """One item for each sign of life of a replica; ends when the connection breaks."""

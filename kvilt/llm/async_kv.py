@@ -19,7 +19,7 @@ from .model import AdapterChoice, Message, Prompt
 from .offload import FILES, PROMPT, Offload
 from .replace import DEFAULT_REPAIR, ReplacedHandle, ReplaceRequest, SpanReplacement, replace_request
 
-_DELETE_WAIT_S = 2.0  # how long a delete waits until the note on disk is gone
+_NOTE_WAIT_S = 2.0  # how long a change waits until it is noted, and a delete until the note is gone
 
 
 class ChatIds(Protocol):
@@ -84,19 +84,19 @@ class AsyncKV:
             ids = await self._offload.run(PROMPT, self._chat_ids, *given, owner=owner_of(tenant))
         self._handles.check_room(tenant, len(ids))
         adapter = self._adapter(AdapterChoice(lora, lora_scale), ids)
-        return self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s)
+        return await self._noted(tenant, self._handles.keep(tenant, await self._compute(ids, tenant, adapter), ttl_s))
 
     async def keep(self, kv: KVCache, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:
         """A handle on the KV that a completion kept; takes the cache over."""
-        return self._handles.keep(tenant, kv, ttl_s)
+        return await self._noted(tenant, self._handles.keep(tenant, kv, ttl_s))
 
     async def info(self, handle: str, *, tenant: str = "") -> HandleInfo:
         """The state of a handle."""
         return self._handles.info(tenant, handle)
 
-    def holds(self, handle: str, *, tenant: str = "") -> bool:
-        """Whether a handle is here, rather than noted by another process."""
-        return self._handles.holds(tenant, handle)
+    def held_since(self, handle: str, *, tenant: str = "") -> float | None:
+        """When a handle that is here was last used, by the calendar; None where it is not here."""
+        return self._handles.held_since(tenant, handle)
 
     def tokens(self, handle: str, *, tenant: str = "") -> Sequence[int]:
         """The tokens of a handle."""
@@ -108,11 +108,11 @@ class AsyncKV:
 
     async def fork(self, handle: str, *, tenant: str = "", ttl_s: float | None = None) -> HandleInfo:
         """A second handle on the same content."""
-        return self._handles.fork(tenant, handle, ttl_s)
+        return await self._noted(tenant, self._handles.fork(tenant, handle, ttl_s))
 
     async def truncate(self, handle: str, length: int, *, tenant: str = "") -> HandleInfo:
         """Forget everything from `length` on."""
-        return self._handles.truncate(tenant, handle, length)
+        return await self._noted(tenant, self._handles.truncate(tenant, handle, length))
 
     async def replace(
         self,
@@ -139,7 +139,7 @@ class AsyncKV:
             kv.close()
         done = await self._kv_of(made.request, made.borrowed)
         origin = done.origin
-        return ReplacedHandle(self._handles.keep(tenant, done, ttl_s), origin)
+        return ReplacedHandle(await self._noted(tenant, self._handles.keep(tenant, done, ttl_s)), origin)
 
     def _replace_request(
         self, kv: KVCache, start: int, stop: int, new_tokens: Prompt, repair: float, adapter: Adapter, tenant: str
@@ -152,12 +152,12 @@ class AsyncKV:
 
     async def pin(self, handle: str, ttl_s: float, *, tenant: str = "") -> HandleInfo:
         """Keep a handle at least so long, and its KV before that of others."""
-        return self._handles.pin(tenant, handle, ttl_s)
+        return await self._noted(tenant, self._handles.pin(tenant, handle, ttl_s))
 
     async def delete(self, handle: str, *, tenant: str = "") -> None:
         """Forget a handle; where handles outlive the process, this waits a short time for the disk."""
         self._handles.delete(tenant, handle)
-        await self._offload.run(FILES, self._handles.flush, _DELETE_WAIT_S, owner=owner_of(tenant))
+        await self._offload.run(FILES, self._handles.flush, _NOTE_WAIT_S, owner=owner_of(tenant))
 
     async def save(self, handle: str, path: str | os.PathLike[str], *, tenant: str = "") -> int:
         """Write a handle to a file, computing its KV first if that was evicted; returns its size in bytes."""
@@ -180,4 +180,11 @@ class AsyncKV:
         self, path: str | os.PathLike[str], *, tenant: str = "", ttl_s: float | None = None
     ) -> HandleInfo:
         """A handle from a file that `save` wrote for the same tenant and model."""
-        return await self._offload.run(FILES, self._handles.restore, tenant, path, ttl_s, owner=owner_of(tenant))
+        done = await self._offload.run(FILES, self._handles.restore, tenant, path, ttl_s, owner=owner_of(tenant))
+        return await self._noted(tenant, done)
+
+    async def _noted(self, tenant: str, done: HandleInfo) -> HandleInfo:
+        """Wait a short time until a change is noted, where other processes go on with handles of this one."""
+        if self._handles.shares_notes:
+            await self._offload.run(FILES, self._handles.flush, _NOTE_WAIT_S, owner=owner_of(tenant))
+        return done

@@ -69,8 +69,9 @@ class AsyncLLM(Model):
     def _start(self, metrics: Metrics) -> None:
         executor, store = self.executor, self._store
         model = executor.pool.identity().model
-        kept = store if store is not None and store.folder is not None else None
-        notes, session_notes = (None, None) if kept is None else (kept.notes(model), kept.session_notes(model))
+        notes = None if store is None else store.notes(model)
+        session_notes = None if store is None else store.session_notes(model)
+        self.response_notes = None if store is None else store.response_notes(model)
         self._handles = Handles(executor, self.config, metrics, notes=notes, on_expired=self.past_prompts.expire)
         self.engine = self._new_engine(metrics, self._handles.evict_one)
         self._notifier = Notifier()
@@ -274,6 +275,8 @@ class AsyncLLM(Model):
             await self.offload.run(OWNER, self.engine.close)
         await self.offload.run(OWNER, self.sessions.close)
         await self.offload.run(OWNER, self._handles.close)
+        if self.response_notes is not None:
+            await self.offload.run(OWNER, self.response_notes.close)
         self.documents.close()
         if self._driver.healthy:
             self.executor.close()

@@ -1,6 +1,6 @@
-"""The bytes of a note: what is known of a named handle, or of a session, besides its KV.
+"""The bytes of a note: what is known of a named handle, a session or a stored response, besides its KV.
 
-    magic 8 | format u32 | header length u32 | header (JSON) | tokens, or the bytes of a session | seal 32
+    magic 8 | format u32 | header length u32 | header (JSON) | tokens, or the bytes of a session or response | seal 32
 
 The seal covers all before it; with a secret it is an HMAC, and a reader that has one accepts no other. Refuses to know
 folders, and what handles and sessions are for.
@@ -22,6 +22,7 @@ from ..errors import BlobError
 
 MAGIC = b"KVILTNOT"
 SESSION_MAGIC = b"KVILTSNO"
+RESPONSE_MAGIC = b"KVILTRNO"
 FORMAT = 1
 SEAL_BYTES = 32
 NAME = re.compile(r"[0-9a-f]{32}")
@@ -54,6 +55,17 @@ class SessionNote:
     data: bytes  # its tree of turns, as the engine packs a session
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseNote:
+    """A stored response without its KV. Times are wall-clock times."""
+
+    name: str
+    owner: str  # a tenant, hashed
+    expires_s: float
+    used_s: float
+    data: bytes  # as the server writes it
+
+
 def pack_note(note: HandleNote, model: str, secret: bytes | None) -> list[bytes]:
     """A note as bytes, in pieces that follow each other."""
     fields = {
@@ -80,6 +92,12 @@ def pack_session_note(note: SessionNote, model: str, secret: bytes | None) -> li
         "used_s": note.used_s,
     }
     return _packed(SESSION_MAGIC, fields, note.data, secret)
+
+
+def pack_response_note(note: ResponseNote, model: str, secret: bytes | None) -> list[bytes]:
+    """The note of a response as bytes, in pieces that follow each other."""
+    times = {"expires_s": note.expires_s, "used_s": note.used_s}
+    return _packed(RESPONSE_MAGIC, {"name": note.name, "owner": note.owner, "model": model, **times}, note.data, secret)
 
 
 def read_note(data: bytes, name: str, model: str, secret: bytes | None) -> HandleNote:
@@ -116,9 +134,17 @@ def read_session_note(data: bytes, name: str, model: str, secret: bytes | None) 
     )
 
 
+def read_response_note(data: bytes, name: str, model: str, secret: bytes | None) -> ResponseNote:
+    """The note of a response, if every byte is as it was written for this model."""
+    fields, body, at = _verified(data, RESPONSE_MAGIC, name, model, secret)
+    return ResponseNote(
+        name, _text(fields, "owner"), _time(fields, "expires_s"), _time(fields, "used_s"), bytes(body[at:])
+    )
+
+
 def peek_expiry(data: bytes) -> float:
     """The expiry time that an unverified note claims."""
-    magic = SESSION_MAGIC if data.startswith(SESSION_MAGIC) else MAGIC
+    magic = next((one for one in (SESSION_MAGIC, RESPONSE_MAGIC) if data.startswith(one)), MAGIC)
     return _time(_header(data, magic)[0], "expires_s")
 
 

@@ -1,16 +1,15 @@
-"""Notes of handles and sessions in a folder beside a disk's records: a small file for each, written in the background.
+"""Notes of handles, sessions and responses beside stored records: a small value for each, written in the background.
 
 A change of a handle does not wait for the disk: the handle's name is marked, and a thread later writes its note, or
-removes the file if the handle is gone; sessions likewise. Refuses to know KV, and which callers may see a handle.
+removes it if the handle is gone; others likewise. Refuses to know KV, and which callers may see a handle.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,23 +17,27 @@ from typing import Generic, TypeVar
 from ..errors import BlobError, StoreError
 from ..metrics import Metrics
 from .counters import DROPPED, REFUSED, WRITTEN
-from .files import FileSystem, explained
+from .files import FileSystem
 from .note import (
     NAME,
     HandleNote,
+    ResponseNote,
     SessionNote,
     pack_note,
+    pack_response_note,
     pack_session_note,
     peek_expiry,
     read_note,
+    read_response_note,
     read_session_note,
     scope_of,
 )
+from .note_medium import NoteFiles, NoteMedium
 
 _log = logging.getLogger(__name__)
 _TIER = "notes"  # as metrics call it
 _LONGEST_S = 30.0
-NoteT = TypeVar("NoteT", HandleNote, SessionNote)
+NoteT = TypeVar("NoteT", HandleNote, SessionNote, ResponseNote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class NoteFolder(Generic[NoteT]):
 
     def __init__(
         self,
-        folder: Path,
+        place: Path | NoteMedium,
         model: str,
         metrics: Metrics,
         *,
@@ -63,19 +66,17 @@ class NoteFolder(Generic[NoteT]):
         files: FileSystem | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`folder` is the disk's own; notes may take `most_bytes` in it, those of other models included.
+        """`place` may be the disk's own folder; notes may take `most_bytes` there, those of other models included.
 
-        After a failure the disk is not used for `rest_s`, then for twice as long, up to 30 s.
+        After a failure it is not used for `rest_s`, then for twice as long, up to 30 s.
         """
-        self._folder = folder / "notes"
-        self._scratch = folder / "tmp"
+        self._medium = NoteFiles(place, files) if isinstance(place, Path) else place
         self._model = model
         self._metrics = metrics
         self._most = most_bytes
         self._secret = secret
         self._first_rest_s = rest_s
         self._close_s = close_s
-        self._files = files or FileSystem()
         self._clock = clock
         self._scope = scope_of(model, secret)
         self._sizes: dict[str, int] = {}  # of files, by their names
@@ -95,58 +96,43 @@ class NoteFolder(Generic[NoteT]):
 
     def read(self) -> list[NoteT]:
         """Every note of this model, the longest unused first; what is damaged is counted and removed."""
-        found = [note for path in self._listed() if (note := self._read(path)) is not None]
+        found = [note for name in self._listed() if (note := self._read(name)) is not None]
         return sorted(found, key=lambda note: note.used_s)
 
-    def _listed(self) -> Iterator[Path]:
+    def _listed(self) -> list[str]:
         try:
-            with os.scandir(self._folder) as entries:
-                names = sorted(entry.name for entry in entries if entry.name.endswith(self._format.suffix))
-        except FileNotFoundError:
-            return
-        except OSError as error:
+            return self._medium.names(self._format.suffix)
+        except StoreError as error:
             self._refuse("io", error)
-            return
-        yield from (self._folder / name for name in names)
+            return []
 
-    def _read(self, path: Path) -> NoteT | None:
-        scope, _, name = path.name.removesuffix(self._format.suffix).partition(".")
+    def _read(self, file: str) -> NoteT | None:
+        scope, _, name = file.removesuffix(self._format.suffix).partition(".")
         own = scope == self._scope and NAME.fullmatch(name) is not None
         try:
-            if (data := self._data(path)) is None:
+            if (data := self._medium.read(file, self._most)) is None:
                 return None
+            self._sizes[file] = len(data)
             if own:
                 return self._format.read(data, name, self._model, self._secret)
             if peek_expiry(data) <= self._clock():  # another model's, which may never be loaded again
-                self._remove(path)
+                self._remove(file)
         except BlobError as error:
             if own:
                 self._refuse(error.field, error)
-                self._remove(path)
+                self._remove(file)
         except StoreError as error:
             self._refuse(error.reason, error)
         return None
-
-    def _data(self, path: Path) -> bytes | None:
-        if (fd := self._files.open(path)) is None:
-            return None
-        try:
-            size = self._sizes[path.name] = os.fstat(fd).st_size
-            if size > self._most:
-                raise BlobError("size", "longer than all notes together may be")
-            with explained():
-                return bytes(self._files.pread(fd, size, 0))
-        finally:
-            os.close(fd)
 
     def _refuse(self, reason: str, error: Exception) -> None:
         _log.warning("a note of a %s cannot be used: %s", self._format.of, error)
         self._metrics.add(REFUSED, tier=_TIER, reason=reason)
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, file: str) -> None:
         try:
-            self._files.unlink(path)
-            self._sizes.pop(path.name, None)
+            self._medium.remove(file)
+            self._sizes.pop(file, None)
         except StoreError as error:
             _log.info("a note of a %s cannot be removed: %s", self._format.of, error)
 
@@ -157,7 +143,7 @@ class NoteFolder(Generic[NoteT]):
         with self._change:
             if NAME.fullmatch(name) is None or name in self._marked or name == self._writing:
                 return None
-        return self._read(self._folder / f"{self._scope}.{name}{self._format.suffix}")
+        return self._read(f"{self._scope}.{name}{self._format.suffix}")
 
     def attach(self, known: Callable[[str], NoteT | None]) -> None:
         """Set the function that returns the note to write for a name, or None if what it named is gone."""
@@ -227,26 +213,27 @@ class NoteFolder(Generic[NoteT]):
         return True
 
     def _write(self, name: str, note: NoteT | None) -> None:
-        path = self._folder / f"{self._scope}.{name}{self._format.suffix}"
+        file = f"{self._scope}.{name}{self._format.suffix}"
         if note is None:
-            self._files.unlink(path)
-            self._sizes.pop(path.name, None)
+            self._medium.remove(file)
+            self._sizes.pop(file, None)
             return
         pieces = self._format.pack(note, self._model, self._secret)
-        size, others = sum(map(len, pieces)), sum(self._sizes.values()) - self._sizes.get(path.name, 0)
+        size, others = sum(map(len, pieces)), sum(self._sizes.values()) - self._sizes.get(file, 0)
         try:
             if others + size > self._most:
-                raise StoreError("too_large", f"notes may have {self._most} bytes together; raise the disk's budget")
-            self._files.write_whole(path, pieces, self._scratch)
+                raise StoreError("too_large", f"notes may have {self._most} bytes together; raise the store's budget")
+            self._medium.write(file, pieces, max(1.0, note.expires_s - self._clock()))
         except StoreError:
-            self._remove(path)  # what it says is no longer so
+            self._remove(file)  # what it says is no longer so
             raise
-        self._sizes[path.name] = size
+        self._sizes[file] = size
         self._metrics.add(WRITTEN, tier=_TIER)
 
 
 _OF_HANDLES = NoteFormat("handle", ".note", pack_note, read_note)
 _OF_SESSIONS = NoteFormat("session", ".session", pack_session_note, read_session_note)
+_OF_RESPONSES = NoteFormat("response", ".response", pack_response_note, read_response_note)
 
 
 class HandleNotes(NoteFolder[HandleNote]):
@@ -263,3 +250,11 @@ class SessionNotes(NoteFolder[SessionNote]):
     @property
     def _format(self) -> NoteFormat[SessionNote]:
         return _OF_SESSIONS
+
+
+class ResponseNotes(NoteFolder[ResponseNote]):
+    """The notes of stored responses of one model."""
+
+    @property
+    def _format(self) -> NoteFormat[ResponseNote]:
+        return _OF_RESPONSES

@@ -163,6 +163,34 @@ class _Line:
                 self._idle.pop().disconnect()
 
 
+class RedisNotes:
+    """Notes as plain values beside the records, which expire by themselves."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client, self._prefix = client, f"{prefix}n:"
+
+    def names(self, suffix: str) -> list[str]:
+        with explained():
+            pattern = f"{_literal(self._prefix)}*{_literal(suffix)}"
+            found = self._client.scan_iter(match=pattern, count=1000)
+            return sorted(name[len(self._prefix) :].decode("utf-8", "replace") for name in found)
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        with explained():
+            data = self._client.get(self._prefix + name)
+            if data is not None and (not isinstance(data, bytes) or len(data) > most_bytes):
+                raise BlobError("size", "longer than all notes together may be")
+            return data
+
+    def write(self, name: str, pieces: Sequence[bytes], life_s: float) -> None:
+        with explained():
+            self._client.set(self._prefix + name, b"".join(pieces), px=max(1, min(int(life_s * 1000), 1 << 50)))
+
+    def remove(self, name: str) -> None:
+        with explained():
+            self._client.delete(self._prefix + name)
+
+
 class Redis:
     """Records on one server, under a namespace."""
 
@@ -186,6 +214,7 @@ class Redis:
         self._line = _Line(self._read_pool)
         self._write_pool = _pool(url, write_timeout_s, connect_s=read_timeout_s)
         self._client = redis.Redis(connection_pool=self._write_pool)
+        self.note_medium = RedisNotes(self._client, self._prefix)
         self._put, self._touch, self._note, self._forget, self._usage = map(self._client.register_script, SCRIPTS)
 
     def open(self, key: bytes) -> RedisReader:

@@ -32,7 +32,8 @@ from .counters import BYTES, DROPPED, EVICTED, HITS, LOOKUPS, RECORDS, REFUSED, 
 from .layer import LayerKV, check_layers, owned
 from .loading import Loading, LookupContext
 from .memory import MemoryEntry, MemoryTier
-from .notes import HandleNotes, SessionNotes
+from .note_medium import NoteMedium
+from .notes import HandleNotes, ResponseNotes, SessionNotes
 from .page_record import page_firsts, page_layers
 from .record import RecordInfo, pack, read_header, read_tokens
 from .row_layers import per_layer, row_layers, state_tokens
@@ -41,7 +42,7 @@ from .tier import Budget, Tier, TierUsage
 _MIN_SECRET_BYTES = 16
 _NOTES_SHARE = 16  # one part in so many of a disk's budget, besides it, is for notes of handles; one for sessions
 T = TypeVar("T")
-NotesT = TypeVar("NotesT", HandleNotes, SessionNotes)
+NotesT = TypeVar("NotesT", HandleNotes, SessionNotes, ResponseNotes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +275,9 @@ class Store:
         return None if (found := self._foldered()) is None else found[0]
 
     def notes(self, model: str) -> HandleNotes | None:
-        """Notes of a model's handles, beside the records of the first tier that has a folder; the caller closes them.
+        """Notes of a model's handles, beside the records of a tier that outlives the process; the caller closes them.
 
-        None where no tier has one.
+        That is the first one with a folder, or else a Redis server; None where there is neither.
         """
         return self._notes(HandleNotes, model)
 
@@ -284,12 +285,17 @@ class Store:
         """Notes of a model's sessions, likewise."""
         return self._notes(SessionNotes, model)
 
+    def response_notes(self, model: str) -> ResponseNotes | None:
+        """Notes of a model's stored responses, likewise."""
+        return self._notes(ResponseNotes, model)
+
     def _notes(self, kind: Callable[..., NotesT], model: str) -> NotesT | None:
-        if (found := self._foldered()) is None:
+        found: tuple[Path | NoteMedium, Budget] | None = self._foldered() or self._note_server()
+        if found is None:
             return None
-        (folder, budget), limits = found, self._limits
+        (place, budget), limits = found, self._limits
         return kind(
-            folder,
+            place,
             model,
             self.metrics,
             most_bytes=budget.total_bytes // _NOTES_SHARE,
@@ -301,6 +307,10 @@ class Store:
     def _foldered(self) -> tuple[Path, Budget] | None:
         found = ((getattr(channel.tier, "folder", None), channel.tier.budget) for channel in self._channels)
         return next(((folder, budget) for folder, budget in found if isinstance(folder, Path)), None)
+
+    def _note_server(self) -> tuple[NoteMedium, Budget] | None:
+        found = ((getattr(channel.tier, "note_medium", None), channel.tier.budget) for channel in self._channels)
+        return next(((medium, budget) for medium, budget in found if medium is not None), None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until what was put so far is written or dropped; False where that takes longer."""

@@ -23,10 +23,11 @@ from kvilt.cluster.listener import DoorServer
 from kvilt.cluster.replica import version_of
 from kvilt.cluster.replica_set import ReplicaInfo
 from kvilt.cluster.router import Router, RouterConfig
-from kvilt.config import RunConfig
+from kvilt.config import EngineConfig, RunConfig
 from kvilt.executor.load import load_executor
 from kvilt.server.config import ServeConfig
 from kvilt.server.kv_events.publisher import KVEventPublisher
+from kvilt.store.store import Store
 from kvilt.text.tokenizer import Tokenizer
 
 OTHER, ADMIN = "sk-other-0123456789", "sk-admin-0123456789"
@@ -43,6 +44,7 @@ class Cluster:
     loop: asyncio.AbstractEventLoop
     replicas: dict[str, Running] = field(default_factory=dict)
     infos: dict[str, ReplicaInfo] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # replicas that do not announce themselves now
 
     @property
     def url(self) -> str:
@@ -60,6 +62,18 @@ class Cluster:
             assert time.monotonic() < end
             time.sleep(0.005)
 
+    def lose(self, name: str) -> None:
+        """The door loses a replica, as it does when the process dies."""
+        self.silent.add(name)
+        time.sleep(0.15)  # an announcement may be on its way
+        self.loop.call_soon_threadsafe(self.door.replicas.lost, name, "the test says so")
+        self.until(lambda: self.door.replicas.get(name) is None)
+
+    def find_again(self, name: str) -> None:
+        """A lost replica comes back."""
+        self.silent.discard(name)
+        self.until(lambda: self.door.replicas.get(name) is not None)
+
     def hits(self) -> dict[str, int]:
         return {name: one.llm.executor.prefixes.saved_tokens for name, one in self.replicas.items()}
 
@@ -73,12 +87,20 @@ class Cluster:
 
 
 @contextmanager
-def cluster_of_two(tokenizer: Tokenizer, folder: Path, **more: Any) -> Iterator[Cluster]:
-    """Two replicas of a tiny model in a folder, behind a door; `more` are settings of the servers."""
+def cluster_of_two(
+    tokenizer: Tokenizer, folder: Path, store: Callable[[], Store] | None = None, **more: Any
+) -> Iterator[Cluster]:
+    """Two replicas of a tiny model in a folder, behind a door; `more` are settings of the servers.
+
+    `store` opens the store of each of them, which they share.
+    """
     model = write_tiny(folder / "model", vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
     with ExitStack() as stack:
         cluster = stack.enter_context(opened_door(tokenizer))
         for name in ("a", "b"):
+            if store is not None:
+                kept = stack.enter_context(store())
+                more = {**more, "store": kept, "engine": EngineConfig(shared_notes=True)}
             stack.enter_context(joined(cluster, name, model, tokenizer, kv_dir=folder / f"kv {name}", **more))
         cluster.until(lambda: len(cluster.door.replicas) == 2)
         yield cluster
@@ -148,6 +170,8 @@ def announcing(cluster: Cluster, info: ReplicaInfo) -> Iterator[None]:
 
     def run() -> None:
         while not ending.wait(0.1):
+            if info.name in cluster.silent:
+                continue
             cluster.loop.call_soon_threadsafe(cluster.door.replicas.announce, info)
 
     thread = threading.Thread(target=run, daemon=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stores import _redis, proxy, redis_server  # noqa: F401 (fixtures)
 
 from kvilt.text.tokenizer import Tokenizer, from_gguf
 

@@ -23,6 +23,7 @@ from kvilt.server.config import ServeConfig
 from kvilt.server.listener import HTTPServer
 from kvilt.server.openai import chat
 from kvilt.server.service import Service
+from kvilt.store.store import Store
 from kvilt.text.tokenizer import Tokenizer
 
 PATIENCE = 60.0  # a machine that is busy elsewhere is no reason to refuse work: no test depends on speed
@@ -112,6 +113,7 @@ def running(
     tokenizer: Tokenizer,
     engine: EngineConfig | None = None,
     gate: GateConfig | None = None,
+    store: Store | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """A server for the length of a block; the executor outlives it."""
@@ -120,7 +122,7 @@ def running(
     config = ServeConfig(**{"port": 0, "names": ("tiny",), "grace_s": 20.0, **settings})
 
     async def life() -> None:
-        llm = AsyncLLM(executor, tokenizer, config=engine, gate=gate)
+        llm = AsyncLLM(executor, tokenizer, config=engine, gate=gate, store=store)
         llm.offload.patience = PATIENCE
         try:
             listener = HTTPServer(Service(llm, config))
@@ -132,7 +134,10 @@ def running(
             await serving
         finally:
             llm._driver.close()
+            llm.sessions.close()
             llm._handles.close()
+            if llm.response_notes is not None:
+                llm.response_notes.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(life()), name="server", daemon=True)
     thread.start()

@@ -152,12 +152,17 @@ class Handles:
         with self._lock:
             return self._info(handle, self._find(tenant, handle))
 
-    def holds(self, tenant: str, handle: str) -> bool:
-        """Whether a handle is here; one that another process noted is not, until a request uses it."""
+    def held_since(self, tenant: str, handle: str) -> float | None:
+        """When a handle that is here was last used, by the calendar.
+
+        None for a handle that is not here, also for one that another process noted, until a request uses it.
+        """
         with self._lock:
             self._sweep()
             found = self._handles.get(handle)
-            return found is not None and found.tenant == tenant_of(tenant)
+            if found is None or found.tenant != tenant_of(tenant):
+                return None
+            return found.used_s + self._calendar() - self._clock()
 
     def tokens(self, tenant: str, handle: str) -> Sequence[int]:
         """The tokens of a handle."""
@@ -169,7 +174,15 @@ class Handles:
         with self._lock:
             self._sweep()
             hashed = tenant_of(tenant)
-            return [self._info(name, one) for name, one in self._handles.items() if one.tenant == hashed]
+            here = [self._info(name, one) for name, one in self._handles.items() if one.tenant == hashed]
+            return [*self._noted_elsewhere(hashed), *here] if self._config.shared_notes else here
+
+    def _noted_elsewhere(self, hashed: str) -> list[HandleInfo]:
+        """A tenant's handles that other processes noted."""
+        now_s, today_s = self._clock(), self._calendar()
+        notes = [] if self._notes is None else self._notes.read()
+        found = {one.name: from_note(one, now_s, today_s) for one in notes if one.name not in self._handles}
+        return [self._info(name, one) for name, one in found.items() if one.tenant == hashed and one.expires_s > now_s]
 
     def lend(self, tenant: str, handle: str) -> HandleLoan:
         """The tokens and KV that a request starts with."""
@@ -196,6 +209,7 @@ class Handles:
             if not isinstance(length, int) or isinstance(length, bool) or not 0 < length <= len(found.ids):
                 raise TruncateError(f"cannot truncate to {length!r}: choose 1 to {len(found.ids)}", 1)
             del found.ids[length:]
+            found.used_s = self._clock()
             if length <= maker_parts(found.maker)[1]:
                 found.maker = BASE
             self._cut(found, length)
@@ -207,6 +221,7 @@ class Handles:
         with self._lock:
             found = self._find(tenant, handle)
             found.pinned_until_s = self._clock() + check_seconds(ttl_s)
+            found.used_s = self._clock()
             found.expires_s = max(found.expires_s, found.pinned_until_s)
             self._mark(handle, found)
             return self._info(handle, found)
@@ -278,6 +293,11 @@ class Handles:
                 return True
             return False
 
+    @property
+    def shares_notes(self) -> bool:
+        """Whether other processes read the notes of this one."""
+        return self._notes is not None and self._config.shared_notes
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all notes are written; False where that takes longer, or they cannot be written."""
         return self._notes is None or self._notes.flush(timeout_s)
@@ -329,12 +349,13 @@ class Handles:
         noted = self._noted(handle) if found is None else None
         if noted is None or noted.tenant != hashed:
             raise HandleUnknown(handle)
+        noted.used_s = self._clock()
         self._handles[handle] = noted
         self._count()
         return noted
 
     def _noted(self, handle: str) -> Handle | None:
-        """A handle that another process has noted since this one began; its KV comes from the store or its tokens."""
+        """A handle that another process has noted; its KV comes from the store or its tokens."""
         note = None if self._notes is None else self._notes.find(handle)
         noted = None if note is None else from_note(note, self._clock(), self._calendar())
         return noted if noted is not None and noted.expires_s > self._clock() else None
@@ -346,15 +367,17 @@ class Handles:
             self._expired[handle] = gone.tenant
             if self._on_expired is not None:
                 self._on_expired(gone.tenant, gone.ids)
-            self._drop(handle)
+            self._drop(handle, not self._config.shared_notes or self._noted(handle) is None)
         while len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)
 
-    def _drop(self, handle: str) -> None:
+    def _drop(self, handle: str, marked: bool = True) -> None:
+        """Forget a handle, and with `marked` its note: where another process keeps it longer, that one stays."""
         gone = self._handles.pop(handle)
         gone.free_kv()
         self._count()
-        self._mark(handle, gone)
+        if marked:
+            self._mark(handle, gone)
 
     def _cut(self, one: Handle, length: int) -> None:
         if one.kv is None:
@@ -399,6 +422,10 @@ class Handles:
         """Restore noted handles that have not expired, as many as an owner may have."""
         now_s, today_s, there = self._clock(), self._calendar(), Counter[str]()
         notes.attach(self._note)
+        if self._config.shared_notes:
+            for name in [note.name for note in notes.read() if note.expires_s <= today_s]:
+                notes.mark(name)  # nothing here knows it, so it is removed
+            return
         self._handles.update((note.name, from_note(note, now_s, today_s)) for note in notes.read())
         self._sweep()
         for name, one in reversed(list(self._handles.items())):

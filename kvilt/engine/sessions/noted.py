@@ -9,6 +9,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from ...errors import BlobError
@@ -25,8 +26,15 @@ class NotedSessions:
     """The notes of one executor's sessions. Times in notes are of the calendar, those of sessions of the clock."""
 
     def __init__(
-        self, notes: SessionNotes, pool: PagePool, clock: Callable[[], float], calendar: Callable[[], float]
+        self,
+        notes: SessionNotes,
+        pool: PagePool,
+        clock: Callable[[], float],
+        calendar: Callable[[], float],
+        shared: bool = False,
     ) -> None:
+        """`shared`: other processes note sessions too, which are found when they are asked for."""
+        self._shared = shared
         self._notes = notes
         self._pool = pool
         self._clock = clock
@@ -45,6 +53,10 @@ class NotedSessions:
 
         self._notes.attach(known)
         for note in self._notes.read():
+            if self._shared:
+                if note.expires_s <= self._calendar():
+                    self._notes.mark(note.name)  # nothing here knows it, so it is removed
+                continue
             try:
                 session = self._session(note)
             except BlobError as error:
@@ -53,6 +65,29 @@ class NotedSessions:
                 continue
             self._names[note.name] = session.key
             yield session
+
+    def find(self, key: SessionKey) -> Session | None:
+        """A session that another process has noted; None where there is none, or only this process notes sessions."""
+        note = self._notes.find(_name(key)) if self._shared else None
+        if note is None or note.expires_s <= self._calendar():
+            return None
+        try:
+            return self._session(note)
+        except BlobError as error:
+            _log.warning("a noted session cannot be used: %s", error)
+            return None
+
+    def others(self, tenant: str, known: Mapping[SessionKey, Session]) -> list[Session]:
+        """The sessions of a hashed tenant that other processes noted."""
+        keys = {_name(key) for key in known}
+        notes = self._notes.read() if self._shared else []
+        mine = [note for note in notes if note.owner == tenant and note.name not in keys]
+        found = []
+        for note in mine:
+            with suppress(BlobError):
+                if note.expires_s > self._calendar():
+                    found.append(self._session(note))
+        return found
 
     def mark(self, session: Session) -> None:
         """A session was added, changed or forgotten."""

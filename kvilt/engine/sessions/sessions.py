@@ -65,7 +65,9 @@ class Sessions:
         self.last_holds_all = executor.layout.recurrent is None and not any(
             isinstance(group.reach, Window) for group in groups
         )
-        self._noted = None if notes is None else NotedSessions(notes, executor.pool, clock, calendar)
+        self._calendar = calendar
+        shared = self._config.shared_notes
+        self._noted = None if notes is None else NotedSessions(notes, executor.pool, clock, calendar, shared)
         if self._noted is not None:
             self._sessions.update((session.key, session) for session in self._noted.read(self._sessions, self._lock))
             self._sweep()
@@ -211,18 +213,21 @@ class Sessions:
         with self._lock:
             self._sweep()
             hashed = tenant_of(tenant)
-            return [self._info(session) for key, session in self._sessions.items() if key.tenant == hashed]
+            mine = [session for key, session in self._sessions.items() if key.tenant == hashed]
+            others = [] if self._noted is None else self._noted.others(hashed, self._sessions)
+            return [self._info(session) for session in (*others, *mine)]
 
     def info(self, tenant: str, name: str) -> SessionInfo:
         """The state of a session, by its name or its id."""
         with self._lock:
             return self._info(self.find(tenant, name))
 
-    def holds(self, tenant: str, name: str) -> bool:
-        """Whether a session is here, by its name or its id; one that another process noted is not."""
+    def held_since(self, tenant: str, name: str) -> float | None:
+        """When a session that is here was last used, by the calendar; None where it is not here."""
         with self._lock:
             self._sweep()
-            return any(key in self._sessions for key in _keys_of(tenant, name))
+            found = next((self._sessions[key] for key in _keys_of(tenant, name) if key in self._sessions), None)
+            return None if found is None else found.expires_s - found.ttl_s + self._calendar() - self._clock()
 
     def fork(
         self, tenant: str, name: str, new: str, turn: str | None = None, ttl_s: float | None = None
@@ -259,7 +264,7 @@ class Sessions:
         """A session by its name or its id; raises where the tenant has none."""
         self._sweep()
         for key in _keys_of(tenant, name):
-            if (found := self._sessions.get(key)) is not None:
+            if (found := self._known(key)) is not None:
                 found.tenant = tenant
                 return found
         raise SessionUnknown(name)
@@ -291,7 +296,7 @@ class Sessions:
         """A session that is used now, with what the request says of it."""
         self._sweep()
         key = SessionKey.of(tenant, options.name)
-        session = self._sessions.get(key)
+        session = self._known(key)
         if session is None:
             return None
         self._sessions.move_to_end(key)
@@ -303,6 +308,14 @@ class Sessions:
             if turn.handle is not None:
                 self._extend(session, turn, options.will_return)
         return session
+
+    def _known(self, key: SessionKey) -> Session | None:
+        """A session that is here, or that another process noted: it goes on here then."""
+        found = self._sessions.get(key)
+        if found is None and self._noted is not None and (found := self._noted.find(key)) is not None:
+            self._sessions[key] = found
+            self._bound(key.owner)
+        return found
 
     def _extend(self, session: Session, turn: Turn, pinned: bool) -> None:
         assert turn.handle is not None

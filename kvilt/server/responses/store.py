@@ -1,47 +1,28 @@
-"""Stored responses: what was said, as messages, and a KV handle on its tokens. They live in memory, for a while."""
+"""Stored responses: what was said, as messages, and a KV handle on its tokens. They live in memory, for a while.
+
+Where the model has a store that outlives the process, they are noted there, and any process that shares it finds them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 
 from ...errors import HandleError, HandleLimit
 from ...kv.cache import KVCache
 from ...kv.owner import owner_of
-from ...llm import AsyncLLM, AsyncStream
+from ...llm import AsyncLLM
+from ...llm.offload import FILES
 from ..http.errors import HTTPError
-from .items import Message
+from .noted import NotedResponses
+from .stored_response import Continuation as Continuation
+from .stored_response import StoredResponse as StoredResponse
 
 MAX_BYTES = 32 << 20  # of the stored responses of one key; the oldest are dropped first
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """Where the KV of a response ends, so that the next prompt goes on from its tokens."""
-
-    handle: str
-    prompt: bytes  # a digest of all that stands before the messages: instructions, tools, template variables, adapter
-    unread: tuple[int, ...]  # the last token, if it was sampled and belongs to the text: its KV is not computed
-    exact: bool  # the tokens of the answer are its text and nothing else: neither reasoning nor calls
-
-
-@dataclass(slots=True)
-class StoredResponse:
-    """One response."""
-
-    tenant: str
-    shown: dict[str, Any]  # as clients get it
-    messages: list[Message] = field(default_factory=list)  # the whole conversation, without instructions
-    continuation: Continuation | None = None
-    stream: AsyncStream | None = None  # while it is in progress
-    cancelled: bool = False  # by a request
-    expires_s: float = 0.0
-    bytes: int = 0
+_NOTE_WAIT_S = 2.0  # how long a response waits until it is noted
 
 
 class ResponseStore:
@@ -53,20 +34,26 @@ class ResponseStore:
         self._most = most
         self._clock = clock
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the oldest first
+        notes = llm.response_notes
+        self._noted = None if notes is None else NotedResponses(notes, self._stored, clock)
 
     def find(self, name: str, tenant: str, param: str | None = None) -> StoredResponse:
         """A response of a tenant."""
         found = self._stored.get(name)
+        if found is None and self._noted is not None and (found := self._noted.find(name, tenant)) is not None:
+            self._stored[name] = found
         if found is None or found.tenant != tenant or found.expires_s <= self._clock():
             message = "there is no such response; it was not stored, or was deleted, or has expired"
             code = "previous_response_not_found" if param else "response_not_found"
             raise HTTPError(404, message, param=param, code=code)
         return found
 
-    def holds(self, name: str, tenant: str) -> bool:
-        """Whether a response of a tenant is here, rather than noted by another process."""
+    def held_since(self, name: str, tenant: str) -> float | None:
+        """When a response that is here was stored, by the calendar; None where it is not here."""
         found = self._stored.get(name)
-        return found is not None and found.tenant == tenant and found.expires_s > self._clock()
+        if found is None or found.tenant != tenant or found.expires_s <= self._clock():
+            return None
+        return time.time() + found.expires_s - self._clock() - self._llm.config.handle_ttl_s
 
     async def put(self, name: str, stored: StoredResponse) -> None:
         """Store a response, or what it has become. The oldest of its key give way."""
@@ -74,6 +61,8 @@ class ResponseStore:
         stored.bytes = len(orjson.dumps(stored.shown)) + len(orjson.dumps(stored.messages))
         self._stored[name] = stored
         await self._make_room(owner_of(stored.tenant))
+        if stored.stream is None:  # one that is in progress cannot be continued yet
+            await self._note(name, stored.tenant)
 
     async def keep_kv(self, kv: KVCache, tenant: str) -> str | None:
         """A handle on the KV of a response; None where the key may have no more. Takes the cache over."""
@@ -86,6 +75,15 @@ class ResponseStore:
         """Forget a response and its KV."""
         self.find(name, tenant)
         await self._drop(name)
+        await self._note(name, tenant)
+
+    async def _note(self, name: str, tenant: str) -> None:
+        """Note a response; where other processes go on with it, before it is confirmed."""
+        if self._noted is None:
+            return
+        self._noted.mark(name)
+        if self._llm.config.shared_notes:
+            await self._llm.offload.run(FILES, self._noted.flush, _NOTE_WAIT_S, owner=owner_of(tenant))
 
     async def _make_room(self, owner: str) -> None:
         now_s = self._clock()
@@ -100,6 +98,8 @@ class ResponseStore:
 
     async def _drop(self, name: str) -> None:
         dropped = self._stored.pop(name, None)
+        if self._noted is not None:
+            self._noted.mark(name)
         if dropped is None or dropped.continuation is None:
             return
         try:
