@@ -19,6 +19,7 @@ from typing import Concatenate, ParamSpec, Self, SupportsIndex, TypeGuard, TypeV
 
 from ..errors import BlobError, CacheClosed, ContextOverflow, InputError, KVError, LayoutMismatch, TruncateError
 from .codec import pack
+from .drawing import draw_cache
 from .file import write_whole
 from .layout import KVLayout
 from .pool import PagePool
@@ -26,6 +27,7 @@ from .reserve import reserve_rows
 from .row import BASE, EXACT, CacheRow, RowImage, Token, held, rows_from_images
 from .saved import read_images
 
+_LINEAGE_VERBS = 8
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,6 +66,7 @@ class KVCache:
         self._finalizer = weakref.finalize(self, _forgotten, pool, self._rows)
         self._finalizer.atexit = False
         self._open = True  # beside the finalizer, which takes long to ask
+        self.lineage: tuple[str, ...] = ()  # the last verbs that its content came from, the oldest first
 
     # What it holds.
 
@@ -203,7 +206,7 @@ class KVCache:
     @_one_event
     def fork(self) -> KVCache:
         """A second handle on the same content; the first of them to write to a shared page copies it."""
-        return self._sibling([row.fork() for row in self.rows()])
+        return self._sibling([row.fork() for row in self.rows()], "fork")
 
     def forks(self, n: int) -> list[KVCache]:
         """`n` forks."""
@@ -235,7 +238,7 @@ class KVCache:
         with _both(self._pool, other._pool):
             if self.batch_size != 1:
                 raise InputError(f"select needs a cache of batch 1 to copy into, this one has {self.batch_size} rows")
-            self._replace(self._rows_like([other.row(batch_index)], other))
+            self._replace(self._rows_like([other.row(batch_index)], other), other, f"row {batch_index}")
 
     def broadcast_and_copy_from(self, other: KVCache) -> None:
         """The one row of `other` becomes every row of this cache; costs page ids, not bytes."""
@@ -243,12 +246,12 @@ class KVCache:
         with _both(self._pool, other._pool):
             if other.batch_size != 1:
                 raise InputError(f"broadcast needs a source of batch 1, the other cache has {other.batch_size} rows")
-            self._replace(self._rows_like([other.row(0)] * self.batch_size, other))
+            self._replace(self._rows_like([other.row(0)] * self.batch_size, other), other, "broadcast")
 
     @_one_event
     def deep_copy(self) -> KVCache:
         """The same content on pages of its own. Expensive; `fork` is what you usually want."""
-        return self._sibling(rows_from_images(self._pool, self._images(), self.owner))
+        return self._sibling(rows_from_images(self._pool, self._images(), self.owner), "deep copy")
 
     @_one_event
     def close(self) -> None:
@@ -301,6 +304,7 @@ class KVCache:
     @_one_event
     def _adopt(self, images: Sequence[RowImage]) -> None:
         self._replace(rows_from_images(self._pool, images, self.owner))
+        self.lineage = ("loaded",)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `serialize()` to a file that is either complete or not there."""
@@ -332,18 +336,28 @@ class KVCache:
             return "KVCache(closed)"
         return f"KVCache(lengths={list(self.lengths)}, pages={sum(map(len, self.pages()))})"
 
+    def _repr_html_(self) -> str:
+        return draw_cache(self)
+
     def _images(self) -> list[RowImage]:
         return [row.image() for row in self.rows()]
 
-    def _sibling(self, rows: list[CacheRow]) -> KVCache:
+    def _sibling(self, rows: list[CacheRow], verb: str) -> KVCache:
         twin = KVCache(self._pool, len(rows), self._capacity)
         twin._rows[:] = rows
+        twin.lineage = self._after(verb)
         return twin
 
-    def _replace(self, rows: list[CacheRow]) -> None:
+    def _after(self, verb: str) -> tuple[str, ...]:
+        """The lineage of what a verb makes of this cache."""
+        return (*self.lineage, f"{verb} at {max(row.length for row in self._rows)}")[-_LINEAGE_VERBS:]
+
+    def _replace(self, rows: list[CacheRow], source: KVCache | None = None, verb: str = "") -> None:
         for row in self.rows():
             row.close()
         self._rows[:] = rows
+        if source is not None:
+            self.lineage = source._after(verb)
 
     def _rows_like(self, rows: Sequence[CacheRow], source: KVCache) -> list[CacheRow]:
         """Rows with the same content in this cache's pool: shared pages in the same pool, copies from another pool."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from ..engine.misses.miss import MissCandidate, MissReason
 from ..kv.cache import KVCache
 from ..sampling.sampler import TokenLogprobs
+from .drawing import draw_completion
 from .python_tools import Tool
 from .tool_calls import ParsedToolCall as ParsedToolCall
 from .tool_calls import run_calls
@@ -99,6 +100,9 @@ class Completion:
         result.
         """
         return run_calls(self.text, self.tool_calls, functions)
+
+    def _repr_html_(self) -> str:
+        return draw_completion(self)
 
 
 class TextPiece(str):

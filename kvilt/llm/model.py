@@ -22,6 +22,7 @@ from ..errors import ContextOverflow, InputError, ParamError
 from ..executor.inputs import Inputs, RowInput, read_ids, read_inputs
 from ..executor.protocol import Executor, OnWarmup
 from ..kv.cache import KVCache
+from ..kv.drawing import draw_cache
 from ..metrics import Metrics
 from ..sampling.grammar import Grammar
 from ..sampling.params import SamplingParams
@@ -35,6 +36,7 @@ from ..weights.assets import AssetsLike
 from .answer import AnswerConfig
 from .blend import Documents, PromptParts
 from .chat_parsing import ChatParsing
+from .drawing import HTMLDrawing, draw_model
 from .embedding_config import EmbeddingConfig
 from .features import plugins_for
 from .generation import SamplingDefaults
@@ -268,6 +270,13 @@ class Model:
             ]
         messages = [*context_prefix, {"role": "user", "content": "?"}]  # documents stand before any question
         return self.chat_template.encode_around(self.tokenizer, messages, 1)[0]
+
+    def draw(self, kv: KVCache) -> HTMLDrawing:
+        """A cache as a notebook draws it, with the text of its tokens; a cache by itself knows their ids alone."""
+        return HTMLDrawing(draw_cache(kv, lambda token: self.decoded([token]) if isinstance(token, int) else "▢"))
+
+    def _repr_html_(self) -> str:
+        return draw_model(self)
 
     def load_lora(self, path: AssetsLike, name: str | None = None) -> int:
         """Load an adapter, under its own name if not given, and return its id; `path` as in `executor.load_lora`."""
