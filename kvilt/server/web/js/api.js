@@ -25,6 +25,16 @@ export class Api {
     return answer.json();
   }
 
+  /** An answer that is bytes. */
+  async bytes(method, path, body) {
+    return (await this.request(method, path, body)).blob();
+  }
+
+  /** A JSON answer to the bytes of a file. */
+  async upload(path, file) {
+    return (await this.request('POST', path, file)).json();
+  }
+
   /** An answer whose body is a stream. */
   async stream(path, body, signal) {
     return (await this.request('POST', path, body, signal)).body;
@@ -48,9 +58,10 @@ export class Api {
     const headers = { ...more };
     const key = this.keys.current();
     if (key) headers.authorization = `Bearer ${key}`;
-    if (body !== undefined) headers['content-type'] = 'application/json';
+    const isFile = body instanceof Blob;
+    if (body !== undefined) headers['content-type'] = isFile ? 'application/octet-stream' : 'application/json';
     try {
-      return await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: 'no-store' });
+      return await fetch(path, { method, headers, signal, body: isFile ? body : body && JSON.stringify(body), cache: 'no-store' });
     } catch (error) {
       if (signal?.aborted) throw error;
       throw new ApiError(0, { message: 'The server cannot be reached.', code: 'unreachable' });

@@ -31,7 +31,9 @@ export async function ask({ api, book, tree, documents, ...how }, question, node
     Object.assign(body, documents, { seed: Math.floor(Math.random() * 2 ** 31), kv_out: false, ...(body.logprobs ? { top_logprobs: MOST_ALTERNATIVES } : {}) });
     for (const node of nodes) node.blended = { ...documents.blend, documents: documents.documents.length, seed: body.seed };
   }
-  const stream = await open(api, book, body, parent, first, signal);
+  // What came with a file is KV of a session, until answers have handles of their own.
+  const imported = tree.session && !documents ? { session: tree.session } : {};
+  const stream = await open(api, book, { body, imported }, parent, first, signal);
   for (const node of nodes.slice(1)) Object.assign(node, { miss: first.miss, parentKv: first.parentKv });
   for await (const chunk of events(stream)) {
     take(chunk, nodes, book);
@@ -75,7 +77,7 @@ async function resumed(book, node) {
 }
 
 /** Begin with the parent's KV. A handle that does not fit is no reason to fail: the answer is computed without it. */
-async function open(api, book, body, parent, node, signal) {
+async function open(api, book, { body, imported }, parent, node, signal) {
   if (parent) {
     try {
       const stream = await api.stream('v1/chat/completions', { ...body, kv: parent.id }, signal);
@@ -89,7 +91,7 @@ async function open(api, book, body, parent, node, signal) {
       node.miss = { code: error.code, index: error.index };
     }
   }
-  return api.stream('v1/chat/completions', body, signal);
+  return api.stream('v1/chat/completions', { ...body, ...imported }, signal);
 }
 
 /** Begin with the part of a handle that the prompt does share. */

@@ -28,7 +28,7 @@ class App {
   constructor() {
     this.keys = new Keys();
     this.api = new Api(this.keys);
-    this.library = new Library();
+    this.library = new Library(this.api, (error) => this.notify(error));
     this.tabs = new Tabs();
     this.tree = this.firstTree();
     this.models = [];
@@ -54,17 +54,20 @@ class App {
     this.gauge = new Gauge(byId('gauge'));
     this.settings = new Settings(this.keys);
     this.documents = new Documents(this.api, tree, () => this.save(), (error) => this.notify(error));
-    this.chats = new Chats(this.library, {
+    this.chats = new Chats(this.api, this.library, {
       open: (id) => this.openChat(id),
-      current: () => this.tree.id,
+      current: tree,
       added: (tree, title) => this.addChat(tree, title),
       removed: (id) => id === this.tree.id && this.restart(false),
     });
     this.inspector = new Inspector({ api: this.api, book: this.book, tree, last: () => this.lastRequest });
     this.buttons();
     listen(this);
-    addEventListener('pagehide', () => this.save());
-    addEventListener('hashchange', () => this.followLink());
+    addEventListener('pagehide', () => {
+      this.save();
+      this.library.flush();
+    });
+    addEventListener('hashchange', () => this.followLink(linked()));
     this.composer.focus();
   }
 
@@ -87,13 +90,26 @@ class App {
   firstTree() {
     const named = linked();
     const had = session.get('chat');
-    if (named && had?.id !== named && this.library.load(named)) return Tree.from(this.library.load(named));
-    return Tree.from(had);
+    return (named && had?.id !== named && this.library.loadHere(named)) || Tree.from(had);
   }
 
-  followLink() {
-    const id = linked();
-    if (id && id !== this.tree.id && this.library.load(id)) this.openChat(id);
+  /** Open the conversation that a link names; of the one that is open, take in what other pages have added. */
+  async followLink(id) {
+    if (!id) return;
+    try {
+      const found = await this.library.load(id);
+      if (id !== this.tree.id && found) this.show(found);
+      else if (id !== this.tree.id) this.notify(new Told('The conversation of this link is not kept here.'));
+      else if (found && found.revision !== this.tree.revision && !this.busy) this.takeIn(found);
+    } catch (error) {
+      this.notify(error);
+    }
+  }
+
+  takeIn(found) {
+    this.tree.merge(found);
+    this.tree.revision = found.revision;
+    this.render();
   }
 
   /** Give back what closed tabs held. A copied tab has the messages of the first, not its handles. */
@@ -105,14 +121,20 @@ class App {
     this.save();
   }
 
-  openChat(id) {
-    const saved = this.library.load(id);
-    if (saved) this.show(Tree.from(saved));
+  async openChat(id) {
+    if (id === this.tree.id) return;
+    try {
+      await this.library.flush();
+      const found = await this.library.load(id);
+      if (found) this.show(found);
+    } catch (error) {
+      this.notify(error);
+    }
   }
 
-  addChat(tree, title) {
+  async addChat(tree, title) {
     this.library.keep(tree);
-    this.library.rename(tree.id, title);
+    await this.library.rename(tree.id, title);
     this.show(tree);
   }
 
@@ -123,17 +145,20 @@ class App {
   /** Find out what is served; until then messages can be written, not sent. */
   async begin() {
     this.render();
-    this.tidy();
+    const link = linked();
     try {
       const { data } = await this.api.call('GET', 'v1/models');
       this.models = data;
       this.showModels();
       this.settings.setDefaults(this.model?.sampling_defaults);
       this.notify(null);
+      await this.library.begin();
+      await this.followLink(link ?? (this.tree.revision ? this.tree.id : null));
     } catch (error) {
       this.notify(error, () => this.begin());
     }
     this.render();
+    this.tidy();
   }
 
   showModels() {

@@ -1,7 +1,15 @@
 // A conversation as a tree: every message may have several successors, of which one is shown. Only data, no page.
 
 let made = 0;
-const newId = () => `m${Date.now().toString(36)}${(made += 1).toString(36)}`;
+// Two browsers may write one conversation at the same time: ids must differ.
+const newId = () => `m${Date.now().toString(36)}${(made += 1).toString(36)}${Math.random().toString(36).slice(2, 6)}`;
+
+/** The first words of a conversation, for the list. */
+export function titleOf(tree) {
+  const first = tree.path().find((node) => node.role === 'user');
+  const words = (first?.text ?? '').replace(/\s+/g, ' ').trim();
+  return words.length > 60 ? `${words.slice(0, 59).trimEnd()}…` : words || 'Empty conversation';
+}
 
 export class Tree {
   constructor(id = newId()) {
@@ -65,8 +73,22 @@ export class Tree {
   }
 
   toJSON() {
-    const given = this.documents?.length ? { documents: this.documents, blend: this.blend } : {};
-    return { id: this.id, nodes: [...this.nodes.values()], ...given };
+    return { id: this.id, nodes: [...this.nodes.values()], ...this.given, ...(this.revision ? { revision: this.revision } : {}) };
+  }
+
+  /** What a conversation has besides its messages. */
+  get given() {
+    const { documents, blend, session } = this;
+    return { ...(documents?.length ? { documents, blend } : {}), ...(session ? { session } : {}) };
+  }
+
+  /** Take in what another page has added to the same conversation; what is shown here stays shown. */
+  merge(other) {
+    for (const [id, node] of other.nodes) {
+      const own = this.nodes.get(id);
+      if (!own) this.nodes.set(id, node);
+      else own.children.push(...node.children.filter((child) => !own.children.includes(child)));
+    }
   }
 
   /** A tree that was written before; an empty one where that cannot be read. */
@@ -79,6 +101,8 @@ export class Tree {
         tree.place({ ...node, state });
       }
       if (Array.isArray(saved.documents)) Object.assign(tree, { documents: saved.documents, blend: saved.blend });
+      if (typeof saved.session === 'string') tree.session = saved.session;
+      if (Number.isInteger(saved.revision)) tree.revision = saved.revision;
       tree.root = tree.nodes.get('root');
       tree.path();
       return tree;
